@@ -1,0 +1,95 @@
+"""One tree of errors. Each message says what is wrong, what was got, what is allowed and what to do.
+
+Every class is picklable (it keeps nothing but its message), so an error crosses process boundaries whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class RlhfError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class ConfigError(RlhfError, ValueError):
+    """The run file or a flag is wrong; raised before anything starts."""
+
+
+class CapabilityError(ConfigError):
+    """A combination of components that cannot work."""
+
+
+class PluginError(RlhfError):
+    """Something about a plugin, its distribution or its registration."""
+
+
+class PluginNotFound(PluginError, LookupError):
+    """No installed plugin of that kind has that name."""
+
+
+class PluginConflict(PluginError):
+    """Two distributions provide the same name."""
+
+
+class PluginVersionMismatch(PluginError):
+    """A distribution's requirements on this project are not met."""
+
+
+class PluginImportFailed(PluginError, ImportError):
+    """A selected plugin could not be imported."""
+
+
+class PluginInvalid(PluginError, TypeError):
+    """A plugin registered something that is not what its kind requires."""
+
+
+class DataError(RlhfError, ValueError):
+    """A data source, a row or a template."""
+
+
+class ModelError(RlhfError):
+    """A model or tokenizer that cannot be loaded or used."""
+
+
+class RewardError(RlhfError):
+    """A reward source raised, timed out or returned something invalid."""
+
+
+class EnvError(RlhfError):
+    """An environment raised, timed out or never ended."""
+
+
+class RolloutError(RlhfError):
+    """A rollout raised or returned something invalid."""
+
+
+class TrainingError(RlhfError):
+    """A loss, an advantage or an optimizer step that is wrong; always fatal."""
+
+
+class CheckpointError(RlhfError):
+    """A checkpoint that is incomplete, damaged, or of another run."""
+
+
+@contextmanager
+def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
+    """Attribute whatever plugin code raises to that plugin.
+
+    ``what`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
+    project pass unchanged; anything else becomes ``error`` with the original as its cause.
+    """
+    try:
+        yield
+    except RlhfError:
+        raise
+    except Exception as cause:
+        raise error(f"{what} raised {type(cause).__name__}: {cause}") from cause
+
+
+def did_you_mean(got: str, allowed: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` or an empty string."""
+    near = difflib.get_close_matches(got, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,91 @@
+"""The contract, in execution order: the hooks by which a plugin introduces its classes.
+
+Every hook is a *provider*: it is called once per process, when a run first needs something from the plugin's
+module, and returns classes, never instances. It must not touch a device, read files or depend on call order.
+What raises stops the run if the plugin was selected, and is never called if it was not. The class chosen by name
+is then used as a plain typed object; no hook call sits in the mathematics.
+
+Kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``rlhf.interfaces.K``. A plugin module::
+
+    from rlhf import hookimpl
+
+    @hookimpl
+    def rlhf_register_reward():
+        return [Brevity]
+
+and in its ``pyproject.toml``::
+
+    [project.entry-points."rlhf.reward"]
+    brevity = "my_package"
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pluggy import HookspecMarker
+
+if TYPE_CHECKING:
+    from rlhf import interfaces as i
+
+hookspec = HookspecMarker("rlhf")
+
+
+@hookspec
+def rlhf_register_algorithm() -> list[type[i.Algorithm]]:  # type: ignore[empty-body]
+    """Offer algorithms: the named bundle that ``--algo NAME`` selects. Resolved first, on the driver, because its
+    declared needs decide which roles, losses and advantages the run holds."""
+
+
+@hookspec
+def rlhf_register_launcher() -> list[type[i.Launcher]]:  # type: ignore[empty-body]
+    """Offer launchers: where workers live. Resolved on the driver before any model is loaded."""
+
+
+@hookspec
+def rlhf_register_trainer() -> list[type[i.Trainer]]:  # type: ignore[empty-body]
+    """Offer trainers: they hold one role's model and optimizer. Resolved on the driver and on every rank."""
+
+
+@hookspec
+def rlhf_register_generator() -> list[type[i.Generator]]:  # type: ignore[empty-body]
+    """Offer generators: they sample tokens with log-probs. Resolved where sampling happens (online runs only)."""
+
+
+@hookspec
+def rlhf_register_rollout() -> list[type[i.Rollout]]:  # type: ignore[empty-body]
+    """Offer rollouts: how a prompt becomes a trajectory. Resolved on the driver (online runs only)."""
+
+
+@hookspec
+def rlhf_register_env() -> list[type[i.Env]]:  # type: ignore[empty-body]
+    """Offer environments for rollouts of several turns. Resolved on the driver, and again in worker processes for
+    environments written with plain ``def``."""
+
+
+@hookspec
+def rlhf_register_reward() -> list[type[i.Reward]]:  # type: ignore[empty-body]
+    """Offer rewards: ``--reward plugin:NAME``, several with weights. Resolved on the driver, and again in worker
+    processes for rewards written with plain ``def``."""
+
+
+@hookspec
+def rlhf_register_advantage() -> list[type[i.Advantage]]:  # type: ignore[empty-body]
+    """Offer advantage estimators. Resolved on the driver when the algorithm (or the run file) names one."""
+
+
+@hookspec
+def rlhf_register_loss() -> list[type[i.Loss]]:  # type: ignore[empty-body]
+    """Offer losses. Resolved on the driver and on every rank when the algorithm (or the run file) names one."""
+
+
+@hookspec
+def rlhf_register_observer() -> list[type[i.Observer]]:  # type: ignore[empty-body]
+    """Offer observers: listeners that a run lists by name. Resolved last, on the driver. An installed observer that
+    no run lists is never imported."""
+
+
+@hookspec
+def rlhf_register_adapter() -> list[type[i.Adapter]]:  # type: ignore[empty-body]
+    """Offer adapters for ``file:`` references to files written for another framework. Resolved on the driver and in
+    worker processes, only when a ``file:`` defines no component by itself."""

@@ -1,0 +1,35 @@
+"""One file a kind: its abstract class, its declarations, and a complete example in the docstring."""
+
+from rlhf.interfaces.adapter import Adapter
+from rlhf.interfaces.advantage import Advantage
+from rlhf.interfaces.algorithm import Algorithm, Slot
+from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.interfaces.env import Env
+from rlhf.interfaces.generator import Generator, Proof
+from rlhf.interfaces.launcher import Launcher, WorkerGroup
+from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.observer import Observer, RunInfo
+from rlhf.interfaces.reward import Reward, RewardContext
+from rlhf.interfaces.rollout import Rollout, RolloutContext
+from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
+
+KINDS: dict[str, type[Component]] = {
+    "algorithm": Algorithm,
+    "advantage": Advantage,
+    "loss": Loss,
+    "rollout": Rollout,
+    "reward": Reward,
+    "env": Env,
+    "trainer": Trainer,
+    "generator": Generator,
+    "launcher": Launcher,
+    "observer": Observer,
+    "adapter": Adapter,
+}
+"""kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
+
+__all__ = [
+    "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env", "Generator",
+    "Launcher", "Loss", "ModelSpec", "Observer", "Proof", "Reward", "RewardContext", "Rollout", "RolloutContext",
+    "RunInfo", "Slot", "Sums", "Trainer", "WorkerGroup",
+]  # fmt: skip

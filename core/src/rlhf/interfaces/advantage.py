@@ -1,0 +1,69 @@
+"""Advantage estimators: rewards and values become credit per action token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from rlhf.interfaces.component import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Advantage(Component):
+    """Two pure functions around the published order of :func:`rlhf.ops.pipeline.credit`.
+
+    The core compresses every trajectory to its own action tokens before calling :meth:`returns`, so prompt and
+    environment tokens do not exist here: they neither discount nor decay. Complete example::
+
+        class Centered(Advantage):
+            name = "centered"
+            group_min = 2
+
+            def baseline(self, r_N, group_N):
+                return r_N - group_mean(r_N, group_N)          # rlhf.ops.groups
+
+            def returns(self, R_NA, mask_NA, values_NA, boot_N):
+                adv_NA = return_to_go(R_NA, mask_NA, gamma=1.0)  # rlhf.ops.returns
+                return adv_NA, adv_NA
+    """
+
+    group_min: ClassVar[int] = 1
+    """Smallest number of samples per prompt for which the estimator is defined."""
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether :meth:`returns` reads values (a critic is needed)."""
+        return False
+
+    @property
+    def normalise(self) -> Literal["none", "center", "whiten"]:
+        """What the core does to the advantages of the whole rollout batch, weighted by tokens."""
+        return "none"
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        """Subtract or scale by a statistic of the group.
+
+        Args:
+            r_N: float64 [N], one combined and shaped reward per trajectory.
+            group_N: int64 [N], which group each trajectory is in.
+
+        Returns: float64 [N].
+        """
+        return r_N
+
+    @abstractmethod
+    def returns(
+        self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Credit over own action tokens, left-aligned and right-padded.
+
+        Args:
+            R_NA: float32 [N, A] token rewards, zero where masked.
+            mask_NA: bool [N, A].
+            values_NA: float32 [N, A] or None, zero where masked.
+            boot_N: float32 [N] or None, value after the last token of truncated samples.
+
+        Returns: (advantages [N, A], returns [N, A]); masked positions are ignored.
+        """

@@ -1,0 +1,65 @@
+"""Algorithms: a named bundle of advantage, losses and rollout with vetted defaults and declared needs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.types import Annotation, DataForm, Group, Needs, Snapshot, Update
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part that the algorithm names but does not import: kind, default plugin and defaults on top of the
+    plugin's own. ``[algorithm.<slot>] use = "..."`` replaces it, and with it these defaults."""
+
+    kind: str
+    use: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Algorithm(Component):
+    """Lives on the driver, may keep state. The controllers ask these methods in this order, once a step.
+
+    The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is the page
+    ``docs/writing-a-plugin.md``; most policy-gradient algorithms subclass :class:`rlhf.policy_gradient.PolicyGradient`.
+    """
+
+    data: ClassVar[DataForm] = "prompts"
+    """Chooses the controller: ``prompts`` is online (rollouts), everything else offline (rows)."""
+    slots: ClassVar[Mapping[str, Slot]] = {}
+
+    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.parts: dict[str, Any] = dict(parts or {})
+
+    @abstractmethod
+    def needs(self) -> Needs:
+        """Roles, smallest group, generator log-probs: a function of the config and the parts."""
+
+    @abstractmethod
+    def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> Batch | None:
+        """Groups (online) or tokenised examples (offline) become units. None: nothing to learn from (counted)."""
+
+    def annotations(self, step: int) -> list[Annotation]:
+        """Columns to compute before the update."""
+        return []
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Rewards become advantage columns, on the driver. Default: nothing to do (offline)."""
+        return batch, {}
+
+    @abstractmethod
+    def updates(self, step: int) -> list[Update | Snapshot]:
+        """What is trained this step, in order."""
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """After the updates, with the step's metrics: adapt coefficients. Returns further metrics."""
+        return {}

@@ -1,0 +1,41 @@
+"""What every pluggable thing has in common: a name, a strict frozen config, and state for the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ComponentConfig(BaseModel):
+    """Base of every config: frozen, unknown keys refused, no coercion, field docs from the docstrings below fields."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Component:
+    """Base of the interfaces of all kinds. Not used directly.
+
+    A subclass sets ``name`` (lower case, ``[a-z0-9_]+``, equal to its entry point's name) and, where it has
+    options, a nested ``Config``. The runtime builds one instance as ``cls(config)``.
+    """
+
+    name: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    """Paper or documentation this implements, shown by ``rlhf plugins show``."""
+    Config: ClassVar[type[ComponentConfig]] = ComponentConfig
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        self.config: Any = self.Config() if config is None else config
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart: JSON values only. Empty for most components."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state but was given {sorted(state)}")

@@ -1,0 +1,52 @@
+"""Rollouts: how a prompt becomes a trajectory, token in, token out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rlhf.interfaces.component import Component
+from rlhf.interfaces.env import Env
+from rlhf.types import Row, Sampling, Turn
+
+
+class RolloutContext(ABC):
+    """What a rollout may use. One per sample."""
+
+    sampling: Sampling
+    max_tokens: int
+    """Longest sequence the policy is allowed: prompt, observations and samples together."""
+
+    @abstractmethod
+    def encode_prompt(self, row: Row) -> Turn:
+        """The row's prompt through its template, as an unsampled turn."""
+
+    @abstractmethod
+    def encode_observation(self, text: str) -> Turn:
+        """Text from the environment as an unsampled turn, wrapped as the chat template wraps a user turn
+        (plain where prompts are plain), ready for the policy to answer."""
+
+    @abstractmethod
+    async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        """One sampled turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
+
+    @abstractmethod
+    async def open_env(self) -> Env:
+        """A fresh environment whose calls have deadlines; closed by the core when the sample ends."""
+
+
+class Rollout(Component):
+    """Complete example (what ``single_turn`` does)::
+
+    class SingleTurn(Rollout):
+        name = "single_turn"
+
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            return [prompt, await ctx.generate([prompt], ctx.sampling)]
+    """
+
+    needs_env: bool = False
+
+    @abstractmethod
+    async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        """All turns of one sample."""

@@ -1,0 +1,1 @@
+"""Pure tensor functions: batches, groups, returns, KL, ratios, reductions, heads, the credit pipeline."""

@@ -1,0 +1,174 @@
+"""Where a loss meets a micro-batch: compression to the tokens under its mask, the weighted sum, the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import TrainingError
+from rlhf.interfaces.loss import Loss
+from rlhf.ops.batch import Batch
+from rlhf.ops.reduce import LEVEL, WEIGHT
+from rlhf.types import Head, LossOutput
+
+
+class LossInput:
+    """What a loss sees of a micro-batch. Only the A tokens under the loss's mask exist.
+
+    ``x[name]`` is a declared output or column: [A, ...] per token, [S] or [B] per sequence, [U] per unit. A *sequence*
+    here is the tokens of one (unit, role): S of them. Where no context was rewritten, S = B.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        outputs: Mapping[str, Tensor],
+        loss: Loss,
+        over: str,
+        coef: Mapping[str, float],
+        live: Mapping[str, str],
+    ) -> None:
+        mask_N = batch.tok[over]
+        self._batch, self._loss = batch, loss
+        self._mask_N = mask_N
+        self._outputs, self._live = outputs, live
+        self._columns = frozenset(loss.columns())
+        self.coef = dict(coef)
+        self.answer_B = batch.answer_B
+        self.sequence_A = self.answer_B[batch.seq_N][mask_N]
+        """int64 [A]: which sequence each token belongs to."""
+        self.sequences = batch.answers
+        self.units = batch.units
+        self.unit_A = batch.unit_N[mask_N]
+        """int64 [A]: which unit each token belongs to."""
+        self.tokens = int(self.sequence_A.numel())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._outputs:
+            return self._outputs[name]
+        if name not in self._columns:
+            raise TrainingError(
+                f"loss {self._loss.name!r} reads {name!r}, which it does not declare. Declared outputs: "
+                f"{sorted(self._outputs)}, columns: {sorted(self._columns)}. Add it to outputs() or columns()."
+            )
+        batch = self._batch
+        if name in batch.tok:
+            return batch.tok[name][self._mask_N]
+        if name in batch.seq:
+            return batch.seq[name]
+        if name in batch.unit:
+            return batch.unit[name]
+        if name in self._live:
+            return self._outputs[self._live[name]].detach()
+        raise TrainingError(
+            f"loss {self._loss.name!r} needs the column {name!r}, which the batch does not have: "
+            "the algorithm must annotate it (Algorithm.annotations) before the update."
+        )
+
+    def sum_per_sequence(self, values_A: Tensor) -> Tensor:
+        """[A] -> [S]; an empty sequence gives 0."""
+        return values_A.new_zeros(self.sequences).index_add(0, self.sequence_A, values_A)
+
+    def mean_per_sequence(self, values_A: Tensor) -> Tensor:
+        """[A] -> [S]; an empty sequence gives 0, never NaN."""
+        count_S = self.sum_per_sequence(torch.ones_like(values_A))
+        return self.sum_per_sequence(values_A) / count_S.clamp(min=1)
+
+    def to_tokens(self, values_S: Tensor) -> Tensor:
+        """[S] -> [A]."""
+        return values_S[self.sequence_A]
+
+    def of_role(self, values_S: Tensor, role: int) -> Tensor:
+        """[S] -> [U]: the value of each unit's sequence of that role (every unit must have one)."""
+        role_S = self._batch.role_B.new_zeros(self.sequences).index_put((self.answer_B,), self._batch.role_B)
+        picked_U = values_S[role_S == role]
+        if picked_U.shape[0] != self.units:
+            raise TrainingError(f"{picked_U.shape[0]} of {self.units} units have a sequence of role {role}")
+        return picked_U
+
+
+def over_mask(loss: Loss) -> str:
+    """The one mask all terms of a loss share."""
+    masks = {r.over for r in loss.reduce().values()}
+    if len(masks) != 1:
+        raise TrainingError(f"the terms of loss {loss.name!r} must share one mask, got {sorted(masks)}")
+    return masks.pop()
+
+
+def required_columns(loss: Loss, heads: Iterable[Head]) -> tuple[str, ...]:
+    """Every batch column that must travel to a rank to evaluate ``loss`` (``temperature`` where present)."""
+    terms = loss.reduce()
+    names = {over_mask(loss), "temperature", *loss.columns(), *(WEIGHT + t for t in terms)}
+    for head in heads:
+        names.update((head.over, *head.columns))
+    return tuple(sorted(names))
+
+
+def evaluate(
+    loss: Loss,
+    batch: Batch,
+    outputs: Mapping[str, Tensor],
+    coef: Mapping[str, float],
+    live: Mapping[str, str],
+) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """The micro-batch's share of the loss and its metric sums.
+
+    Args:
+        batch: a micro-batch with ``weight/<term>`` columns (:func:`rlhf.ops.reduce.weigh`).
+        outputs: {output name: [A, ...] at the tokens under the mask, [B] for sequence outputs}, with gradient.
+
+    Returns: (scalar to call backward on, {metric: (sum, count)}); both add over micro-batches and ranks.
+    """
+    terms, over = loss.reduce(), over_mask(loss)
+    x = LossInput(batch, outputs, loss, over, coef, live)
+    result: LossOutput = loss(x)
+    if set(result.terms) != set(terms):
+        raise TrainingError(
+            f"loss {loss.name!r} declares the terms {sorted(terms)} in reduce() but returned {sorted(result.terms)}"
+        )
+    total: Tensor | None = None
+    sums: dict[str, tuple[float, float]] = {}
+    for term, reduce in terms.items():
+        values, w = result.terms[term], _weights(x, batch, over, term, LEVEL[reduce.how])
+        if values.shape != w.shape:
+            raise TrainingError(
+                f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
+                f"got {tuple(values.shape)}"
+            )
+        part = (w * values.float()).sum()
+        total = part if total is None else total + part
+        sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
+    assert total is not None
+    sums["loss"] = (float(total.detach()), 0.0)
+    for name, (level, values) in result.metrics.items():
+        expected = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}[level]
+        if values.shape != (expected,):
+            raise TrainingError(f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values")
+        sums[name] = (float(values.detach().float().sum()), float(expected))
+    return total, sums
+
+
+def _weights(x: LossInput, batch: Batch, over: str, term: str, level: str) -> Tensor:
+    column = batch.column(WEIGHT + term)
+    if level == "tok":
+        return column[batch.tok[over]]
+    if level == "unit":
+        return column
+    return column.new_zeros(x.sequences).index_add(0, x.answer_B, column)
+
+
+def add_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add metric sums over micro-batches or ranks, in order."""
+    total: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            old = total.get(name, (0.0, 0.0))
+            total[name] = (old[0] + value, old[1] + count)
+    return total
+
+
+def finish_sums(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Means from sums; entries with count 0 were normalised already."""
+    return {name: value / count if count else value for name, (value, count) in sums.items()}

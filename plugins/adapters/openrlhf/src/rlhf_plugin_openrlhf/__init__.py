@@ -1,0 +1,1 @@
+"""Adapter: OpenRLHF reward_func and AgentInstance files through file:."""

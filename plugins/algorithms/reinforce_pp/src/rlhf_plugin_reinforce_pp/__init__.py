@@ -1,0 +1,1 @@
+"""REINFORCE++ and REINFORCE++-baseline."""

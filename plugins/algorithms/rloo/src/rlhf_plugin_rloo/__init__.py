@@ -1,0 +1,1 @@
+"""RLOO: leave-one-out baseline."""

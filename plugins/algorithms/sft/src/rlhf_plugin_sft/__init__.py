@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: completions, conversations, continued pre-training."""

@@ -1,0 +1,1 @@
+"""Embedded runtime: torch trainer, transformers generator, everything in one process."""

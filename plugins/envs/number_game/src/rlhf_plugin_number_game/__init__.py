@@ -1,0 +1,1 @@
+"""Environment: find a hidden number by asking questions."""

@@ -1,0 +1,1 @@
+"""Observer: Weights & Biases."""

@@ -1,0 +1,1 @@
+"""Reward: a regular expression or a template that the answer must match."""

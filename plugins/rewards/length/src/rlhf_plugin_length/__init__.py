@@ -1,0 +1,1 @@
+"""Reward: prefers answers within a length."""

@@ -1,0 +1,1 @@
+"""Reward: verifies mathematical answers."""

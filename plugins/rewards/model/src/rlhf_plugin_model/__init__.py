@@ -1,0 +1,1 @@
+"""Reward: a sequence-classification reward model."""

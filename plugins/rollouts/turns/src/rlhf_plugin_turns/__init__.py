@@ -1,0 +1,1 @@
+"""Rollouts: single_turn and multi_turn."""
