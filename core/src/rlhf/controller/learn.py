@@ -1,0 +1,108 @@
+"""One step of learning, shared by both controllers: annotate, credit, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from rlhf.controller.roles import Role
+from rlhf.errors import TrainingError, boundary
+from rlhf.interfaces import Algorithm, Loss
+from rlhf.ops.batch import Batch
+from rlhf.ops.losses import add_sums, finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.seeds import derive_seed
+from rlhf.types import Snapshot, Update
+
+Metrics = dict[str, float]
+
+
+def learn(
+    batch: Batch,
+    algorithm: Algorithm,
+    roles: Mapping[str, Role],
+    seed: int,
+    step: int,
+    keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
+) -> tuple[Batch, Metrics]:
+    """Annotate the batch, turn rewards into credit, train every role the algorithm names.
+
+    ``keep_skipped(reason, minibatch)`` is called for every optimizer step whose gradient was not finite: the weights
+    stayed as they were, and the batch is kept for study.
+    """
+    what = f"algorithm {algorithm.name!r}"
+    wanted = algorithm.annotations(step)
+    for name in dict.fromkeys(a.role for a in wanted):
+        batch = roles[name].annotate(batch, [a for a in wanted if a.role == name])
+    with boundary(TrainingError, what):
+        batch, metrics = algorithm.credit(batch)
+        updates = algorithm.updates(step)
+    for update in updates:
+        if isinstance(update, Snapshot):
+            snapshot(roles, update)
+        else:
+            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
+    return batch, metrics
+
+
+def train(
+    batch: Batch,
+    loss: Loss,
+    roles: Mapping[str, Role],
+    update: Update,
+    seed: int,
+    step: int,
+    keep_skipped: Callable[[str, Batch], None],
+) -> Metrics:
+    """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
+    if update.live and update.epochs * update.minibatches != 1:
+        raise TrainingError(
+            f"the update of {update.role!r} has {update.epochs} x {update.minibatches} optimizer steps and leaves out "
+            f"{sorted(update.live)}: only a single step may, as the live output differs from it afterwards"
+        )
+    role, parts, skipped = roles[update.role], [], 0
+    grad_norms: list[float] = []
+    result = None
+    for minibatch in minibatches(batch, update, seed, step):
+        for annotation in loss.prepass():
+            minibatch = roles[annotation.role].annotate(minibatch, [annotation])
+        with boundary(TrainingError, f"loss {loss.name!r}"):
+            minibatch = weigh(loss.prepare(minibatch), loss.reduce())
+        sums, result = role.update(minibatch, loss, update)
+        if result.skipped:  # its sums may hold NaN: they stay out of the metrics
+            skipped += 1
+            keep_skipped(f"{update.role}: {result.skipped}", minibatch)
+        else:
+            parts.append(sums)
+            grad_norms.append(result.grad_norm)
+    assert result is not None
+    summed = add_sums(parts)
+    already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
+    values = finish_sums(summed | already_normalised)
+    values["lr"] = result.lr
+    values["skipped"] = float(skipped)
+    if grad_norms:
+        values["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    return {f"{update.role}/{name}": value for name, value in values.items()}
+
+
+def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[Batch]:
+    """The optimizer batches of an update: per epoch a seeded shuffle of the units, cut into near-equal parts."""
+    if update.minibatches > batch.units:
+        raise TrainingError(f"{update.minibatches} minibatches of {batch.units} units: some would be empty")
+    for epoch in range(update.epochs):
+        if update.minibatches == 1:
+            yield batch
+            continue
+        generator = torch.Generator().manual_seed(derive_seed(seed, "minibatch", step, epoch))
+        order = torch.randperm(batch.units, generator=generator).tolist()
+        bounds = [round(i * batch.units / update.minibatches) for i in range(update.minibatches + 1)]
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            yield batch.select(order[start:end])
+
+
+def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
+    """``role := source`` on every rank."""
+    source, target = roles[update.source], roles[update.role]
+    target.group.call("load_weights", [(weights,) for weights in source.every("weights")])

@@ -1,0 +1,127 @@
+"""A role: one model over its ranks. Splits batches into shares, joins what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.controller.dispatch import Plan, fillers, plan
+from rlhf.errors import TrainingError
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, WorkerGroup
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
+from rlhf.ops.losses import add_sums, over_mask, required_columns
+from rlhf.ops.reduce import WEIGHT
+from rlhf.types import Annotation, Head, Update
+
+
+class Role:
+    """What the controller calls a model by. ``budget`` is the token budget of a micro-batch."""
+
+    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int) -> None:
+        self.spec, self.group, self.budget = spec, group, budget
+
+    @property
+    def name(self) -> str:
+        return self.spec.role.name
+
+    def annotate(self, batch: Batch, annotations: Sequence[Annotation]) -> Batch:
+        """``annotation.column := output`` for each, one forward pass for those that share a view."""
+        for view in dict.fromkeys(a.view for a in annotations):
+            wanted = [a for a in annotations if a.view == view]
+            heads = [self._head(a.output) for a in wanted]
+            outputs = self.forward(batch, heads, view)
+            for annotation, head in zip(wanted, heads, strict=True):
+                values = outputs[head.name]
+                level, over = ("seq", None) if head.over == "last_token" else ("tok", head.over)
+                batch = batch.with_column(level, annotation.column, values, over=over)  # type: ignore[arg-type]
+        return batch
+
+    def forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> dict[str, Tensor]:
+        """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs."""
+        needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
+        slim = batch.only(sorted(needed))
+        shares = plan(slim.tokens_per_unit(), self.group.size, self.budget)
+        micros = [[slim.select(units) for units in rank] for rank in shares]
+        results = self.group.call("forward", [(rank, list(heads), view) for rank in micros])
+        return {h.name: _join(batch, shares, results, h) for h in heads}
+
+    def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
+        """One optimizer step on ``batch``, whose weight columns are already there."""
+        shares, arguments = self._shares(batch, loss), (loss, dict(update.coef), dict(update.live))
+        results = self.group.call("update", [(micros, *arguments) for micros in shares])
+        return add_sums(sums for sums, _ in results), results[0][1]
+
+    def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
+        """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
+        arguments = (loss, dict(update.coef), dict(update.live))
+        self.group.call("accumulate", [(micros, *arguments) for micros in self._shares(batch, loss)])
+        found: dict[str, Tensor] = {}
+        for rank in self.group.call("gradients", [()] * self.group.size):
+            for name, value in rank.items():
+                found[name] = found[name] + value if name in found else value.clone()
+        self.group.call("zero_grad", [()] * self.group.size)
+        return found
+
+    def every(self, method: str, *arguments: Any) -> list[Any]:
+        """The same call on every rank."""
+        return self.group.call(method, [arguments] * self.group.size)
+
+    def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
+        heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
+        slim = batch.only(required_columns(loss, heads))
+        shares = plan(slim.tokens_per_unit(), self.group.size, self.budget)
+        repeated = fillers(shares)
+        return [
+            [
+                _without_weight(slim.select(units), [units.index(u) for u in repeated[r][m]])
+                for m, units in enumerate(rank)
+            ]
+            for r, rank in enumerate(shares)
+        ]
+
+    def _head(self, output: str | Head, over: str | None = None) -> Head:
+        try:
+            head = resolve_head(output, over)
+        except KeyError as unknown:
+            raise TrainingError(str(unknown.args[0])) from None
+        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (self.spec.role.head == "lm"):
+            raise TrainingError(
+                f"role {self.name!r} has a {self.spec.role.head!r} head, which does not give {output!r}"
+            )
+        return head
+
+
+def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Tensor]]], head: Head) -> Tensor:
+    """Put the micro-batches' outputs back in the batch's order."""
+    per_sequence = head.over == "last_token"
+    sizes_B = torch.ones_like(batch.lens_B) if per_sequence else batch.lens_B
+    size_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_B, sizes_B)
+    start_U = torch.cumsum(size_U, 0) - size_U
+    joined: Tensor | None = None
+    for rank, outputs in zip(shares, results, strict=True):
+        for units, micro in zip(rank, outputs, strict=True):
+            values = micro[head.name]
+            index = torch.cat([torch.arange(int(start_U[u]), int(start_U[u] + size_U[u])) for u in units])
+            if joined is None:
+                joined = values.new_zeros((int(size_U.sum()), *values.shape[1:]))
+            joined[index] = values
+    assert joined is not None
+    return joined
+
+
+def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
+    """Zero the weights of filler units, so that they are computed and count for nothing."""
+    if not units:
+        return micro
+    filler_U = torch.zeros(micro.units, dtype=torch.bool)
+    filler_U[list(units)] = True
+    of = {"tok": filler_U[micro.unit_N], "seq": filler_U[micro.unit_B], "unit": filler_U}
+    for level in ("tok", "seq", "unit"):
+        for name, values in list(getattr(micro, level).items()):
+            if name.startswith(WEIGHT):
+                micro = micro.with_column(level, name, values.masked_fill(of[level], 0.0), over=None)
+    return micro

@@ -1,0 +1,169 @@
+"""Turns data rows into scored groups: runs the rollout plugin once per sample, then the rewards once per group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rlhf.controller.mainthread import MainThread
+from rlhf.controller.waves import Waves
+from rlhf.errors import EnvError, RlhfError, RolloutError, boundary
+from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
+from rlhf.seeds import derive_seed
+from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
+
+
+class PromptTemplate(Protocol):
+    """How rows and observations become tokens (:class:`rlhf.data.template.Template`)."""
+
+    def encode_prompt(self, row: Row) -> Turn: ...
+
+    def encode_observation(self, text: str) -> Turn: ...
+
+
+class GroupScorer(Protocol):
+    """How a group gets its rewards (:class:`rlhf.controller.scoring.Scorer`)."""
+
+    async def score(self, group: Group) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What a batch of rollouts is run with; training and evaluation have one each."""
+
+    sampling: Sampling
+    samples: int
+    purpose: str
+    """Goes into every seed: ``sample`` for training, ``eval`` for evaluation."""
+    seed: int
+    max_tokens: int
+    deadline: float
+    """Seconds a sample may spend outside generation."""
+    abort_on_failure: bool = True
+
+
+class Rollouts:
+    """``run(rows, first_number, settings)`` returns one scored group per row, in order."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        generator: Generator,
+        template: PromptTemplate,
+        scorer: GroupScorer,
+        main: MainThread,
+        open_env: Callable[[], Env] | None = None,
+    ) -> None:
+        self.rollout, self.generator, self.template = rollout, generator, template
+        self.scorer, self.main, self.open_env = scorer, main, open_env
+
+    def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+        """Blocks until every group is complete and scored. A failed sample raises, or is data, as configured."""
+        return self.main.run(self._groups(rows, first_number, settings))
+
+    async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+        waves = Waves(self.generator, self.main)
+        for _ in range(len(rows) * settings.samples):
+            waves.enter()
+        tasks = [
+            asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # after a failure: nothing goes on in the background
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _group(self, row: Row, number: int, settings: RolloutSettings, waves: Waves) -> Group:
+        samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]
+        group = Group(row, number, list(await asyncio.gather(*samples)))
+        if any(t.status != "failed" for t in group.trajectories):
+            await self.scorer.score(group)
+        failed = next((t for t in group.trajectories if t.status == "failed"), None)
+        if failed is not None and settings.abort_on_failure:
+            raise RolloutError(
+                f"sample {failed.index[1]} of row {row.index} of {row.source!r} failed: {failed.error}\n"
+                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" and "drop_group" go on.'
+            )
+        return group
+
+    async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:
+        context = _Context(self, row, index, settings, waves)
+        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", *index)
+        what = f"rollout {self.rollout.name!r}"
+        trajectory = Trajectory(row, [], index)
+        try:
+            with boundary(RolloutError, what):
+                trajectory.turns = list(await self.rollout.run(row, seed, context))
+                _check_turns(what, trajectory.turns)
+            trajectory.status = "truncated" if trajectory.truncated else "ok"
+        except RlhfError as error:
+            trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            try:
+                await context.close()
+            except RlhfError as error:
+                trajectory.status, trajectory.error = "failed", trajectory.error or f"{type(error).__name__}: {error}"
+            waves.leave()
+        return trajectory
+
+
+class _Context(RolloutContext):
+    """One sample's view of the run."""
+
+    def __init__(
+        self, run: Rollouts, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves
+    ) -> None:
+        self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
+        self._envs: list[Env] = []
+        self.sampling, self.max_tokens = settings.sampling, settings.max_tokens
+
+    def encode_prompt(self, row: Row) -> Turn:
+        return self._run.template.encode_prompt(row)
+
+    def encode_observation(self, text: str) -> Turn:
+        return self._run.template.encode_observation(text)
+
+    async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
+        ids = tuple(i for t in turns[start:] for i in t.ids)
+        if len(ids) >= self.max_tokens:
+            raise RolloutError(
+                f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
+            )
+        room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
+        sampling = _with_budget(sampling, room)
+        seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
+        return await self._waves.generate((*self._index, turn_number), GenerationRequest(ids, seed, sampling))
+
+    async def open_env(self) -> Env:
+        if self._run.open_env is None:
+            raise RolloutError(f"rollout {self._run.rollout.name!r} opens an environment; set [env] use = ...")
+        env = self._run.open_env()
+        self._envs.append(env)
+        return env
+
+    async def close(self) -> None:
+        for env in self._envs:
+            with boundary(EnvError, f"close() of environment {env.name!r}"):
+                closing = env.close()
+                if closing is not None:
+                    await closing
+
+
+def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
+    return replace(sampling, max_new_tokens=max_new_tokens)
+
+
+def _check_turns(what: str, turns: Sequence[Turn]) -> None:
+    if not turns or turns[0].sampled or not turns[0].ids:
+        raise RolloutError(f"{what} must return turns that start with a prompt of at least one token")
+    if not any(t.sampled for t in turns):
+        raise RolloutError(f"{what} returned no sampled turn: there is nothing to learn from")
+    for number, turn in enumerate(turns):
+        if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
+            got = "none" if turn.logprobs is None else str(len(turn.logprobs))
+            raise RolloutError(f"{what}: sampled turn {number} has {len(turn.ids)} tokens and {got} log-probs")

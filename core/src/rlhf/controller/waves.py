@@ -1,0 +1,76 @@
+"""Generation in waves: a wave starts when every live sample waits for tokens, and holds their requests in index order.
+
+So the composition of every generated batch is a function of counters, never of the clock: same seed, same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rlhf.controller.mainthread import MainThread
+from rlhf.interfaces import Generator
+from rlhf.types import GenerationRequest, Turn
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: tuple[int, ...]
+    request: GenerationRequest
+    done: asyncio.Future[Turn] = field(compare=False)
+
+
+class Waves:
+    """Used from the event loop only. Each live sample calls :meth:`enter` once, :meth:`generate` any number of times
+    and :meth:`leave` once."""
+
+    def __init__(self, generator: Generator, main: MainThread) -> None:
+        self._generator, self._main = generator, main
+        self._busy = 0
+        self._waiting: list[_Waiting] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def enter(self) -> None:
+        """A sample is live. Call for all samples before any of them runs."""
+        self._busy += 1
+
+    def leave(self) -> None:
+        """A sample has ended, well or not."""
+        self._busy -= 1
+        self._start_if_all_wait()
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
+        """The sampled turn; waits until all other live samples wait too."""
+        waiting = _Waiting(order, request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._busy -= 1
+        self._start_if_all_wait()
+        return await waiting.done
+
+    def _start_if_all_wait(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        wave = sorted(self._waiting, key=lambda w: w.order)
+        self._waiting = []
+        self._busy += len(wave)
+        task = asyncio.get_running_loop().create_task(self._run(wave))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, wave: list[_Waiting]) -> None:
+        """Hand each sample its turn as soon as it is complete, while the rest of the wave goes on."""
+
+        def hand_over(waiting: _Waiting, turn: Turn) -> None:
+            if not waiting.done.done():
+                waiting.done.set_result(turn)
+
+        def job() -> None:
+            for position, turn in self._generator.generate([w.request for w in wave]):
+                self._main.from_main(lambda w=wave[position], t=turn: hand_over(w, t))  # type: ignore[misc]
+
+        try:
+            await self._main.call(job)
+        except Exception as error:
+            for waiting in wave:
+                if not waiting.done.done():
+                    waiting.done.set_exception(error)
