@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -98,7 +99,7 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
         generator = torch.Generator().manual_seed(derive_seed(seed, "minibatch", step, epoch))
         order = torch.randperm(batch.units, generator=generator).tolist()
         bounds = [round(i * batch.units / update.minibatches) for i in range(update.minibatches + 1)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             yield batch.select(order[start:end])
 
 

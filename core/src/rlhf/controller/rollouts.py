@@ -97,11 +97,14 @@ class Rollouts:
         trajectory = Trajectory(row, [], index)
         try:
             with boundary(RolloutError, what):
-                trajectory.turns = list(await self.rollout.run(row, seed, context))
+                async with asyncio.timeout(settings.deadline) as context.clock:
+                    trajectory.turns = list(await self.rollout.run(row, seed, context))
                 _check_turns(what, trajectory.turns)
             trajectory.status = "truncated" if trajectory.truncated else "ok"
         except RlhfError as error:
-            trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
+            late = context.clock is not None and context.clock.expired()
+            cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
+            trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {cause}"
         finally:
             try:
                 await context.close()
@@ -119,6 +122,7 @@ class _Context(RolloutContext):
     ) -> None:
         self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
         self._envs: list[Env] = []
+        self.clock: asyncio.Timeout | None = None
         self.sampling, self.max_tokens = settings.sampling, settings.max_tokens
 
     def encode_prompt(self, row: Row) -> Turn:
@@ -137,7 +141,23 @@ class _Context(RolloutContext):
         room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
         sampling = _with_budget(sampling, room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
-        return await self._waves.generate((*self._index, turn_number), GenerationRequest(ids, seed, sampling))
+        request = GenerationRequest(ids, seed, sampling)
+        remaining = self._stop_clock()
+        turn = await self._waves.generate((*self._index, turn_number), request)
+        self._start_clock(remaining)
+        return turn
+
+    def _stop_clock(self) -> float:
+        """Generation does not count towards the sample's deadline: it waits for others."""
+        end = self.clock.when() if self.clock is not None else None
+        if self.clock is None or end is None:
+            return self._settings.deadline
+        self.clock.reschedule(None)
+        return end - asyncio.get_running_loop().time()
+
+    def _start_clock(self, seconds: float) -> None:
+        if self.clock is not None:
+            self.clock.reschedule(asyncio.get_running_loop().time() + seconds)
 
     async def open_env(self) -> Env:
         if self._run.open_env is None:

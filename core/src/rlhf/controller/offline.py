@@ -1,0 +1,19 @@
+"""One offline run: take rows, learn. The step after `assemble` is the online one."""
+
+from __future__ import annotations
+
+from rlhf.controller.learn import learn
+from rlhf.controller.run import Run
+
+
+def offline(run: Run) -> None:
+    """Every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
+    for step in run.steps():
+        with run.timed("data"):
+            batch = run.algorithm.assemble(run.examples(step))
+        if batch is None:
+            metrics = run.nothing_to_learn(step)
+        else:
+            with run.timed("learn"):
+                batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
+        run.finish(step, metrics)  # observe, evaluate, checkpoint

@@ -1,0 +1,27 @@
+"""One online run: generate, score, learn, sync. Read it aloud: this is what a step does."""
+
+from __future__ import annotations
+
+from rlhf.controller.learn import learn
+from rlhf.controller.run import Run
+
+
+def online(run: Run) -> None:
+    """Every algorithm that learns from its own samples, whatever its rollout, reward and environment.
+
+    A step whose groups hold nothing to learn from updates nothing and is counted; a run without any update is an
+    error (:meth:`Run.close` raises it).
+    """
+    for step in run.steps():  # resumes where the last checkpoint stood; ends early on a signal or early stop
+        with run.timed("generate"):
+            run.stream.start(step)  # every batch up to step + staleness is generated and scored
+        ready = run.stream.take(step)  # this step's groups: filtered, refilled, in submission order
+        batch = run.algorithm.assemble(ready.groups) if ready.groups else None
+        if batch is None:
+            metrics = run.nothing_to_learn(step)
+        else:
+            with run.timed("learn"):
+                batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
+        with run.timed("sync"):
+            metrics |= run.sync(version=step + 1)  # trainer -> generator
+        run.finish(step, metrics, ready)  # observe, evaluate, checkpoint

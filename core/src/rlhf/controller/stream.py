@@ -1,0 +1,149 @@
+"""The stream of training batches: generated in order, filtered, refilled, and taken in order.
+
+Staleness S is a definition: batch k is generated with the weights of version max(0, k - S). The batches that are
+generated and not yet trained on are in the checkpoint, so a resumed run trains on the very same samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rlhf.controller.rollouts import Rollouts, RolloutSettings
+from rlhf.errors import TrainingError
+from rlhf.runfile import FilterSection
+from rlhf.types import Group, Row
+
+
+class Rows(Protocol):
+    """An endless, seeded, resumable order of rows (:class:`rlhf.data.order.RowOrder`)."""
+
+    def take(self, n: int) -> list[Row]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class ReadyBatch:
+    """One generated batch with what became of the prompts drawn for it."""
+
+    groups: list[Group]
+    version: int
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+class Stream:
+    """``start(step)`` generates every batch that step may use, ``take(step)`` hands out the step's own."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        rollouts: Rollouts,
+        settings: RolloutSettings,
+        *,
+        batch_size: int,
+        total_steps: int,
+        staleness: int = 0,
+        filter: FilterSection | None = None,
+        on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort",
+        group_min: int = 1,
+    ) -> None:
+        self.rows, self.rollouts, self.settings = rows, rollouts, settings
+        self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
+        self.filter, self.on_failed_sample, self.group_min = filter, on_failed_sample, group_min
+        self.generated = 0
+        """Batches generated so far."""
+        self.next_number = 0
+        """Number of the next group of the run."""
+        self.ready: deque[ReadyBatch] = deque()
+
+    def start(self, step: int) -> None:
+        """Generate up to and including batch ``step + staleness``, each with the weights its definition asks for."""
+        while self.generated < min(step + 1 + self.staleness, self.total_steps):
+            expected, got = max(0, self.generated - self.staleness), self.rollouts.generator.version
+            if got != expected:
+                raise TrainingError(
+                    f"batch {self.generated} must be generated with weight version {expected} (staleness "
+                    f"{self.staleness}), but the generator holds version {got}"
+                )
+            self.ready.append(self._generate())
+            self.generated += 1
+
+    def take(self, step: int) -> ReadyBatch:
+        """The batch of ``step``: scored, filtered, refilled, in submission order."""
+        return self.ready.popleft()
+
+    def _generate(self) -> ReadyBatch:
+        accepted: list[Group] = []
+        counts = {"prompts": 0.0, "filtered": 0.0, "failed_samples": 0.0, "failed_groups": 0.0, "short": 0.0}
+        rounds = 1 + (self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20)
+        for _ in range(rounds):
+            missing = self.batch_size - len(accepted)
+            if not missing:
+                break
+            rows = self.rows.take(missing)
+            groups = self.rollouts.run(rows, self.next_number, self.settings)
+            self.next_number += len(rows)
+            counts["prompts"] += len(rows)
+            accepted += [kept for group in groups if (kept := self._admit(group, counts)) is not None]
+        counts["short"] = float(self.batch_size - len(accepted))
+        return ReadyBatch(accepted, self.rollouts.generator.version, counts)
+
+    def _admit(self, group: Group, counts: dict[str, float]) -> Group | None:
+        failed = [t for t in group.trajectories if t.status == "failed"]
+        counts["failed_samples"] += len(failed)
+        if failed and self.on_failed_sample == "drop_group":
+            counts["failed_groups"] += 1
+            return None
+        kept = [t for t in group.trajectories if t.status != "failed" and t.reward is not None]
+        if len(kept) < max(1, self.group_min):
+            counts["failed_groups"] += 1
+            return None
+        if self.filter is not None and not passes(self.filter, [t.score for t in kept if t.score is not None]):
+            counts["filtered"] += 1
+            return None
+        return Group(group.row, group.number, kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the data order; the ready batches are saved beside, as rollouts."""
+        return {
+            "rows": self.rows.state_dict(),
+            "generated": self.generated,
+            "next_number": self.next_number,
+            "ready": [{"version": b.version, "counts": b.counts, "groups": len(b.groups)} for b in self.ready],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """``groups``: those of all ready batches, in order."""
+        self.rows.load_state_dict(state["rows"])
+        self.generated, self.next_number = state["generated"], state["next_number"]
+        self.ready.clear()
+        start = 0
+        for ready in state["ready"]:
+            end = start + ready["groups"]
+            self.ready.append(ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"])))
+            start = end
+
+
+def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
+    """Whether a group's scores pass the dynamic filter; a group without scores does not.
+
+    low < mean < high (both strict) and std > min_std, each where configured. DAPO (arXiv:2503.14476) is low = 0,
+    high = 1 on 0/1 scores; ``min_std`` also catches constant groups of other rewards. std is the population's.
+    """
+    if not scores:
+        return False
+    mean = math.fsum(scores) / len(scores)
+    if filter.low is not None and not filter.low < mean:
+        return False
+    if filter.high is not None and not mean < filter.high:
+        return False
+    if filter.min_std is not None:
+        std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / len(scores))
+        return std > filter.min_std
+    return True

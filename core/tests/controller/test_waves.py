@@ -1,0 +1,178 @@
+"""Rollouts run in waves whose composition depends on counters alone; failures stay with their sample."""
+
+import asyncio
+import random
+
+import pytest
+from rlhf.controller.mainthread import MainThread
+from rlhf.controller.rollouts import Rollouts, RolloutSettings
+from rlhf.errors import RolloutError
+from rlhf.interfaces import Env, Generator, Proof, Rollout
+from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
+
+
+class CountingGenerator(Generator):
+    """Answers each request with tokens that are a function of its ids and seed, and keeps every wave it saw."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.waves = []
+        self.version = 3
+
+    def generate(self, requests):
+        self.waves.append([r.ids for r in requests])
+        for position, request in reversed(list(enumerate(requests))):  # finishing order is not request order
+            ids = [sum(request.ids) % 7, request.seed % 5]
+            yield position, Turn(ids, True, [-0.5, -0.5], ((0, 3),), "stop", text=f"{ids[0]}")
+
+    def load(self, source, version):
+        return Proof(version)
+
+
+class PlainTemplate:
+    def encode_prompt(self, row):
+        return Turn([row["id"]], False, text=str(row["id"]))
+
+    def encode_observation(self, text):
+        return Turn([len(text)], False, text=text)
+
+
+class OneForAll:
+    async def score(self, group):
+        for t in group.trajectories:
+            t.rewards["one"] = RewardResult(1.0)
+            t.reward = t.score = 1.0
+
+
+class Turns(Rollout):
+    """As many turns as the row says, with a pause of random length before each: timing must not matter."""
+
+    name = "turns"
+
+    async def run(self, row, seed, ctx):
+        turns = [ctx.encode_prompt(row)]
+        for n in range(row["turns"]):
+            await asyncio.sleep(random.random() / 200)
+            turns.append(await ctx.generate(turns, ctx.sampling, n))
+            if row.get("fail") == n:
+                raise ValueError("the rollout broke")
+            turns.append(ctx.encode_observation("x" * n))
+        return turns
+
+
+@pytest.fixture
+def main():
+    thread = MainThread()
+    yield thread
+    thread.close()
+
+
+def rows(*turns, **columns):
+    return [Row({"id": 10 + i, "turns": n, **columns}, "test", i) for i, n in enumerate(turns)]
+
+
+def settings(**changes):
+    base = {"sampling": Sampling(max_new_tokens=4), "samples": 2, "purpose": "sample", "seed": 0}
+    return RolloutSettings(**{**base, "max_tokens": 100, "deadline": 5.0, **changes})
+
+
+def run(main, the_rows, rollout=None, open_env=None, **changes):
+    generator = CountingGenerator()
+    rollouts = Rollouts(rollout or Turns(), generator, PlainTemplate(), OneForAll(), main, open_env)
+    return rollouts.run(the_rows, 0, settings(**changes)), generator
+
+
+def test_waves_hold_every_live_sample_in_index_order_whatever_the_timing(main):
+    groups, generator = run(main, rows(1, 3, 2))
+    assert [len(w) for w in generator.waves] == [6, 4, 2]
+    assert [w[0] for w in generator.waves[0][::2]] == [10, 11, 12]
+    again, generator_again = run(main, rows(1, 3, 2))
+    assert generator_again.waves == generator.waves
+    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in again]
+
+
+def test_groups_come_back_in_row_order_scored_with_their_indices(main):
+    groups, _ = run(main, rows(2, 1))
+    assert [g.row["id"] for g in groups] == [10, 11]
+    assert [t.index for g in groups for t in g.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_samples_of_a_prompt_have_different_seeds_and_purposes_too(main):
+    groups, _ = run(main, rows(1), samples=8)
+    assert len({tuple(t.turns[1].ids) for t in groups[0].trajectories}) > 1
+    evaluated, _ = run(main, rows(1), samples=8, purpose="eval")
+    assert [t.turns[1].ids for t in groups[0].trajectories] != [t.turns[1].ids for t in evaluated[0].trajectories]
+
+
+def test_a_failed_sample_ends_the_run_or_is_data_as_configured(main):
+    with pytest.raises(RolloutError, match=r"(?s)row 0 of 'test' failed.*the rollout broke.*drop_sample"):
+        run(main, rows(2, fail=1))
+    groups, _ = run(main, rows(2, fail=1), abort_on_failure=False)
+    assert [t.status for t in groups[0].trajectories] == ["failed", "failed"]
+    assert "ValueError: the rollout broke" in groups[0].trajectories[0].error
+
+
+def test_a_rollout_that_hangs_meets_its_deadline_and_generation_does_not_count(main):
+    class Hangs(Rollout):
+        name = "hangs"
+
+        async def run(self, row, seed, ctx):
+            await asyncio.sleep(60)
+
+    groups, _ = run(main, rows(1), Hangs(), deadline=0.05, abort_on_failure=False)
+    assert "took over stream.rollout_deadline = 0.05 s" in groups[0].trajectories[0].error
+
+
+class Recording(Env):
+    name = "recording"
+    closed = 0
+
+    async def reset(self, row, seed):
+        return "hello"
+
+    async def step(self, action):
+        raise RuntimeError("step broke")
+
+    async def close(self):
+        Recording.closed += 1
+
+
+def test_environments_are_closed_once_also_after_an_error(main):
+    class Opens(Rollout):
+        name = "opens"
+
+        async def run(self, row, seed, ctx):
+            env = await ctx.open_env()
+            await env.reset(row, seed)
+            assert isinstance(await env.step("a"), EnvStep)
+
+    Recording.closed = 0
+    groups, _ = run(main, rows(1), Opens(), Recording, samples=3, abort_on_failure=False)
+    assert Recording.closed == 3
+    assert all("step broke" in t.error for t in groups[0].trajectories)
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "start with a prompt"),
+        ([Turn([1], False)], "no sampled turn"),
+        ([Turn([1], False), Turn([1, 2], True, [-1.0])], "2 tokens and 1 log-probs"),
+    ],
+)
+def test_malformed_turns_are_refused(main, turns, message):
+    class Malformed(Rollout):
+        name = "malformed"
+
+        async def run(self, row, seed, ctx):
+            return turns
+
+    with pytest.raises(RolloutError, match=message):
+        run(main, rows(1), Malformed())
+
+
+def test_a_context_without_room_to_answer_is_an_error(main):
+    with pytest.raises(RolloutError, match=r"data.max_tokens = 1"):
+        run(main, rows(1), max_tokens=1)
