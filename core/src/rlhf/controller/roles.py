@@ -55,6 +55,11 @@ class Role:
         results = self.group.call("update", [(micros, *arguments) for micros in shares])
         return add_sums(sums for sums, _ in results), results[0][1]
 
+    def evaluate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
+        """The metric sums of an optimizer batch, without learning from it."""
+        arguments = (loss, dict(update.coef), dict(update.live))
+        return add_sums(self.group.call("evaluate", [(micros, *arguments) for micros in self._shares(batch, loss)]))
+
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
         """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
         arguments = (loss, dict(update.coef), dict(update.live))

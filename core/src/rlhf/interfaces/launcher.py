@@ -15,6 +15,8 @@ class WorkerGroup(ABC):
     """The ranks of one role."""
 
     size: int
+    worker: Any = None
+    """The worker itself, where there is one and it lives in this process (``export:module``)."""
 
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -90,6 +90,14 @@ class Trainer(Component):
         sums = self.accumulate(micros, loss, coef, live)
         return sums, self.apply()
 
+    def evaluate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        """The sums of :meth:`accumulate` without training; override where they come cheaper without gradients."""
+        sums = self.accumulate(micros, loss, coef, live)
+        self.zero_grad()
+        return sums
+
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Accumulated gradients by parameter name (after :meth:`accumulate`, before :meth:`apply`)."""

@@ -1,0 +1,64 @@
+"""Evaluation on held-out rows: by rollouts where there are rewards, by the loss where there are demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from rlhf.controller.learn import Metrics
+from rlhf.controller.roles import Role
+from rlhf.controller.rollouts import Rollouts, RolloutSettings
+from rlhf.data.rows import Example
+from rlhf.interfaces import Algorithm
+from rlhf.observe.evaluation import evaluation_metrics
+from rlhf.ops.losses import finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.runfile import EvalSection
+from rlhf.types import Group, Row, Update
+
+
+def evaluate_rollouts(
+    rollouts: Rollouts,
+    rows: Sequence[Row],
+    settings: RolloutSettings,
+    section: EvalSection,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Metrics, list[Group]]:
+    """Answer every row ``samples`` times with the weights of now; metrics are named ``eval/...``.
+
+    Seeds depend on the run's seed, the row's place and the sample alone: two evaluations of the same weights are equal,
+    and so are two runs' evaluations. Failed samples count as failed, whatever the training policy is.
+    """
+    settings = replace(settings, abort_on_failure=False)
+    groups: list[Group] = []
+    for start in range(0, len(rows), batch_size):
+        groups += rollouts.run(rows[start : start + batch_size], start, settings)
+        progress(len(groups), len(rows))
+    metrics = evaluation_metrics(groups, section.samples, section.pass_threshold)
+    return {f"eval/{name}": value for name, value in metrics.items()}, groups
+
+
+def evaluate_loss(
+    algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example], step: int
+) -> Metrics:
+    """The losses that the algorithm would train with, on held-out examples as one batch; nothing is learnt."""
+    batch = algorithm.assemble(examples)
+    if batch is None:
+        return {}
+    for annotation in algorithm.annotations(step):
+        batch = roles[annotation.role].annotate(batch, [annotation])
+    batch, _ = algorithm.credit(batch)
+    metrics: Metrics = {}
+    for update in algorithm.updates(step):
+        if not isinstance(update, Update):
+            continue
+        loss = algorithm.parts[update.loss]
+        weighted = batch
+        for annotation in loss.prepass():
+            weighted = roles[annotation.role].annotate(weighted, [annotation])
+        weighted = weigh(loss.prepare(weighted), loss.reduce())
+        sums = finish_sums(roles[update.role].evaluate(weighted, loss, update))
+        metrics |= {f"eval/{name}" if update.role == "policy" else f"eval/{update.role}/{name}": value
+                    for name, value in sums.items()}  # fmt: skip
+    return metrics

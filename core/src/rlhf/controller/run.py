@@ -1,0 +1,220 @@
+"""A run: the parts that the controllers use and what surrounds a step, from the first step to the last line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint import CheckpointStore
+from rlhf.controller.learn import Metrics
+from rlhf.controller.roles import Role
+from rlhf.controller.state import write_state
+from rlhf.controller.stream import ReadyBatch, Stream
+from rlhf.data.dataset import TrainData
+from rlhf.data.rows import Example
+from rlhf.errors import RlhfError, TrainingError, boundary
+from rlhf.interfaces import Algorithm, Component, Generator, Launcher, Observer, Reward, RunInfo
+from rlhf.observe.best import BestTracker
+from rlhf.observe.progress import Progress
+from rlhf.observe.rundir import RunDirectory
+from rlhf.observe.signals import StopRequest
+from rlhf.ops.batch import Batch
+from rlhf.runfile import RunFile
+from rlhf.serialise import write_groups
+
+
+@dataclass
+class Run:
+    """Made by :func:`rlhf.controller.build.build`."""
+
+    config: RunFile
+    meta: Mapping[str, Any]
+    """Goes into every checkpoint: what must agree for a resume to be the same run."""
+    algorithm: Algorithm
+    roles: dict[str, Role]
+    saved_roles: tuple[str, ...]
+    data: TrainData
+    launcher: Launcher
+    directory: RunDirectory
+    store: CheckpointStore
+    progress: Progress
+    total_steps: int
+    stream: Stream | None = None
+    generator: Generator | None = None
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    observers: Mapping[str, Observer] = field(default_factory=dict)
+    evaluate: Callable[[int], Metrics] | None = None
+    best: BestTracker | None = None
+    first_step: int = 0
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seed = self.config.run.seed
+        self.stop = StopRequest()
+        self.updates = 0
+        self.status = "failed"
+        self._times: dict[str, float] = {}
+        self._stopped_early = False
+        self._covered: set[str] = set()
+
+    # ------------------------------------------------------------------------------- around the steps
+
+    def steps(self) -> Iterator[int]:
+        """Steps from where the last checkpoint stood. Ends early after a signal (a checkpoint is saved first) or when
+        evaluation has not improved for ``eval.patience`` evaluations."""
+        info = RunInfo(
+            self.config.run.name or Path(self.config.run.output).name,
+            self.directory.path,
+            self.config.model_dump(mode="json"),
+            self.total_steps,
+            self.first_step,
+        )
+        self._observe("run_started", info)
+        if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
+            with self.timed("evaluate"):
+                self._log(0, self.evaluate(0))
+        with self.stop:
+            for step in range(self.first_step, self.total_steps):
+                self._times = {}
+                self._started = time.perf_counter()
+                yield step
+                if self.stop.requested or self._stopped_early:
+                    break
+        self.status = "stopped" if self.stop.requested or self._stopped_early else "finished"
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+
+    def sync(self, version: int) -> Metrics:
+        """Weights of the policy go to the generator; it samples with ``version`` from now on."""
+        assert self.generator is not None
+        proof = self.generator.load(self.roles["policy"].group.worker, version)
+        if proof.version != version:
+            raise TrainingError(f"the generator reports weight version {proof.version} after a sync of {version}")
+        return {"sync/version": float(version)}
+
+    def examples(self, step: int) -> list[Example]:
+        """The tokenised rows of this (offline) step."""
+        return self.data.examples(self.data.take(self.config.data.batch_size))
+
+    def nothing_to_learn(self, step: int) -> Metrics:
+        """A step whose rows or groups held nothing to learn from: counted, nothing is updated."""
+        self.progress.note(f"step {step + 1}: nothing to learn from, no update")
+        return {"empty": 1.0}
+
+    def keep_skipped(self, reason: str, batch: Batch) -> None:
+        """Keep the batch of a skipped optimizer step for study, and say so."""
+        path = self.directory.keep_batch(reason, batch)
+        self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
+
+    def finish(self, step: int, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
+        """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due."""
+        done = step + 1
+        if "empty" not in metrics:
+            self.updates += 1
+            metrics |= self.algorithm.finish(step, metrics)
+            self._report_coverage()
+        if ready is not None:
+            metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
+            metrics["stream/version"] = float(ready.version)
+            if self.config.checkpoint.save_rollouts:
+                write_groups(self.directory.rollouts(done), ready.groups)
+            self._observe("rollouts_finished", done, ready.groups)
+        metrics["epoch"] = self.data.epoch
+        last = done == self.total_steps or self.stop.requested
+        is_best = False
+        if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
+            with self.timed("evaluate"):
+                metrics |= self.evaluate(done)
+            if self.best is not None:
+                is_best, self._stopped_early = self.best.update(done, metrics)
+        self._log(done, metrics)
+        section = self.config.checkpoint
+        last = last or self._stopped_early
+        if _due(done, section.every) or last or (is_best and section.save_best):
+            self.save(done, best=is_best and section.save_best)
+        if _due(done, section.export_every) and not last:
+            self.export(self.directory.exports(done))
+
+    def save(self, step: int, best: bool = False) -> None:
+        """A complete checkpoint, or an error and the old ones intact."""
+        path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta)
+        if best:
+            self.store.mark_best(step)
+        self._observe("checkpoint_saved", step, path)
+
+    def export(self, path: Path) -> None:
+        """The policy in Hugging Face format; its moving average where one is kept."""
+        self.roles["policy"].group.worker.export(path)
+
+    def close(self) -> None:
+        """Export the model of a finished run, say how it ended, release everything."""
+        try:
+            if self.status != "failed":
+                if self.status == "finished" and not self.updates and self.first_step < self.total_steps:
+                    self.status = "failed"
+                    raise TrainingError(
+                        f"the run made {self.total_steps - self.first_step} steps and not one update: every step was "
+                        "empty. Look at stream/filtered and stream/failed_groups in metrics.jsonl"
+                    )
+                self.export(self.directory.model)
+        finally:
+            for closer in (
+                lambda: self._observe("run_ended", self.status),
+                self.progress.close,
+                *self.closers,
+                self.launcher.shutdown,
+                self.directory.close,
+            ):
+                closer()
+
+    # -------------------------------------------------------------------------------------- parts
+
+    def stateful(self) -> dict[str, Component]:
+        """Every component whose state is in the checkpoint, by a stable name."""
+        parts: dict[str, Component] = {"algorithm": self.algorithm}
+        parts |= {f"algorithm.{slot}": part for slot, part in self.algorithm.parts.items()}
+        parts |= {f"reward.{name}": reward for name, reward in self.rewards.items()}
+        return parts | {f"observer.{name}": observer for name, observer in self.observers.items()}
+
+    def _log(self, done: int, metrics: Metrics) -> None:
+        if self._times:
+            metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
+            metrics["time/step"] = time.perf_counter() - self._started
+        self.directory.metrics.append(done, metrics)
+        self._observe("step_finished", done, metrics)
+        self.progress.step(done, metrics)
+
+    def _observe(self, event: str, *arguments: Any) -> None:
+        for name, observer in self.observers.items():
+            with boundary(RlhfError, f"observer {name!r}, {event}"):
+                getattr(observer, event)(*arguments)
+
+    def _report_coverage(self) -> None:
+        """After a role's first update: parameters that got no gradient or did not move are named once."""
+        for name in self.saved_roles:
+            if name in self._covered:
+                continue
+            coverage = getattr(self.roles[name].group.worker, "coverage", None)
+            report: Mapping[str, Sequence[str]] | None = coverage() if coverage else None
+            if report is None:
+                continue
+            self._covered.add(name)
+            for what, parameters in report.items():
+                if parameters:
+                    shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+                    self.progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")
+
+
+def _due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
