@@ -1,0 +1,180 @@
+"""What the suites of all kinds share: how a check fails, the grid of configs, and the checks of every component.
+
+A suite is a plain class with ``test_`` methods. pytest collects a subclass whose name starts with ``Test``;
+:func:`rlhf.testing.conformance.run` calls the same methods without pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+import unittest
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf.interfaces.component import Component, ComponentConfig
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+_MUTABLE = (list, dict, set, bytearray)
+
+
+class Nonconformance(AssertionError):
+    """A plugin breaks the contract of its kind. The message says which rule, what was got and what to do."""
+
+
+def expect(condition: bool, message: str) -> None:
+    """Fail the check with ``message`` unless ``condition``."""
+    if not condition:
+        raise Nonconformance(message)
+
+
+def missing(what: str) -> unittest.SkipTest:
+    """Raise this where the author did not supply ``what``: pytest and ``rlhf plugins check`` report a skip."""
+    return unittest.SkipTest(f"not supplied: {what}")
+
+
+class Contract:
+    """Base of the suites. ``kind`` names both the kind and the attribute that holds the class under test."""
+
+    kind: ClassVar[str] = ""
+    configs: Sequence[ComponentConfig] = ()
+    """Configs to check, beside each other; where empty, the defaults."""
+    registered: bool = True
+    """False for a class that no installed distribution offers (a single file, an example)."""
+
+    @property
+    def cls(self) -> Any:
+        """The class under test."""
+        found = getattr(type(self), self.kind, None)
+        expect(isinstance(found, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
+        return found
+
+    def grid(self) -> list[Any]:
+        """The configs, the defaults where the author gave none."""
+        if self.configs:
+            return list(self.configs)
+        try:
+            return [self.cls.Config()]
+        except ValidationError as error:
+            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as not every field has a default ({error})")  # noqa: B904
+
+    def build(self, config: Any) -> Any:
+        """One instance, as the runtime builds it."""
+        return self.cls(config)
+
+    def about(self, config: Any = None) -> str:
+        shown = "" if config is None else f" with {config!r}"
+        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{shown}:"
+
+    # -------------------------------------------------------------------------- checks of every kind
+
+    def test_class(self) -> None:
+        """The class is complete and of its kind, and its name is usable on a command line."""
+        from rlhf.interfaces import KINDS
+
+        cls, base = self.cls, KINDS[self.kind]
+        expect(issubclass(cls, base), f"{cls.__name__} must subclass rlhf.interfaces.{base.__name__}")
+        abstract = sorted(getattr(cls, "__abstractmethods__", ()))
+        expect(not abstract, f"{cls.__name__} does not define {abstract}")
+        name = cls.name
+        expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
+        doc = cls.__dict__.get("__doc__")
+        expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
+
+    def test_entry_point(self) -> None:
+        """The name in the distribution's metadata is the class's name."""
+        if not self.registered:
+            return
+        from importlib_metadata import entry_points
+
+        cls, package = self.cls, self.cls.__module__.split(".")[0]
+        points = [p for p in entry_points(group=f"rlhf.{self.kind}") if p.module.split(".")[0] == package]
+        names = sorted(p.name for p in points)
+        expect(
+            cls.name in names,
+            f"{cls.__name__}.name is {cls.name!r}, but package {package!r} offers {names} in the entry-point group "
+            f"'rlhf.{self.kind}'. Make them equal, then reinstall the distribution.",
+        )
+
+    def test_config(self) -> None:
+        """Strict, frozen, documented, and equal after a round trip through JSON."""
+        cls = self.cls.Config
+        expect(issubclass(cls, ComponentConfig), f"{cls.__qualname__} must subclass rlhf.interfaces.ComponentConfig")
+        check_fields(cls)
+        for config in self.grid():
+            check_config(config)
+
+    def test_state_is_json(self) -> None:
+        """``state_dict`` holds JSON values and loads into a fresh instance."""
+        for config in self.grid():
+            check_state(self.build(config), self.build(config), self.about(config))
+
+
+def check_state(component: Component, fresh: Component, about: str) -> None:
+    """The state of ``component`` survives JSON and restores ``fresh``."""
+    state = component.state_dict()
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}; got {state!r}") from error
+    fresh.load_state_dict(json.loads(text))
+    again = json.dumps(fresh.state_dict(), allow_nan=False)
+    expect(again == text, f"{about} state_dict() is {text}, after load_state_dict() into a fresh instance {again}")
+
+
+def check_config(config: Any) -> None:
+    """One config: round trip, frozen, unknown keys refused."""
+    cls, shown = type(config), repr(config)
+    again = cls.model_validate_json(config.model_dump_json())
+    expect(again == config, f"{shown} is {again!r} after a dump and a load")
+    for name in cls.model_fields:
+        try:
+            setattr(config, name, getattr(config, name))
+        except (ValidationError, TypeError, AttributeError):
+            continue
+        raise Nonconformance(f"{cls.__qualname__}.{name} can be set: the config must stay frozen (model_config)")
+    wrong = {**config.model_dump(), "no_such_option": 1}
+    try:
+        cls.model_validate(wrong)
+    except ValidationError as error:
+        refused = any(e["loc"] == ("no_such_option",) and e["type"] == "extra_forbidden" for e in error.errors())
+    else:
+        refused = False
+    expect(refused, f"{cls.__qualname__} accepts the unknown key 'no_such_option': keep extra='forbid'")
+
+
+def check_fields(cls: type[BaseModel], path: str = "") -> None:
+    """Every field documented and of an immutable type, nested configs included."""
+    for name, info in cls.model_fields.items():
+        where = f"{path or cls.__qualname__}.{name}"
+        expect(
+            bool((info.description or "").strip()),
+            f"{where} is not documented: put a string literal below the field; "
+            "the tables and `plugins show` are made of them",
+        )
+        for part in _parts(info.annotation):
+            if isinstance(part, type) and issubclass(part, _MUTABLE):
+                raise Nonconformance(
+                    f"{where} is a {part.__name__}, which can change under a frozen config; "
+                    "use tuple or frozenset, or Mapping for a table"
+                )
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                expect(issubclass(part, ComponentConfig), f"{where}: {part.__name__} must subclass ComponentConfig")
+                check_fields(part, where)
+
+
+def _parts(annotation: Any) -> Iterable[Any]:
+    """The annotation and everything inside it: ``tuple[list[int], ...]`` gives tuple, list and int."""
+    origin = typing.get_origin(annotation)
+    if origin is None:
+        yield annotation
+        return
+    if origin is not typing.Literal:
+        if origin not in (typing.Union, types.UnionType, typing.Annotated):
+            yield origin
+        for part in typing.get_args(annotation):
+            yield from _parts(part)

@@ -1,0 +1,183 @@
+"""Made-up data with seeds: groups of trajectories, tokenised examples, batches and their columns.
+
+The shapes are the awkward ones on purpose: several turns, rewritten contexts, truncated and empty answers, units
+of very different length, and a temperature that changes between turns. Torch is imported only where tensors are made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.data.rows import Example
+from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.types import DataForm, Group, RewardResult, Row, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.ops.batch import Batch
+
+VOCABULARY = 29
+"""Token ids of fabricated data lie in 1 .. VOCABULARY - 1; 0 is the end token of sampled turns."""
+
+
+def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
+    """One data row; by default with a prompt and an answer."""
+    return Row(dict(columns or {"prompt": f"What is {index} + 2?", "answer": str(index + 2)}), "fabricated", index)
+
+
+def groups(
+    seed: int = 0,
+    *,
+    count: int = 3,
+    samples: int = 4,
+    logprobs: bool = True,
+    multi_turn: bool = True,
+    equal_rewards: bool = False,
+) -> list[Group]:
+    """Scored groups, as a controller hands them to ``Algorithm.assemble``.
+
+    Sample 1 of a group ends truncated, sample 2 (with ``multi_turn``) has three sampled turns, of which the last
+    starts on a rewritten context (``fresh``). No two trajectories have the same tokens.
+
+    Args:
+        logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
+        equal_rewards: every trajectory of a group gets the same reward.
+    """
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        data = row(index=number)
+        shared = rng.uniform(-1, 1)
+        trajectories = []
+        for sample in range(samples):
+            turns = _turns(rng, number, sample, logprobs, rounds=3 if multi_turn and sample % 4 == 2 else 1)
+            if sample % 4 == 1:
+                turns[-1].finish = "length"
+            reward = shared if equal_rewards else rng.uniform(-1, 1)
+            trajectories.append(
+                Trajectory(
+                    data,
+                    turns,
+                    (number, sample),
+                    "truncated" if sample % 4 == 1 else "ok",
+                    {"fabricated": RewardResult(reward)},
+                    reward,
+                    reward,
+                )
+            )
+        made.append(Group(data, number, trajectories))
+    return made
+
+
+def _turns(rng: random.Random, number: int, sample: int, logprobs: bool, rounds: int) -> list[Turn]:
+    prompt_rng = random.Random(number)  # the samples of a group share their prompt
+    prompt = [prompt_rng.randrange(1, VOCABULARY) for _ in range(2 + number % 3)]
+    turns = [Turn(prompt, sampled=False, text="prompt")]
+    for turn in range(rounds):
+        if turn:
+            context = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 4))]
+            turns.append(Turn(context, sampled=False, text="observation", fresh=turn == 2))
+        ids = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(2, 7))] + [0]
+        temperature = (1.0, 0.7, 1.3)[turn]
+        values = [-rng.uniform(0.5, 4.0) for _ in ids] if logprobs else None
+        turns.append(
+            Turn(ids, True, values, ((0, 0),), "stop", temperature, None, text=f"answer {sample}", fresh=False)
+        )
+    return turns
+
+
+def text_group(
+    columns: Mapping[str, Any] | None = None,
+    answers: Sequence[str] = ("4", "the answer is 4", "", "5", "\N{SNOWMAN} " * 50),
+    number: int = 0,
+) -> Group:
+    """An unscored group with the given answers, for rewards: tokens are the UTF-8 bytes of the texts."""
+    data = row(columns, number)
+    prompt = str(data.get("prompt", "prompt"))
+    trajectories = []
+    for sample, answer in enumerate(answers):
+        ids = list(answer.encode())
+        finish = "length" if len(ids) > 200 else "stop"
+        turns = [
+            Turn(list(prompt.encode()), sampled=False, text=prompt),
+            Turn(ids, True, [-1.0] * len(ids), ((0, 0),), finish, text=answer),  # type: ignore[arg-type]
+        ]
+        trajectories.append(Trajectory(data, turns, (number, sample), "truncated" if finish == "length" else "ok"))
+    return Group(data, number, trajectories)
+
+
+def examples(form: DataForm, seed: int = 0, *, count: int = 6) -> list[Example]:
+    """Tokenised rows of an offline data form; every prompt has 1 to 5 tokens, every answer 1 to 8."""
+    rng = random.Random(seed)
+    made = []
+    for index in range(count):
+        prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 5))]
+        sequences = []
+        for role in range(2 if form == "pairs" else 1):
+            answer = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 8))]
+            mask = [False] * len(prompt) + [True] * len(answer)
+            sequences.append(TokenSequence(prompt + answer, mask, role))
+        values: dict[str, Any] = {"label": index % 2 == 0} if form == "labels" else {}
+        if form == "steps":
+            values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
+        made.append(Example(row(index=index), sequences, values))
+    return made
+
+
+def batch(
+    seed: int = 0,
+    *,
+    form: DataForm = "prompts",
+    units: int = 6,
+    mask: str = "loss_mask",
+    fresh: bool = True,
+    empty: bool = True,
+) -> Batch:
+    """Units with the token columns ``loss_mask`` (and ``mask``) and ``temperature``.
+
+    Args:
+        form: ``pairs`` gives units of two sequences with roles 0 and 1, everything else trajectories.
+        fresh: every third trajectory is two sequences of one role (a context rewritten half-way).
+        empty: the last unit has no token under the mask.
+    """
+    from rlhf.ops.batch import SequenceData, UnitData, pack
+
+    rng = random.Random(seed)
+    made = []
+    for u in range(units):
+        blank = empty and u == units - 1
+        roles = [0, 1] if form == "pairs" else [0, 0] if fresh and u % 3 == 1 else [0]
+        sequences = []
+        for role in roles:
+            own: list[bool] = [False] * rng.randint(1, 4)
+            for _ in range(rng.randint(1, 2)):
+                own += [not blank] * rng.randint(2, 6) + [False] * rng.randint(0, 2)
+            ids = [rng.randrange(1, VOCABULARY) for _ in own]
+            tok = dict.fromkeys({"loss_mask", mask}, own)
+            sequences.append(SequenceData(ids, {**tok, "temperature": [rng.choice((0.7, 1.0, 1.3))] * len(own)}, role))
+        columns = {"label": u % 2 == 0} if form == "labels" else {}
+        made.append(UnitData(sequences, columns))
+    return pack(made)
+
+
+def values(name: str, size: int, seed: int) -> Tensor:
+    """Float32 [size] for a column or an output, by its name: log-probs lie in -4.5 .. -0.5, entropies in 0.5 .. 2.5,
+    everything else is standard normal. Equal names and seeds give equal values."""
+    import torch
+
+    from rlhf.seeds import derive_seed
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, f"fabricate/{name}"))
+    if is_logprob(name):
+        return -0.5 - 4 * torch.rand(size, generator=generator)
+    if "entropy" in name:
+        return 0.5 + 2 * torch.rand(size, generator=generator)
+    return torch.randn(size, generator=generator)
+
+
+def is_logprob(name: str) -> bool:
+    """Whether a column or output holds log-probs, by its name."""
+    return "logprob" in name or name.startswith("lp")
