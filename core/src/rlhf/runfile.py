@@ -6,11 +6,20 @@ once the plugin is resolved). Everything here is frozen; unknown keys are errors
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rlhf.interfaces.component import ComponentConfig
+
+
+Count = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Choice(ComponentConfig):
@@ -21,19 +30,34 @@ class Choice(ComponentConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """All keys of the section but the reserved ones; validated by the plugin's Config."""
 
+    @property
+    def label(self) -> str:
+        """What a flag and a metric call it: the section's ``name``, else what the reference names."""
+        return getattr(self, "name", "") or label_of(self.use)
+
+
+def label_of(ref: str) -> str:
+    """``plugin:math`` and ``dist/math`` -> ``math``; ``file:a/judge.py:score`` -> ``judge``; ``model:PATH`` -> ``model``."""
+    scheme, colon, rest = ref.partition(":")
+    if not colon or scheme == "plugin":
+        return (rest or scheme).rsplit("/", 1)[-1]
+    if scheme == "file":
+        return re.sub(r"\.py(:\w+)?$", "", rest.replace("\\", "/").rsplit("/", 1)[-1])
+    return "http" if scheme == "https" else scheme
+
 
 class RunSection(ComponentConfig):
     name: str = ""
     """Shown in logs; the output folder's name where empty."""
     output: str = "runs/latest"
     """The run directory. Refused where it already holds a run, unless ``resume``."""
-    steps: int | None = None
+    steps: Count | None = None
     """Controller steps. Where absent: ``epochs`` passes over the data."""
-    epochs: float = 1.0
+    epochs: Positive = 1.0
     seed: int = 0
     resume: bool = False
     """Continue from the newest complete checkpoint in ``output``."""
-    threads: int | None = None
+    threads: Count | None = None
     """torch threads; where absent torch decides. Recorded, as it can change results between runs."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-grpo>=0.1"``; checked before anything starts."""
@@ -46,15 +70,21 @@ class SourceSection(ComponentConfig):
     """For per-source metrics; the file's stem where empty."""
     split: str = "train"
     subset: str | None = None
-    probability: float | None = None
+    probability: Share | None = None
     """Share of draws; give it for all sources or for none (then sources are concatenated)."""
-    max_rows: int | None = None
+    max_rows: Count | None = None
+    """Use only the first rows."""
+
+    @property
+    def label(self) -> str:
+        """``name``, or the file's stem."""
+        return self.name or self.path.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].split(".")[0] or self.path
 
 
 class DataSection(ComponentConfig):
     train: tuple[SourceSection, ...] = ()
     eval: tuple[SourceSection, ...] = ()
-    batch_size: int = 16
+    batch_size: Count = 16
     """Prompts (online) or rows (offline) per step."""
     shuffle: bool = True
     prompt: str = "prompt"
@@ -78,20 +108,39 @@ class DataSection(ComponentConfig):
     """Offline: train on the last answer, on all assistant turns, or on all tokens (continued pre-training)."""
     add_eos: bool = True
     """Plain only: end demonstrations with the end token."""
-    max_prompt_tokens: int | None = None
-    max_tokens: int = 2048
+    max_prompt_tokens: Count | None = None
+    max_tokens: Count = 2048
     """Longest sequence: prompt, observations and answers."""
     too_long: Literal["error", "drop"] = "error"
     """Rows over the limits: refused with file and line, or dropped and counted. Never cut."""
 
+    @model_validator(mode="after")
+    def _sources(self) -> DataSection:
+        for key, sources in (("train", self.train), ("eval", self.eval)):
+            unique([s.label for s in sources], f"data.{key}: two sources are named", "give one of them another `name`")
+        if any(s.probability is not None for s in self.eval):
+            raise ValueError("data.eval: probabilities are for training data; every evaluation row is used once")
+        given = [s.probability for s in self.train if s.probability is not None]
+        if given and len(given) != len(self.train):
+            without = [s.label for s in self.train if s.probability is None]
+            raise ValueError(f"data.train: give a probability for every source or for none; {without} have none")
+        if given and abs(sum(given) - 1) > 1e-6:
+            raise ValueError(f"data.train: probabilities must sum to 1, got {given}, which sum to {sum(given):g}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens >= self.max_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens = {self.max_prompt_tokens} leaves no room for an answer within "
+                f"data.max_tokens = {self.max_tokens}"
+            )
+        return self
+
 
 class SamplingSection(ComponentConfig):
-    samples_per_prompt: int = 1
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    samples_per_prompt: Count = 1
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+    top_p: Share = 1.0
+    top_k: NotNegative = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
@@ -105,36 +154,36 @@ class FilterSection(ComponentConfig):
     """Keep a group only if mean(score) < high; strict."""
     min_std: float | None = None
     """Keep a group only if std(score) > min_std."""
-    max_rounds: int = 20
+    max_rounds: Count = 20
     """Give up refilling a batch after this many rounds and train on what was accepted (counted, never lost)."""
 
 
 class StreamSection(ComponentConfig):
-    staleness: int = 0
+    staleness: NotNegative = 0
     """S: batch k is generated with the weights of version max(0, k - S)."""
     filter: FilterSection | None = None
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     """What happens to a sample whose rollout or reward failed: end the run, leave it out, or leave its group out and
     refill."""
-    rollout_deadline: float = 600.0
+    rollout_deadline: Positive = 600.0
     """Seconds for one sample's whole rollout, generation excluded."""
 
 
 class RewardSection(Choice):
     name: str = ""
     weight: float = 1.0
-    deadline: float = 60.0
+    deadline: Positive = 60.0
     """Seconds for scoring one group."""
-    retries: int = 0
+    retries: NotNegative = 0
     credit: Literal["outcome", "step"] = "outcome"
     """Where process rewards go: summed at the end, or placed at their (turn, token)."""
 
 
 class EnvSection(Choice):
-    deadline: float = 60.0
+    deadline: Positive = 60.0
     """Seconds for one call."""
-    max_turns: int = 8
-    concurrency: int = 16
+    max_turns: Count = 8
+    concurrency: Count = 16
     """Episodes open at once, for environments that run in worker processes."""
 
 
@@ -143,45 +192,102 @@ class ModelSection(ComponentConfig):
     """Path or hub name."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     gradient_checkpointing: bool = False
+    micro_tokens: Count = 2048
+    """Token budget of a micro-batch. Results do not depend on it; memory and speed do. A longer unit is alone in its
+    micro-batch."""
     trust_remote_code: bool = False
     trainer: dict[str, Any] = Field(default_factory=dict)
     """Laid over ``[trainer]`` for this role."""
 
 
 class EvalSection(ComponentConfig):
-    every: int | None = None
+    every: Count | None = None
     """Steps; where absent: at the end only, if there is evaluation data."""
     at_start: bool = False
-    samples: int = 1
+    samples: Count = 1
     """Answers per prompt, for avg@k and pass@k."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 = greedy."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     pass_threshold: float = 1.0
     """An answer passes if its reward is at least this."""
-    max_rows: int | None = None
+    max_rows: Count | None = None
     metric: str | None = None
     """Metric of the best checkpoint; where absent the first of pass@1 and loss that exists."""
     mode: Literal["auto", "max", "min"] = "auto"
-    patience: int | None = None
+    patience: Count | None = None
     """Stop after this many evaluations without improvement."""
 
 
 class CheckpointSection(ComponentConfig):
-    every: int | None = None
-    keep: int = 3
+    every: Count | None = None
+    keep: Count = 3
     save_best: bool = True
-    export_every: int | None = None
+    export_every: Count | None = None
     """Steps between Hugging Face exports to ``exports/step-N``; the final one is ``model/``."""
     save_rollouts: bool = True
 
 
+def unique(names: Sequence[str], what: str, remedy: str) -> None:
+    """Raises ValueError where a name occurs twice."""
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise ValueError(f"{what} {', '.join(map(repr, twice))}; {remedy}")
+
+
+SINGLE: dict[str, type[Choice]] = {
+    "algorithm": Choice,
+    "rollout": Choice,
+    "env": EnvSection,
+    "trainer": Choice,
+    "generator": Choice,
+    "launcher": Choice,
+}
+"""Sections that hold one plugin."""
+LISTS: dict[str, type[Choice]] = {"reward": RewardSection, "observer": Choice}
+"""Sections that hold several."""
+
+
 def _with_options(cls: type[Choice], value: Any) -> Any:
     """``{use, a, b}`` -> ``{use, options: {a, b}}``, keeping the section's own fields."""
+    if isinstance(value, str):
+        return {"use": value}
     if not isinstance(value, dict) or "options" in value:
         return value
     own = {k: v for k, v in value.items() if k in cls.model_fields}
     return {**own, "options": {k: v for k, v in value.items() if k not in cls.model_fields}}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def long_form(data: dict[str, Any]) -> dict[str, Any]:
+    """Short forms spelled out: ``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train = "FILE"``."""
+    data = dict(data)
+    for key, cls in SINGLE.items():
+        if key in data:
+            data[key] = _with_options(cls, data[key])
+    for key, cls in LISTS.items():
+        if key in data:
+            data[key] = tuple(_with_options(cls, v) for v in _listed(data[key]))
+    if isinstance(data.get("data"), dict):
+        short = {k: tuple(map(_source, _listed(data["data"][k]))) for k in ("train", "eval") if k in data["data"]}
+        data["data"] = {**data["data"], **short}
+    return data
+
+
+class Origins(dict[str, str]):
+    """{dotted path: file and line, or flag} of what the user wrote; takes no part in comparing run files."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origins)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class RunFile(ComponentConfig):
@@ -205,17 +311,20 @@ class RunFile(ComponentConfig):
     checkpoint: CheckpointSection = CheckpointSection()
     observer: tuple[Choice, ...] = ()
 
+    _origins: Origins = PrivateAttr(default_factory=Origins)
+
+    @property
+    def origins(self) -> Origins:
+        """Where each value was written, for error messages; empty where the run file was made in Python."""
+        return self._origins
+
     @model_validator(mode="before")
     @classmethod
-    def _split_options(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        single = {"algorithm": Choice, "rollout": Choice, "trainer": Choice, "generator": Choice, "launcher": Choice}
-        data = dict(data)
-        for key, section in {**single, "env": EnvSection}.items():
-            if key in data:
-                data[key] = _with_options(section, data[key])
-        for key, section in {"reward": RewardSection, "observer": Choice}.items():
-            if key in data:
-                data[key] = [_with_options(section, v) for v in data[key]]
-        return data
+    def _long_form(cls, data: Any) -> Any:
+        return long_form(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _names(self) -> RunFile:
+        unique([r.label for r in self.reward], "reward: two are named", "give one of them another `name`")
+        unique([o.label for o in self.observer], "observer: listed twice:", "list it once")
+        return self
