@@ -1,1 +1,34 @@
-"""Embedded runtime: torch trainer, transformers generator, everything in one process."""
+"""Embedded runtime: torch trainer, transformers generator, everything in one process.
+
+Importing this package imports no torch; the hooks import what they return.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf.interfaces import Generator, Launcher, Trainer
+
+
+@hookimpl
+def rlhf_register_launcher() -> list[type[Launcher]]:
+    from rlhf_plugin_local.launcher import LocalLauncher
+
+    return [LocalLauncher]
+
+
+@hookimpl
+def rlhf_register_trainer() -> list[type[Trainer]]:
+    from rlhf_plugin_local.trainer import TorchTrainer
+
+    return [TorchTrainer]
+
+
+@hookimpl
+def rlhf_register_generator() -> list[type[Generator]]:
+    from rlhf_plugin_local.generator import TransformersGenerator
+
+    return [TransformersGenerator]

@@ -1,0 +1,37 @@
+"""An exponential moving average of the weights, and the moment in which the model wears it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """``ema := decay * ema + (1 - decay) * weights`` after every optimizer step (Polyak & Juditsky 1992, exponential
+    form); it starts as the initial weights."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self.parameters = parameters
+        self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        live = [p.detach() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - self.decay)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """Inside, the parameters hold the average; no copy is made."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, p in self.parameters.items():
+            p.data, self.tensors[name] = self.tensors[name], p.data

@@ -1,0 +1,185 @@
+"""Loading a role's model: the body that gives hidden states, the head beside it, and a tokenizer to ship with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.seeds import derive_seed
+from rlhf_plugin_local.attention import packed, use_packed_attention
+
+EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A role's model taken apart: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
+
+    module: PreTrainedModel
+    body: nn.Module
+    head: nn.Linear
+    kind: str
+    """``lm`` | ``scalar`` | ``classes:N``."""
+    softcap: float | None = None
+    """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
+
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor:
+        """[N, hidden] of packed sequences; ``use_cache=False`` always, whatever the model's config says."""
+        with packed(lens):
+            out = self.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """[C, vocabulary] or [C, outputs of the head], in the precision of ``hidden_CH``."""
+        logits_CV = self.head(hidden_CH)
+        if self.softcap is not None:
+            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+        return logits_CV
+
+
+def load_model(spec: ModelSpec, device: torch.device) -> LoadedModel:
+    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, packed attention.
+
+    A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
+    deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``.
+
+    Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
+    is of a kind that packing or the separate head cannot represent.
+    """
+    kind = spec.role.head
+    outputs = _outputs(kind)
+    config = _read(spec, "model", AutoConfig.from_pretrained)
+    auto: Any = AutoModelForCausalLM if outputs is None else AutoModelForSequenceClassification
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    from_lm = outputs is not None and not any("Classification" in a for a in config.architectures or ())
+    if from_lm:
+        options["num_labels"] = outputs
+    elif outputs is not None and config.num_labels != outputs:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
+            f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
+        )
+    with torch.random.fork_rng(devices=[]):  # transformers initialises what the checkpoint lacks; not with our state
+        module, info = _read(spec, "model", auto.from_pretrained, **options)
+    missing = sorted(info["missing_keys"])
+    if from_lm:
+        missing = [name for name in missing if not name.startswith("score.")]
+    damaged = missing or sorted(str(m) for m in info["mismatched_keys"])
+    if damaged:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
+            f"{type(module).__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
+        )
+    use_packed_attention(module)
+    loaded = _take_apart(module, kind, spec)
+    if from_lm:
+        _fresh_head(loaded.head, derive_seed(spec.seed, "head/" + spec.role.name))
+    module.eval().to(device)
+    if outputs is None:
+        _check_head(loaded, spec)
+    return loaded
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model."""
+    return _read(spec, "tokenizer", AutoTokenizer.from_pretrained)
+
+
+def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token that ends a text: of the generation config (else the model's config) and of the tokenizer."""
+    ids: list[int] = []
+    for config in (module.generation_config if module.can_generate() else None, module.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            ids += found if isinstance(found, (list, tuple)) else [found]
+            break
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(ids))
+
+
+@contextmanager
+def exporting(module: PreTrainedModel) -> Iterator[None]:
+    """The config as other programs expect it: our attention's name does not leave this process."""
+    name = module.config._attn_implementation
+    module.config._attn_implementation = None
+    try:
+        yield
+    finally:
+        module.config._attn_implementation = name
+
+
+def _outputs(kind: str) -> int | None:
+    """Outputs of the head; None for a language model."""
+    if kind == "lm":
+        return None
+    if kind == "scalar":
+        return 1
+    name, _, count = kind.partition(":")
+    if name == "classes" and count.isdecimal() and int(count) > 0:
+        return int(count)
+    raise ModelError(f"head {kind!r} is not known: use 'lm', 'scalar' or 'classes:N' with N > 0")
+
+
+def _read(spec: ModelSpec, what: str, read: Any, **options: Any) -> Any:
+    looks_local = spec.path.startswith((".", "/", "~")) or spec.path.count("/") > 1
+    if looks_local and not Path(spec.path).is_dir():
+        raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
+    try:
+        return read(spec.path, trust_remote_code=spec.trust_remote_code, **options)
+    except Exception as cause:  # anything: damaged files raise whatever their parsers raise
+        raise ModelError(
+            f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n{EXPECTED}"
+        ) from cause
+
+
+def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
+    body = getattr(module, module.base_model_prefix, None)
+    head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)
+    if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) is not a body with one linear "
+            f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
+        )
+    softcap = getattr(module.config, "final_logit_softcapping", None) if kind == "lm" else None
+    return LoadedModel(module, body, head, kind, softcap)
+
+
+def _fresh_head(head: nn.Linear, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head.weight.normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def _check_head(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Refuse models that scale or shift their logits in a way this module does not know."""
+    device = loaded.head.weight.device
+    ids_N = torch.arange(4, device=device) % loaded.head.out_features
+    position_N = torch.arange(4, device=device)
+    with torch.no_grad():
+        ours_NV = loaded.logits(loaded.hidden(ids_N, position_N, [4]))
+        with packed([4]):
+            out = loaded.module(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+    if not torch.allclose(ours_NV, out.logits[0], rtol=1e-4, atol=1e-4):
+        raise ModelError(
+            f"{type(loaded.module).__name__} ({spec.path!r}) does more to its logits than a linear head and "
+            "final_logit_softcapping; its log-probs would be wrong here, so it is refused"
+        )

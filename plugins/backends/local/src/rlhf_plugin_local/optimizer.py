@@ -1,0 +1,62 @@
+"""AdamW over a role's parameters: decay groups, clipping by the global norm, state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.errors import CheckpointError
+from rlhf_plugin_local.config import TorchTrainerConfig
+
+Parameters = dict[str, nn.Parameter]
+
+
+def build_optimizer(parameters: Parameters, config: TorchTrainerConfig) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019); matrices decay, vectors (norms, biases) do not."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def clip(parameters: Parameters, max_norm: float | None) -> float:
+    """Scale gradients down to the global L2 norm ``max_norm``; returns the norm before, which may not be finite."""
+    grads = [p.grad for p in parameters.values() if p.grad is not None]
+    if not grads:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(grads)
+    value = float(norm)
+    if max_norm is not None and value > max_norm and value != float("inf"):
+        torch._foreach_mul_(grads, max_norm / (value + 1e-6))
+    return value
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Tensor]:
+    """{``<parameter>/<state>``: tensor}; parameters that never had a gradient have none."""
+    return {
+        f"{name}/{key}": value
+        for name, p in parameters.items()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Parameters, tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it."""
+    optimizer.state.clear()
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in parameters:
+            raise CheckpointError(f"{where} has optimizer state for {name!r}, which this model does not have")
+        p = parameters[name]
+        if key != "step" and value.shape != p.shape:
+            raise CheckpointError(
+                f"{where}: optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
+            )
+        optimizer.state[p][key] = value.to(p.device)
