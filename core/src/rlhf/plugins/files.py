@@ -1,0 +1,210 @@
+"""``file:`` references: a component from a Python file, without packaging.
+
+The text is read once, recorded by its SHA-256 and imported under a name made of its path and content, as a module in
+``sys.modules``: its classes pickle, and another process that imports the same text gets the same names. A file stands
+alone: modules beside it are not importable, as they would not travel with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import math
+import numbers
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, RewardError
+from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
+
+FUNCTION_PARAMETERS = ("prompt", "completion", "row")
+"""A reward function: ``def NAME(prompt: str, completion: str, row: Mapping) -> float | None``, plain or async."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file's text as read, and its identity."""
+
+    path: str
+    text: str
+    sha256: str
+
+    @classmethod
+    def read(cls, path: str) -> SourceFile:
+        file = Path(path).expanduser()
+        try:
+            return cls.of(str(file.resolve()), file.read_text(encoding="utf-8"))
+        except OSError as cause:
+            raise ConfigError(f"'file:{path}' cannot be read: {cause.strerror or cause} ({file.absolute()})") from cause
+        except UnicodeDecodeError as cause:
+            raise ConfigError(f"'file:{path}' is not UTF-8 text: {cause}") from cause
+
+    @classmethod
+    def of(cls, path: str, text: str) -> SourceFile:
+        return cls(path, text, hashlib.sha256(text.encode()).hexdigest())
+
+    @property
+    def name(self) -> str:
+        """The name of a component that sets none: the file's stem, in the letters that names have."""
+        return re.sub(r"[^a-z0-9_]+", "_", Path(self.path).stem.lower())
+
+    @property
+    def module_name(self) -> str:
+        where = hashlib.sha256(self.path.encode()).hexdigest()[:6]
+        return f"rlhf_file_{self.name}_{where}_{self.sha256[:12]}"
+
+    def tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text, self.path)
+        except SyntaxError as cause:
+            raise PluginImportFailed(
+                f"'file:{self.path}' failed to import: line {cause.lineno}: {cause.msg}"
+            ) from cause
+
+    def load(self) -> ModuleType:
+        """The module; executed the first time in this process."""
+        name = self.module_name
+        if name in sys.modules:
+            return sys.modules[name]
+        module = ModuleType(name)
+        module.__file__ = self.path
+        module.__spec__ = ModuleSpec(name, None, origin=self.path)
+        sys.modules[name] = module  # before execution: dataclasses look themselves up there
+        try:
+            exec(compile(self.tree(), self.path, "exec"), module.__dict__)
+        except (Exception, SystemExit) as cause:
+            del sys.modules[name]
+            if isinstance(cause, PluginImportFailed):
+                raise
+            raise PluginImportFailed(f"'file:{self.path}' failed to import: {first_cause(cause)}") from cause
+        return module
+
+
+def looks_native(source: SourceFile, kind: str) -> bool:
+    """Whether the file defines a component by itself, judged without executing it: it imports from ``rlhf``, or it
+    has a reward function. Other files are first shown to the installed adapters."""
+    for node in ast.walk(source.tree()):
+        if isinstance(node, ast.Import) and any(a.name.split(".")[0] == "rlhf" for a in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "rlhf":
+            return True
+    functions = (n for n in source.tree().body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return kind == "reward" and any(tuple(a.arg for a in f.args.args) == FUNCTION_PARAMETERS for f in functions)
+
+
+def pick_component(source: SourceFile, kind: str, attribute: str | None, module: ModuleType) -> type[Any] | None:
+    """The component that the module offers for ``kind``, checked; None where it offers nothing usable.
+
+    Raises PluginInvalid: several candidates, no such attribute, or a candidate that breaks its kind's rules.
+    """
+    what = f"{kind} 'file:{source.path}{':' + attribute if attribute else ''}'"
+    if attribute is not None:
+        if not hasattr(module, attribute):
+            raise PluginInvalid(f"{what}: the file defines no {attribute!r}. It defines: {defined(module)}")
+        found = getattr(module, attribute)
+        if isinstance(found, type):
+            return _checked(source, kind, found, what) if kind_of(found) else None
+        if kind == "reward" and _is_function(found) and _takes_three(found):
+            return _function_reward(source, found, module)
+        return None
+    from rlhf.interfaces import KINDS as INTERFACES
+
+    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
+    candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, INTERFACES[kind])]
+    concrete = [c for c in candidates if not abstract_methods(c)] or candidates
+    if kind == "reward" and not concrete:
+        concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == FUNCTION_PARAMETERS]
+    if len(concrete) > 1:
+        choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
+        raise PluginInvalid(f"{what}: the file defines {len(concrete)} of that kind; pick one: {choices}")
+    if not concrete:
+        return None
+    only = concrete[0]
+    return _checked(source, kind, only, what) if isinstance(only, type) else _function_reward(source, only, module)
+
+
+def defined(module: ModuleType) -> str:
+    """The classes and functions that a file itself defines, with the kind of those that have one."""
+    parts = []
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        if isinstance(value, type):
+            parts.append(f"class {name}" + (f" ({kind_of(value)})" if kind_of(value) else ""))
+        elif inspect.isfunction(value):
+            parts.append(f"def {name}{inspect.signature(value)}")
+    return ", ".join(parts) or "nothing"
+
+
+def expected(kind: str) -> str:
+    """What a file must define to offer this kind."""
+    from rlhf.interfaces import KINDS as INTERFACES
+
+    text = f"one subclass of rlhf.interfaces.{INTERFACES[kind].__name__}"
+    return text + (
+        f", or one function 'def score({', '.join(FUNCTION_PARAMETERS)}) -> float | None'" if kind == "reward" else ""
+    )
+
+
+def _checked(source: SourceFile, kind: str, cls: type[Any], what: str) -> type[Any]:
+    if cls.name == "":
+        cls.name = source.name
+    return check_class(kind, cls, what)
+
+
+def _is_function(value: object) -> bool:
+    return inspect.isfunction(value) and not value.__name__.startswith("_")
+
+
+def _takes_three(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind("prompt", "completion", {})
+    except TypeError:
+        return False
+    return True
+
+
+def _function_reward(source: SourceFile, function: Callable[..., Any], module: ModuleType) -> type[Any]:
+    """A Reward class that scores each trajectory by itself; ``async`` where the function is."""
+    class_name = f"Reward_{function.__name__}"
+    if class_name in vars(module):
+        cls: type[Any] = vars(module)[class_name]
+        return cls
+    from rlhf.interfaces import Reward
+    from rlhf.types import Group, RewardResult, Trajectory
+
+    label = f"reward function {function.__name__!r} of {source.path}"
+
+    def arguments(t: Trajectory) -> tuple[str, str, Mapping[str, Any]]:
+        return t.prompt_text, t.completion, t.row.columns
+
+    def result(value: Any, t: Trajectory) -> RewardResult:
+        if value is None:
+            return RewardResult(None)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise RewardError(f"{label} returned {value!r} for sample {t.index}; expected a finite number or None")
+        return RewardResult(float(value))
+
+    def score(self: Any, group: Group) -> list[RewardResult]:
+        return [result(function(*arguments(t)), t) for t in group.trajectories]
+
+    async def score_async(self: Any, group: Group) -> list[RewardResult]:
+        return [result(await function(*arguments(t)), t) for t in group.trajectories]
+
+    body = {
+        "name": source.name,
+        "__module__": module.__name__,
+        "__doc__": function.__doc__
+        or f"Scores each trajectory with {function.__name__}({', '.join(FUNCTION_PARAMETERS)}).",
+        "score": score_async if inspect.iscoroutinefunction(function) else score,
+    }
+    made = type(class_name, (Reward,), body)
+    setattr(module, class_name, made)  # so that it pickles
+    return made

@@ -1,0 +1,149 @@
+"""From a plugin's module to its classes: pluggy introduces them, and each is checked before it is used.
+
+pluggy alone would accept a misspelled hook in silence, import everything at once, and let one of two plugins of the
+same name win. So a manager is made per module, pending hooks are an error, and hooks are called one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from types import ModuleType
+from typing import Any
+
+from pluggy import PluginManager, PluginValidationError
+
+from rlhf import hookspecs
+from rlhf.errors import PluginImportFailed, PluginInvalid, did_you_mean
+from rlhf.plugins.entry import HOOK_PREFIX, KINDS
+from rlhf.plugins.references import NAME
+
+
+def first_cause(error: BaseException) -> str:
+    """The exception at the root of the chain, and where it was raised."""
+    while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = inner
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def import_plugin(module: str, what: str) -> ModuleType:
+    """Import a plugin's module. Raises PluginImportFailed with the first cause, whatever was raised."""
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as cause:
+        raise PluginImportFailed(f"{what} failed to import {module!r}: {first_cause(cause)}") from cause
+
+
+def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[Any]]:
+    """What the module's ``rlhf_register_<kind>`` functions return, checked to be components of that kind.
+
+    Raises PluginInvalid: a hook of unknown name or signature, no hook for this kind, or a hook that raises or returns
+    something else than a list of classes of its kind.
+    """
+    hook = HOOK_PREFIX + kind
+    manager = PluginManager("rlhf")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(module, name=module.__name__)
+        manager.check_pending()
+    except PluginValidationError as cause:
+        raise PluginInvalid(f"{what}: {_explain(cause, module)}") from cause
+    classes: list[type[Any]] = []
+    implementations = getattr(manager.hook, hook).get_hookimpls()
+    if not implementations:
+        raise PluginInvalid(f"{what}: module {module.__name__!r} has no hook {hook!r}. {_forgotten(module, hook)}")
+    for implementation in implementations:
+        try:
+            offered = implementation.function()
+        except ImportError as cause:
+            raise PluginImportFailed(f"{what}: {hook} failed to import: {first_cause(cause)}") from cause
+        except Exception as cause:
+            raise PluginInvalid(f"{what}: {hook} raised {first_cause(cause)}") from cause
+        if not isinstance(offered, (list, tuple)):
+            raise PluginInvalid(f"{what}: {hook} must return a list of classes, got {offered!r}")
+        for cls in offered:
+            check_kind_of(kind, cls, what)
+        classes.extend(offered)
+    return classes
+
+
+def pick(classes: list[type[Any]], kind: str, name: str, what: str) -> type[Any]:
+    """The class of that name. Raises PluginInvalid where there is none, or more than one."""
+    found = [cls for cls in classes if cls.name == name]
+    if len(found) == 1:
+        return check_class(kind, found[0], what)
+    if found:
+        raise PluginInvalid(f"{what} registers {len(found)} classes named {name!r}: {', '.join(map(_where, found))}")
+    offered = ", ".join(f"{cls.__name__} (name = {cls.name!r})" for cls in classes) or "none"
+    raise PluginInvalid(
+        f"{what} registers no {kind} class with name = {name!r}, as its entry point is called. It registers: {offered}"
+    )
+
+
+def check_class(kind: str, cls: Any, what: str) -> type[Any]:
+    """The class itself, if it is a usable component of that kind. Raises PluginInvalid saying what is missing."""
+    from rlhf.interfaces import ComponentConfig
+
+    check_kind_of(kind, cls, what)
+    if not isinstance(cls.name, str) or not NAME.fullmatch(cls.name):
+        raise PluginInvalid(
+            f"{what}: {_where(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
+            f"name = {re.sub(r'[^a-z0-9_]+', '_', str(cls.name or cls.__name__).lower())!r}"
+        )
+    config = cls.Config
+    if not isinstance(config, type) or not issubclass(config, ComponentConfig):
+        raise PluginInvalid(
+            f"{what}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
+        )
+    if missing := abstract_methods(cls):
+        raise PluginInvalid(f"{what}: {_where(cls)} does not define {', '.join(missing)}, which every {kind} must have")
+    result: type[Any] = cls
+    return result
+
+
+def check_kind_of(kind: str, cls: Any, what: str) -> None:
+    """Raises PluginInvalid unless ``cls`` is a class of this kind's interface."""
+    from rlhf.interfaces import KINDS as INTERFACES
+
+    expected = f"a subclass of rlhf.interfaces.{INTERFACES[kind].__name__}"
+    if not isinstance(cls, type):
+        instance = " (an instance: return the class itself)" if isinstance(cls, tuple(INTERFACES.values())) else ""
+        raise PluginInvalid(f"{what}: expected {expected}, got {cls!r}{instance}")
+    if not issubclass(cls, INTERFACES[kind]):
+        other = kind_of(cls)
+        is_what = f"is of kind {other}" if other else f"derives from {', '.join(b.__name__ for b in cls.__bases__)}"
+        raise PluginInvalid(f"{what}: {_where(cls)} {is_what}; kind {kind} needs {expected}")
+
+
+def kind_of(cls: type[Any]) -> str:
+    """The kind whose interface a class derives from, or an empty string."""
+    from rlhf.interfaces import KINDS as INTERFACES
+
+    return next((kind for kind, interface in INTERFACES.items() if issubclass(cls, interface)), "")
+
+
+def abstract_methods(cls: type[Any]) -> list[str]:
+    """Abstract methods that a class leaves undefined. (``Component`` is no ``ABC``, so Python itself does not look.)"""
+    return sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
+
+
+def _where(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _explain(cause: PluginValidationError, module: ModuleType) -> str:
+    """pluggy's text, and for a hook that does not exist the nearest one."""
+    known = [HOOK_PREFIX + kind for kind in KINDS]
+    for name in vars(module):
+        if hasattr(vars(module)[name], "rlhf_impl") and name not in known:
+            return f"there is no hook {name!r}.{did_you_mean(name, known)} Hooks are {', '.join(known)}."
+    return " ".join(str(cause).split())
+
+
+def _forgotten(module: ModuleType, hook: str) -> str:
+    if hasattr(module, hook):
+        return "The function is there, but is not marked: write '@hookimpl' (from rlhf import hookimpl) above it."
+    return f"Define it there: @hookimpl def {hook}(): return [YourClass]"

@@ -1,0 +1,295 @@
+"""``Plugins``: what is installed, and from a reference to a checked class."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import importlib_metadata
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from rlhf.errors import (
+    PluginConflict,
+    PluginError,
+    PluginInvalid,
+    PluginNotFound,
+    PluginVersionMismatch,
+    RlhfError,
+    boundary,
+    did_you_mean,
+)
+from rlhf.plugins import requirements
+from rlhf.plugins.entry import FILE, IN_PROCESS, KINDS, Entry, Resolved
+from rlhf.plugins.files import SourceFile, defined, expected, looks_native, pick_component
+from rlhf.plugins.references import Reference, check_kind, parse_reference
+from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
+
+Entries = list[Entry]
+Manifest = list[dict[str, str]]
+Classes = list[type[Any]]
+Texts = list[str]  # inside the class, ``list`` is its method
+
+
+class Plugins:
+    """The plugins of this process: a value that a run makes once and passes down. Make it with :meth:`discover`."""
+
+    def __init__(self, entries: Iterable[Entry] = (), path: Sequence[str] | None = None) -> None:
+        self._entries = list(entries)
+        self._path = path
+        self._registered: dict[tuple[str, str, str], type[Any]] = {}
+        self._classes: dict[tuple[str, str], Classes] = {}
+        self._files: dict[str, SourceFile] = {}
+
+    @classmethod
+    def discover(cls, path: Sequence[str] | None = None) -> Plugins:
+        """Read the metadata of the installed distributions; import none of them.
+
+        An entry point in a group ``rlhf.X`` of no known kind is listed too, with that as its status.
+
+        Args:
+            path: folders in which to look for distributions, in place of ``sys.path``. (Importing, later, is
+                Python's own and always follows ``sys.path``.)
+        """
+        offers: dict[str, tuple[Any, Entries]] = {}
+        for found in importlib_metadata.distributions(**({} if path is None else {"path": [*path]})):
+            points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
+            if not points:
+                continue
+            name = found.metadata["Name"]  # parsed for plugins only: a hundred other distributions need not be
+            entries = [Entry(p.group.removeprefix("rlhf."), p.name, name, found.version, p.value) for p in points]
+            offers.setdefault(canonicalize_name(name), (found, entries))  # the first on the path, as for import
+        plugins = cls((), path)
+        for found, entries in offers.values():
+            status = plugins._unmet(found.requires or (), offers) or "ok"
+            plugins._entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in entries]
+        return plugins
+
+    def list(self, kind: str | None = None) -> Entries:
+        """All entries, or those of one kind, in order of kind and name, each with its status."""
+        if kind is not None:
+            check_kind(kind)
+        listed = []
+        for entry in self._all():
+            if kind is None or entry.kind == kind:
+                others = [e.distribution for e in self._named(entry.kind, entry.name) if e != entry]
+                if others and entry.status == "ok":
+                    entry = replace(entry, status=f"conflict with {', '.join(others)}")
+                listed.append(entry)
+        return listed
+
+    def register(self, kind: str, cls: type[Any], distribution: str = IN_PROCESS) -> type[Any]:
+        """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook's
+        cell run twice) replaces it. Returns the class, so it can be used as a decorator's body.
+
+        Raises PluginInvalid: the class is no usable component of that kind. PluginConflict: another class has the name.
+        """
+        check_kind(kind)
+        check_class(kind, cls, f"{kind} registered by {distribution!r}")
+        key = (kind, cls.name, distribution)
+        old = self._registered.get(key, cls)
+        if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise PluginConflict(
+                f"{kind} {cls.name!r} of {distribution!r} is already the class {old.__module__}.{old.__qualname__}; "
+                f"give {cls.__module__}.{cls.__qualname__} another name"
+            )
+        self._registered[key] = cls
+        return cls
+
+    def resolve(self, kind: str, ref: str) -> Resolved:
+        """Import what a reference names, and check it.
+
+        Raises:
+            ConfigError: not a reference.
+            PluginNotFound, PluginConflict: the name is offered by nobody, or by several.
+            PluginVersionMismatch: requirements of its distribution are not met; found before importing.
+            PluginImportFailed, PluginInvalid: its module cannot be imported, or registers something else.
+        """
+        reference = parse_reference(kind, ref)
+        if reference.scheme == "file":
+            source = self._files.get(reference.path) or SourceFile.read(reference.path)
+            self._files[reference.path] = source
+            return self._resolve_file(reference, source)
+        entry = self._find(reference)
+        cls = self._registered.get((kind, entry.name, entry.distribution)) or self._import(entry)
+        return Resolved(kind, entry.name, cls, entry.distribution, entry.version, ref, options=reference.options)
+
+    def resolve_text(self, kind: str, ref: str, path: str, text: str) -> Resolved:
+        """Resolve a ``file:`` reference from text that another process read."""
+        return self._resolve_file(parse_reference(kind, ref), SourceFile.of(path, text))
+
+    @staticmethod
+    def manifest(resolved: Iterable[Resolved]) -> Manifest:
+        """What identifies the plugins of a run: kind, name, distribution, version; for files also SHA-256."""
+        return [r.manifest() for r in resolved]
+
+    def verify(self, manifest: Iterable[Mapping[str, str]]) -> None:
+        """Compare a manifest with what is installed here; imports nothing.
+
+        Raises PluginVersionMismatch: every plugin that is missing, of another version, or (files) of other content.
+        """
+        problems = [problem for item in manifest if (problem := self._difference(item))]
+        if problems:
+            raise PluginVersionMismatch("the plugins here are not those of the run: " + "; ".join(problems))
+
+    def check_requirements(self, texts: Iterable[str]) -> None:
+        """Check ``run.requires``; see :func:`rlhf.plugins.check_requirements`."""
+        requirements.check_requirements(texts, self._version)
+
+    # ------------------------------------------------------------------------------------- installed
+
+    def _all(self) -> Entries:
+        added = [Entry(k, n, d, "", cls.__module__) for (k, n, d), cls in self._registered.items()]
+        return sorted(self._entries + added, key=_order)
+
+    def _named(self, kind: str, name: str) -> Entries:
+        return [e for e in self._all() if e.kind == kind and e.name == name]
+
+    def _version(self, distribution: str) -> str | None:
+        if self._path is not None:
+            for found in importlib_metadata.distributions(name=distribution, path=[*self._path]):
+                return found.version
+        return requirements.installed_version(distribution)
+
+    def _unmet(self, texts: Iterable[str], providers: Collection[str]) -> str:
+        """The first requirement on a distribution of this project, or on another plugin, that is not met."""
+        for text in texts:
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                return f"has the unreadable requirement {text!r}"
+            name = canonicalize_name(requirement.name)
+            ours = name == "rlhf" or name.startswith("rlhf-") or name in providers
+            if ours and (problem := requirements.unmet(requirement, self._version(name))):
+                return problem
+        return ""
+
+    def _find(self, reference: Reference) -> Entry:
+        kind, name, wanted = reference.kind, reference.name, reference.distribution
+        found = self._named(kind, name)
+        if wanted is not None:
+            found = [e for e in found if canonicalize_name(e.distribution) == canonicalize_name(wanted)]
+        if len(found) > 1:
+            owners = [e.distribution for e in found]
+            raise PluginConflict(
+                f"{kind} {name!r} is provided by {' and '.join(owners)}; pick one: "
+                f"{' or '.join(repr(f'{owner}/{name}') for owner in owners)}"
+            )
+        if not found:
+            raise PluginNotFound(self._missing(reference))
+        return found[0]
+
+    def _missing(self, reference: Reference) -> str:
+        kind, name, wanted = reference.kind, reference.name, reference.distribution
+        if wanted is not None:
+            offered = [
+                f"{e.kind} {e.name}"
+                for e in self._all()
+                if canonicalize_name(e.distribution) == canonicalize_name(wanted)
+            ]
+            if offered:
+                return f"{wanted} offers no {kind} {name!r}; it offers: {', '.join(offered)}"
+            return (
+                f"{kind} {reference.text!r}: the distribution {wanted} is not installed, or offers no plugins. "
+                f"Try: pip install {wanted}"
+            )
+        names = sorted({e.name for e in self._all() if e.kind == kind})
+        line = f"Try: pip install rlhf-plugin-{name.replace('_', '-')}"
+        installed = f"Installed: {', '.join(names) or 'none'}."
+        if reference.options:
+            served = f"is served by the plugin {name!r}, which is not installed."
+            return f"{kind} {reference.text!r} {served} {installed} {line}"
+        text = f"no {kind} named {name!r}.{did_you_mean(name, names)} {installed} "
+        if others := [e for e in self._all() if e.name == name]:
+            return text + f"{name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
+        return text + line
+
+    def _import(self, entry: Entry) -> type[Any]:
+        if entry.status != "ok":
+            raise PluginVersionMismatch(f"{entry} {entry.status}")
+        if ":" in entry.module:
+            raise PluginInvalid(f"{entry}: its entry point is {entry.module!r}; it must name a module, without ':'")
+        key = (entry.kind, entry.module)
+        if key not in self._classes:
+            module = import_plugin(entry.module, str(entry))
+            self._classes[key] = registered_classes(module, entry.kind, str(entry))
+        return pick(self._classes[key], entry.kind, entry.name, str(entry))
+
+    def _difference(self, item: Mapping[str, str]) -> str:
+        what = f"{item['kind']} {item['name']!r} ({item['distribution']} {item['version']})"
+        if item["distribution"] == FILE:
+            try:
+                source = SourceFile.read(parse_reference(item["kind"], item["ref"]).path)
+            except RlhfError as cause:
+                return f"{what}: {cause}"
+            return (
+                ""
+                if source.sha256 == item["sha256"]
+                else f"{item['ref']} has changed since (SHA-256 {source.sha256[:12]}, was {item['sha256'][:12]})"
+            )
+        here = [e for e in self._named(item["kind"], item["name"]) if e.distribution == item["distribution"]]
+        if not here:
+            return f"{what} is not installed here"
+        return "" if here[0].version == item["version"] else f"{what} is version {here[0].version} here"
+
+    # ----------------------------------------------------------------------------------------- files
+
+    def _resolve_file(self, reference: Reference, source: SourceFile) -> Resolved:
+        kind, attribute = reference.kind, reference.attribute
+        what = f"{kind} {reference.text!r}"
+        native = looks_native(source, kind)
+        broken: Texts = []
+        cls = None if native else self._adapt(reference, source, broken)
+        if cls is None:
+            module = source.load()
+            cls = pick_component(source, kind, attribute, module)
+            if cls is None and native:
+                cls = self._adapt(reference, source, broken)
+            if cls is None:
+                raise PluginInvalid(_nothing_usable(what, kind, module, [e.name for e in self.list("adapter")], broken))
+        return Resolved(
+            kind, cls.name, cls, FILE, "", reference.text, source.sha256, path=source.path, text=source.text
+        )
+
+    def _adapt(self, reference: Reference, source: SourceFile, broken: Texts) -> type[Any] | None:
+        """The class that the one adapter which recognises the file makes of it; None where none does."""
+        kind, takers = reference.kind, []
+        for entry in self._all():
+            if entry.kind != "adapter":
+                continue
+            try:
+                with boundary(PluginInvalid, str(entry)):
+                    adapter = self.resolve("adapter", f"{entry.distribution}/{entry.name}").cls()
+                    if adapter.recognises(kind, source.text):
+                        takers.append((entry, adapter))
+            except PluginError as cause:  # nobody selected this adapter: it matters only if no other takes the file
+                broken.append(str(cause))
+        if len(takers) > 1:
+            raise PluginConflict(
+                f"{kind} {reference.text!r} is recognised by {' and '.join(str(e) for e, _ in takers)}; uninstall one"
+            )
+        if not takers:
+            return None
+        entry, adapter = takers[0]
+        with boundary(PluginInvalid, str(entry)), adapter.importing():
+            cls = adapter.adapt(kind, source.load(), reference.attribute)
+        if getattr(cls, "name", None) == "":
+            cls.name = source.name
+        return check_class(kind, cls, f"{kind} {reference.text!r}, adapted by {entry}")
+
+
+def _order(entry: Entry) -> tuple[int, str, str]:
+    return (KINDS.index(entry.kind) if entry.kind in KINDS else len(KINDS), entry.name, entry.distribution)
+
+
+def _unknown_kind(kind: str) -> str:
+    """Status of an entry in a group that no kind reads: nothing would ever find it."""
+    return "" if kind in KINDS else f"no kind is called {kind!r}.{did_you_mean(kind, KINDS)}"
+
+
+def _nothing_usable(what: str, kind: str, module: ModuleType, adapters: list[str], broken: Texts) -> str:
+    asked = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
+    failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
+    return f"{what}: expected {expected(kind)}. The file defines: {defined(module)}.{asked}{failed}"

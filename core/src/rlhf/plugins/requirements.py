@@ -1,0 +1,59 @@
+"""Version requirements, checked in metadata before anything is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import importlib_metadata
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+import rlhf
+from rlhf.errors import ConfigError, PluginVersionMismatch
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution. For ``rlhf-core`` it is that of the code which is running."""
+    if canonicalize_name(distribution) == "rlhf-core":
+        return rlhf.__version__
+    try:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def unmet(requirement: Requirement, version: str | None) -> str:
+    """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met."""
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return ""
+    wanted = f"{requirement.name}{requirement.specifier}"
+    if version is None:
+        return f"needs {wanted}, which is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"needs {wanted}, found {version}"
+    return ""
+
+
+def check_requirements(
+    requirements: Iterable[str], version_of: Callable[[str], str | None] = installed_version
+) -> None:
+    """Check ``run.requires`` of a run file, e.g. ``["rlhf-plugin-math>=0.1"]``.
+
+    Raises:
+        ConfigError: a text that is not a requirement.
+        PluginVersionMismatch: names every requirement that is not met, and the pip line that would meet them.
+    """
+    problems, wanted = [], []
+    for text in requirements:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as cause:
+            why = str(cause).splitlines()[0]
+            raise ConfigError(
+                f"run.requires: {text!r} is not a requirement ({why}); write e.g. 'rlhf-plugin-math>=0.1'"
+            ) from cause
+        if problem := unmet(requirement, version_of(requirement.name)):
+            problems.append(problem)
+            wanted.append(f"'{requirement.name}{requirement.specifier}'")
+    if problems:
+        raise PluginVersionMismatch(f"the run {'; '.join(problems)}. Try: pip install {' '.join(wanted)}")

@@ -1,0 +1,60 @@
+import pytest
+from rlhf import interfaces
+from rlhf.errors import ConfigError
+from rlhf.plugins import Reference, parse_reference
+from rlhf.plugins.entry import KINDS
+
+
+def test_kinds_of_hooks_and_of_interfaces_are_the_same():
+    assert set(KINDS) == set(interfaces.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("reward", "math", {"scheme": "plugin", "name": "math"}),
+        ("loss", "plugin:dr_1", {"scheme": "plugin", "name": "dr_1"}),
+        ("env", "rlhf-plugin-x/game", {"scheme": "plugin", "name": "game", "distribution": "rlhf-plugin-x"}),
+        ("env", "plugin:rlhf-plugin-x/game", {"scheme": "plugin", "name": "game", "distribution": "rlhf-plugin-x"}),
+        ("reward", "in process/mine", {"scheme": "plugin", "name": "mine", "distribution": "in process"}),
+        ("reward", "file:reward.py", {"scheme": "file", "path": "reward.py"}),
+        ("env", "file:a/b c.py:Game", {"scheme": "file", "path": "a/b c.py", "attribute": "Game"}),
+        ("reward", "file:C:\\x.py:f", {"scheme": "file", "path": "C:\\x.py", "attribute": "f"}),
+        ("reward", "model:org/m", {"scheme": "plugin", "name": "model", "options": {"model": "org/m"}}),
+        (
+            "env",
+            "https://h:80/p",
+            {"scheme": "plugin", "name": "http", "options": {"url": "https://h:80/p"}},
+        ),
+    ],
+)
+def test_every_form(kind, text, expected):
+    assert parse_reference(kind, text) == Reference(kind, text, **expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("rewards", "math", r"no kind of plugin is called 'rewards'; kinds are algorithm, .*Did you mean 'reward'\?"),
+        (
+            "reward",
+            "Dr-X",
+            r"reward 'Dr-X' is not a plugin's name.*Did you mean 'dr_x'\?.*'file:PATH.py\[:ATTRIBUTE\]'",
+        ),
+        ("reward", "", "reward '' is not a plugin's name"),
+        ("reward", "a/b/c", "reward 'a/b/c' is not a plugin's name"),
+        ("reward", "/c", "reward '/c' is not a plugin's name"),
+        ("reward", "score.py", r"reward 'score.py' looks like a file: write 'file:score.py'"),
+        ("reward", "file:score", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 'score'"),
+        ("reward", "file:s.py:1x", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 's.py:1x'"),
+        ("loss", "model:x", "loss 'model:x': 'model:' selects only kind reward; write 'NAME'"),
+        ("loss", "http://x", "loss 'http://x': 'http:' selects only kind reward and env"),
+        ("reward", "model:", "reward 'model:': nothing after 'model:'"),
+        ("reward", "http://", "reward 'http://': nothing after 'http:'"),
+        ("reward", "modle:x", r"unknown scheme 'modle'; allowed are plugin:, file:, model:, .*Did you mean 'model'\?"),
+        ("loss", "pugin:x", r"unknown scheme 'pugin'; allowed are plugin:, file:\. Did you mean 'plugin'\?"),
+    ],
+)
+def test_what_is_refused(kind, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_reference(kind, text)

@@ -1,0 +1,352 @@
+import pickle
+import sys
+
+import pytest
+from rlhf.errors import (
+    ConfigError,
+    PluginConflict,
+    PluginImportFailed,
+    PluginInvalid,
+    PluginNotFound,
+    PluginVersionMismatch,
+)
+from rlhf.interfaces import Loss, Reward
+from rlhf.plugins import Entry, Plugins, check_requirements
+from rlhf.types import RewardResult
+
+
+class Mine(Reward):
+    name = "mine"
+
+    async def score(self, group):
+        return [RewardResult(0.0) for _ in group.trajectories]
+
+
+def body(text, returns="[Thing]", hook="rlhf_register_reward"):
+    return (
+        "from rlhf import hookimpl\nfrom rlhf.interfaces import Algorithm, Loss, Reward\n"
+        f"{text}\n@hookimpl\ndef {hook}():\n    return {returns}\n"
+    )
+
+
+THING = "class Thing(Reward):\n    name = 'x'\n    async def score(self, group): return []\n"
+
+# ------------------------------------------------------------------------------------- listing
+
+
+def test_list_reads_metadata_and_imports_nothing(site):
+    site.reward("broken", source="raise RuntimeError('imported')")
+    site.reward("good", version="2.1")
+    assert site.plugins().list() == [
+        Entry("reward", "broken", "rlhf-plugin-broken", "0.1.0", "throwaway_rlhf_plugin_broken", "ok"),
+        Entry("reward", "good", "rlhf-plugin-good", "2.1", "throwaway_rlhf_plugin_good", "ok"),
+    ]
+    assert site.plugins().list("loss") == []
+    assert not any(m.startswith("throwaway") for m in sys.modules)
+
+
+def test_list_refuses_an_unknown_kind(site):
+    with pytest.raises(ConfigError, match=r"no kind of plugin is called 'rewads'.*Did you mean 'reward'"):
+        site.plugins().list("rewads")
+
+
+def test_list_shows_an_entry_point_group_that_no_kind_reads(site):
+    site.add("rlhf-plugin-lost", {"rlhf.rewards": {"lost": "throwaway_lost"}})
+    assert [e.status for e in site.plugins().list()] == ["no kind is called 'rewards'. Did you mean 'reward'?"]
+
+
+def test_the_first_of_two_copies_of_a_distribution_counts(site, tmp_path):
+    site.reward("twice")
+    info = tmp_path / "later" / "rlhf_plugin_twice-9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-plugin-twice\nVersion: 9\n")
+    (info / "entry_points.txt").write_text("[rlhf.reward]\ntwice = other\n")
+    assert [e.version for e in Plugins.discover([str(tmp_path), str(tmp_path / "later")]).list()] == ["0.1.0"]
+
+
+# ----------------------------------------------------------------------------------- resolving
+
+
+def test_resolve_gives_the_class_and_where_it_came_from(site):
+    site.reward("good")
+    found = site.plugins().resolve("reward", "plugin:good")
+    assert issubclass(found.cls, Reward)
+    assert (found.name, found.distribution, found.version, found.ref) == (
+        "good", "rlhf-plugin-good", "0.1.0", "plugin:good",
+    )  # fmt: skip
+    assert str(found) == "reward 'good' (rlhf-plugin-good 0.1.0)"
+
+
+def test_a_reference_may_carry_options(site):
+    site.reward("model")
+    found = site.plugins().resolve("reward", "model:org/judge")
+    assert (found.name, found.options) == ("model", {"model": "org/judge"})
+
+
+def test_one_module_may_serve_several_names_and_kinds(site):
+    source = body(
+        "class A(Reward):\n    name = 'a'\n    async def score(self, group): return []\n"
+        "class B(A):\n    name = 'b'\n"
+        "class L(Loss):\n    name = 'a'\n    def outputs(self): return ()\n    def reduce(self): return {}\n"
+        "    def __call__(self, x): ...\n"
+        "@hookimpl\ndef rlhf_register_loss(): return [L]\n",
+        "[A, B]",
+    )
+    site.add(
+        "rlhf-plugin-many",
+        {"rlhf.reward": {"a": "throwaway_many", "b": "throwaway_many"}, "rlhf.loss": {"a": "throwaway_many"}},
+        {"throwaway_many": source},
+    )
+    plugins = site.plugins()
+    assert [plugins.resolve("reward", n).cls.__name__ for n in "ab"] == ["A", "B"]
+    assert plugins.resolve("loss", "a").cls.__name__ == "L"
+
+
+def test_unknown_name_says_what_is_installed_and_how_to_install(site):
+    site.reward("math_1")
+    site.reward("format")
+    with pytest.raises(
+        PluginNotFound,
+        match=r"^no reward named 'math_2'\. Did you mean 'math_1'\? Installed: format, math_1\. "
+        r"Try: pip install rlhf-plugin-math-2$",
+    ):
+        site.plugins().resolve("reward", "math_2")
+
+
+def test_unknown_name_where_nothing_is_installed(site):
+    with pytest.raises(PluginNotFound, match=r"no loss named 'x'\. Installed: none\. Try: pip install rlhf-plugin-x"):
+        site.plugins().resolve("loss", "x")
+
+
+def test_a_name_of_another_kind_says_which(site):
+    site.reward("math")
+    with pytest.raises(PluginNotFound, match=r"'math' is of kind reward \(rlhf-plugin-math 0\.1\.0\), not algorithm\."):
+        site.plugins().resolve("algorithm", "math")
+
+
+def test_a_scheme_without_its_plugin_says_which_plugin_serves_it(site):
+    message = (
+        r"reward 'http://h/s' is served by the plugin 'http', which is not installed.*pip install rlhf-plugin-http"
+    )
+    with pytest.raises(PluginNotFound, match=message):
+        site.plugins().resolve("reward", "http://h/s")
+
+
+def test_two_distributions_with_one_name(site):
+    site.reward("math")
+    site.reward("math", distribution="rlhf-plugin-fork")
+    site.reward("other", requires=())
+    plugins = site.plugins()
+    assert [e.status for e in plugins.list()] == [
+        "conflict with rlhf-plugin-math", "conflict with rlhf-plugin-fork", "ok",
+    ]  # fmt: skip
+    with pytest.raises(
+        PluginConflict,
+        match=r"reward 'math' is provided by rlhf-plugin-fork and rlhf-plugin-math; "
+        r"pick one: 'rlhf-plugin-fork/math' or 'rlhf-plugin-math/math'",
+    ):
+        plugins.resolve("reward", "math")
+    assert plugins.resolve("reward", "rlhf-plugin-fork/math").distribution == "rlhf-plugin-fork"
+    assert plugins.resolve("reward", "RLHF_plugin.math/math").distribution == "rlhf-plugin-math"
+
+
+def test_a_distribution_that_lacks_the_name_or_is_absent(site):
+    site.reward("math")
+    with pytest.raises(PluginNotFound, match="rlhf-plugin-math offers no reward 'x'; it offers: reward math"):
+        site.plugins().resolve("reward", "rlhf-plugin-math/x")
+    with pytest.raises(PluginNotFound, match=r"rlhf-plugin-no is not installed.*pip install rlhf-plugin-no"):
+        site.plugins().resolve("reward", "rlhf-plugin-no/x")
+
+
+@pytest.mark.parametrize(
+    ("requires", "status"),
+    [
+        (["rlhf-core>=0.9"], "needs rlhf-core>=0.9, found 0.1.0"),
+        (["rlhf-plugin-base>=2"], "needs rlhf-plugin-base>=2, found 0.1.0"),
+        (["rlhf-plugin-gone>=2"], "needs rlhf-plugin-gone>=2, which is not installed"),
+        (["foreign-rewards<0.1"], "needs foreign-rewards<0.1, found 0.1.0"),
+        (["!!"], "has the unreadable requirement '!!'"),
+    ],
+)
+def test_version_mismatch_is_found_before_importing(site, requires, status):
+    site.reward("base")
+    site.reward("foreign", distribution="foreign-rewards")
+    site.reward("new", source="raise RuntimeError('imported')", requires=requires)
+    plugins = site.plugins()
+    assert next(e.status for e in plugins.list() if e.name == "new") == status
+    with pytest.raises(PluginVersionMismatch) as raised:
+        plugins.resolve("reward", "new")
+    assert str(raised.value) == f"reward 'new' (rlhf-plugin-new 0.1.0) {status}"
+
+
+def test_requirements_of_extras_and_other_platforms_and_third_parties_do_not_count(site):
+    site.reward("x", requires=["rlhf-core>=9; extra == 'dev'", "rlhf-core>=9; python_version < '3'", "numpy>=99"])
+    assert site.plugins().resolve("reward", "x").name == "x"
+
+
+# ---------------------------------------------------------------------------- broken plugins
+
+
+def test_a_broken_import_names_plugin_and_first_cause_and_harms_nobody_else(site):
+    site.reward(
+        "broken",
+        source="try:\n    import no_such_thing\nexcept ImportError as e:\n    raise RuntimeError('dead') from e\n",
+    )
+    site.reward("good")
+    plugins = site.plugins()
+    assert plugins.resolve("reward", "good").name == "good"
+    assert "throwaway_rlhf_plugin_broken" not in sys.modules
+    with pytest.raises(
+        PluginImportFailed,
+        match=r"^reward 'broken' \(rlhf-plugin-broken 0\.1\.0\) failed to import 'throwaway_rlhf_plugin_broken': "
+        r"ModuleNotFoundError: No module named 'no_such_thing' \(.*throwaway_rlhf_plugin_broken\.py:2\)$",
+    ) as raised:
+        plugins.resolve("reward", "broken")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("source", ["import sys\nsys.exit(3)", "def broken(:\n"])
+def test_whatever_an_import_raises_is_attributed(site, source):
+    site.reward("broken", source=source)
+    with pytest.raises(PluginImportFailed, match=r"reward 'broken' .* failed to import .*: (SystemExit|SyntaxError)"):
+        site.plugins().resolve("reward", "broken")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (body(THING, hook="rlhf_register_rewards"), PluginInvalid,
+         r"there is no hook 'rlhf_register_rewards'\. Did you mean 'rlhf_register_reward'\?"),
+        (body(THING + "@hookimpl\ndef rlhf_register_los(): return []\n"), PluginInvalid,
+         r"there is no hook 'rlhf_register_los'\. Did you mean 'rlhf_register_loss'\?"),
+        (body(THING).replace("rlhf_register_reward()", "rlhf_register_reward(extra)"), PluginInvalid,
+         r"Argument\(s\) {'extra'} are declared in the hookimpl but can not be found in the hookspec"),
+        (body(THING).replace("@hookimpl\n", ""), PluginInvalid,
+         "has no hook 'rlhf_register_reward'. The function is there, but is not marked: write '@hookimpl'"),
+        ("x = 1", PluginInvalid, r"has no hook 'rlhf_register_reward'. Define it there: @hookimpl def"),
+        (body(THING, "1 / 0"), PluginInvalid, "rlhf_register_reward raised ZeroDivisionError: division by zero"),
+        (body(THING, "__import__('no_such_thing')"), PluginImportFailed, "rlhf_register_reward failed to import: Mod"),
+        (body(THING, "Thing"), PluginInvalid, "rlhf_register_reward must return a list of classes, got <class"),
+        (body(THING, "[Thing()]"), PluginInvalid,
+         r"expected a subclass of rlhf.interfaces.Reward, got .*\(an instance: return the class itself\)"),
+        (body(THING, "['x']"), PluginInvalid, "expected a subclass of rlhf.interfaces.Reward, got 'x'"),
+        (body("class Thing:\n    name = 'x'"), PluginInvalid, "Thing derives from object; kind reward needs a sub"),
+        (body("class Thing(Loss):\n    name = 'x'"), PluginInvalid,
+         r"Thing is of kind loss; kind reward needs a subclass of rlhf.interfaces.Reward"),
+        (body(THING.replace("'x'", "'other'")), PluginInvalid,
+         r"registers no reward class with name = 'x', .* It registers: Thing \(name = 'other'\)"),
+        (body(THING, "[Thing, type('T', (Thing,), {})]"), PluginInvalid, r"registers 2 classes named 'x': "),
+        (body("class Thing(Reward):\n    name = 'x'"), PluginInvalid,
+         "Thing does not define score, which every reward must have"),
+        (body(THING + "    Config = dict"), PluginInvalid,
+         r"Thing.Config must be a subclass of rlhf.interfaces.ComponentConfig, got <class 'dict'>"),
+    ],
+)  # fmt: skip
+def test_what_a_module_may_not_register(site, source, error, message):
+    site.reward("x", source=source)
+    with pytest.raises(error, match=message) as raised:
+        site.plugins().resolve("reward", "x")
+    assert str(raised.value).startswith("reward 'x' (rlhf-plugin-x 0.1.0)")
+
+
+def test_an_entry_point_with_an_attribute_is_refused(site):
+    site.reward("x", module="throwaway_attr")
+    site.add("rlhf-plugin-y", {"rlhf.reward": {"y": "throwaway_attr:Thing"}})
+    with pytest.raises(PluginInvalid, match=r"its entry point is 'throwaway_attr:Thing'; it must name a module"):
+        site.plugins().resolve("reward", "y")
+
+
+# ------------------------------------------------------------------------------------ in process
+
+
+def test_register_offers_a_class_without_installing_it(site):
+    plugins = site.plugins()
+    assert plugins.register("reward", Mine) is Mine
+    assert plugins.register("reward", Mine) is Mine  # a notebook's cell run twice
+    found = plugins.resolve("reward", "mine")
+    assert (found.cls, found.distribution, found.version) == (Mine, "in process", "")
+    assert plugins.list("reward")[0].module == __name__
+    assert not Plugins.discover([]).list(), "a value, not a global"
+
+
+def test_register_conflicts_like_any_distribution(site):
+    site.reward("mine")
+    plugins = site.plugins()
+    plugins.register("reward", Mine)
+    with pytest.raises(PluginConflict, match="'in process/mine' or 'rlhf-plugin-mine/mine'"):
+        plugins.resolve("reward", "mine")
+    assert plugins.resolve("reward", "in process/mine").cls is Mine
+    with pytest.raises(
+        PluginConflict, match=r"reward 'mine' of 'in process' is already the class .*Mine; give .* another"
+    ):
+        plugins.register("reward", type("Other", (Mine,), {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "message"),
+    [
+        ("loss", Mine, "is of kind reward; kind loss needs a subclass of rlhf.interfaces.Loss"),
+        ("reward", type("BadName", (Mine,), {"name": "Bad-Name"}), "has name = 'Bad-Name'; .* name = 'bad_name'"),
+        ("reward", type("NoName", (Mine,), {"name": ""}), "has name = ''; .* name = 'noname'"),
+        ("loss", type("L", (Loss,), {"name": "l"}), "does not define __call__, outputs, reduce"),
+    ],
+)
+def test_register_checks_the_class(kind, cls, message):
+    with pytest.raises(PluginInvalid, match=message):
+        Plugins().register(kind, cls)
+
+
+# ----------------------------------------------------------- manifest, workers, requirements
+
+
+def test_manifest_is_verified_without_importing(site, write):
+    site.reward("good")
+    path = write("score.py", "def score(prompt, completion, row): return 1.0")
+    plugins = site.plugins()
+    manifest = plugins.manifest([plugins.resolve("reward", "good"), plugins.resolve("reward", f"file:{path}")])
+    assert manifest[0] == {
+        "kind": "reward", "name": "good", "distribution": "rlhf-plugin-good", "version": "0.1.0",
+    }  # fmt: skip
+    assert {k: manifest[1][k] for k in ("name", "distribution", "ref")} == {
+        "name": "score", "distribution": "file", "ref": f"file:{path}",
+    }  # fmt: skip
+    assert len(manifest[1]["sha256"]) == 64
+    Plugins.discover([str(site.path)]).verify(manifest)
+
+    write("score.py", "def score(prompt, completion, row): return 2.0")
+    changed = [manifest[0] | {"version": "9"}, manifest[0] | {"name": "gone"}, manifest[1]]
+    with pytest.raises(PluginVersionMismatch) as raised:
+        site.plugins().verify(changed)
+    assert "reward 'good' (rlhf-plugin-good 9) is version 0.1.0 here" in str(raised.value)
+    assert "reward 'gone' (rlhf-plugin-good 0.1.0) is not installed here" in str(raised.value)
+    assert f"file:{path} has changed since (SHA-256 " in str(raised.value)
+    with pytest.raises(PluginVersionMismatch, match="cannot be read"):
+        site.plugins().verify([manifest[1] | {"ref": "file:gone.py"}])
+
+
+def test_a_resolved_plugin_pickles_as_its_reference(site):
+    site.reward("good")
+    data = pickle.dumps(site.plugins().resolve("reward", "good"))
+    again = pickle.loads(data)
+    assert again.cls.__name__ == "Thing"
+    assert b"Thing" not in data, "no class travels, only what identifies it"
+    (site.path / "rlhf_plugin_good-0.1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rlhf-plugin-good\nVersion: 0.2\n"
+    )
+    with pytest.raises(PluginVersionMismatch, match=r"reward 'good' \(rlhf-plugin-good 0\.1\.0\) is version 0\.2 here"):
+        pickle.loads(data)
+
+
+def test_check_requirements_names_all_that_are_unmet(site):
+    site.reward("math")
+    site.plugins().check_requirements(["rlhf-plugin-math>=0.1", "rlhf-core"])
+    with pytest.raises(
+        PluginVersionMismatch,
+        match=r"the run needs rlhf-plugin-math>=3, found 0\.1\.0; needs rlhf-nope, which is not installed\. "
+        r"Try: pip install 'rlhf-plugin-math>=3' 'rlhf-nope'",
+    ):
+        site.plugins().check_requirements(["rlhf-plugin-math>=3", "rlhf-nope", "rlhf-core"])
+    with pytest.raises(
+        ConfigError, match=r"run.requires: 'a b' is not a requirement .*write e.g. 'rlhf-plugin-math>=0.1'"
+    ):
+        check_requirements(["a b"])
