@@ -1,0 +1,148 @@
+"""Whether a checkpoint belongs to the run that wants to continue from it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.checkpoint import json_values
+from rlhf.errors import CheckpointError
+
+Severity = Literal["refuse", "report"]
+
+_IGNORED = ("run.output", "run.resume", "run.name", "config_hash")
+"""Where a run lives and what it is called are not what it computes."""
+
+_REPORTED = (
+    # how long, how often, how fast: the steps that were done stay what they are
+    "run.steps", "run.epochs", "run.threads", "run.requires", "checkpoint", "observer", "launcher", "generator",
+    "eval.every", "eval.at_start", "eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.max_rows",
+    "eval.pass_threshold", "eval.patience", "data.eval", "stream.rollout_deadline",
+    "reward.*.deadline", "reward.*.retries", "env.deadline", "env.concurrency",
+)  # fmt: skip
+"""Patterns of run-file keys (``*`` = one part) whose change makes a different run, and no wrong one."""
+
+_ABSENT = "(not set)"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that the checkpoint and the run disagree about."""
+
+    key: str
+    before: Any
+    now: Any
+    severity: Severity
+    """``refuse``: continuing would mix two runs. ``report``: it continues, and is said to be a different run."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {self.before!r}, now {self.now!r}"
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a resolved run file, independent of the order of its keys."""
+    flat = {key: value for key, value in sorted(_flatten(config).items()) if key not in _IGNORED}
+    return hashlib.sha256(json_values.dumps(flat, "config").encode()).hexdigest()
+
+
+def describe(
+    config: Mapping[str, Any],
+    plugins: Sequence[Mapping[str, Any]],
+    *,
+    threads: int | None,
+    device: str,
+) -> dict[str, Any]:
+    """The ``meta`` of a checkpoint: which run this is.
+
+    Args:
+        config: the resolved run file, with the plugins' options and defaults.
+        plugins: {"kind", "name", "distribution", "version"} of each component in use.
+        threads: torch threads of the process that trains.
+        device: ``cpu``, or the accelerator's name.
+    """
+    return {
+        "config_hash": config_hash(config),
+        "config": json_values.encode(dict(config), "config"),
+        "plugins": {f"{p['kind']}:{p['name']}": f"{p['distribution']} {p['version']}" for p in plugins},
+        "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
+    }
+
+
+def compare(meta: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """All differences between a checkpoint's ``meta`` and the run that wants to continue, both of :func:`describe`.
+
+    A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
+    device, versions and schedules are reported. Keys that this release does not know are refused.
+    """
+    found = _differences(meta.get("config", {}), current.get("config", {}), "", _severity_of_key)
+    found += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
+    found += _differences(
+        meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
+    )
+    return found
+
+
+def require_same_run(differences: Sequence[Difference], path: Path | str) -> list[str]:
+    """Raise CheckpointError where continuing from ``path`` would mix two runs; else the lines to tell the user."""
+    refused = [str(d) for d in differences if d.severity == "refuse"]
+    if refused:
+        listed = "\n  ".join(refused)
+        raise CheckpointError(
+            f"checkpoint {path} is from another config:\n  {listed}\n"
+            f"Set these back to continue that run, or choose another run.output to start a new one."
+        )
+    if not differences:
+        return []
+    return ["continues as a different run, no longer bit-equal to the one that was saved:", *map(str, differences)]
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
+    old, new = _flatten(before), _flatten(now)
+    found = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if (a != b or type(a) is not type(b)) and key not in _IGNORED:
+            found.append(Difference(prefix + key, a, b, severity(key, a, b)))
+    return found
+
+
+def _severity_of_key(key: str, before: Any, now: Any) -> Severity:
+    parts = key.split(".")
+    for pattern in _REPORTED:
+        wanted = pattern.split(".")
+        if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+            return "report"
+    return "refuse"
+
+
+def _severity_of_plugin(key: str, before: Any, now: Any) -> Severity:
+    """Another version is reported. Another distribution under the same name is another plugin, and one that came or
+    went shows in the config, where it is judged."""
+    if _ABSENT in (before, now):
+        return "report"
+    return "report" if before.split(" ")[0] == now.split(" ")[0] else "refuse"
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a.b.0": leaf}; a part with a dot in it is quoted, as in TOML."""
+    if isinstance(value, Mapping):
+        items = [(str(k) if re.fullmatch(r"[\w:@/-]+", str(k)) else repr(str(k)), v) for k, v in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(n), v) for n, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    if not items:
+        return {prefix: value if isinstance(value, Mapping) else list(value)} if prefix else {}
+    return {k: v for name, item in items for k, v in _flatten(item, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,103 @@
+"""Files and folders that are whole or absent, whenever the process dies or the power fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+TEMPORARY = ".saving-"
+"""Prefix of what is being written; safe to delete when no run holds the folder."""
+DISCARDED = ".discarded-"
+"""Prefix of what is being deleted; likewise."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's bytes, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(root: Path) -> None:
+    """Force the names in ``root`` and all folders below it to the disk."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        sync_file(Path(folder))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` (UTF-8): readers and crashes see the old file or the new one, never a part."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_file(path.parent)
+
+
+def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """``write`` fills a temporary sibling, which then becomes ``path``; a folder already there is replaced.
+
+    A crash leaves the old folder, the new one, or (between two renames) neither under its name; never a half.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        write(temporary)
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                sync_file(Path(folder, name))
+        sync_folders(temporary)
+        discard_folder(path)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_file(path.parent)
+
+
+def discard_folder(path: Path) -> None:
+    """Delete a folder so that a crash half-way never leaves a part of it under its own name."""
+    if not path.exists():
+        return
+    discarded = path.with_name(f"{DISCARDED}{path.name}")
+    shutil.rmtree(discarded, ignore_errors=True)
+    os.rename(path, discarded)
+    sync_file(path.parent)
+    shutil.rmtree(discarded)
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Delete what killed writes and deletions left in ``folder``; the names deleted. Only while no other run writes."""
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith((TEMPORARY, DISCARDED)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+            removed.append(path.name)
+    return removed
+
+
+def disk_is_full(cause: BaseException) -> bool:
+    """Whether ``cause`` says that no space is left; safetensors and torch raise errors of their own for it."""
+    if isinstance(cause, OSError) and cause.errno in _FULL:
+        return True
+    texts = [os.strerror(number) for number in _FULL]
+    return any(text.lower() in str(cause).lower() for text in texts)

@@ -1,0 +1,268 @@
+"""The checkpoints of one run: ``checkpoints/step-000123``, each with a manifest of checksums.
+
+A checkpoint is written beside its final place and renamed when every byte is on disk, so a folder named
+``step-*`` is complete at every moment the process may die. Old ones are deleted after the new one is in place.
+No pickle: what is written is up to the caller (safetensors, JSON), and the manifest is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint import files, json_values
+from rlhf.errors import CheckpointError, ConfigError, RlhfError
+
+SCHEMA = 1
+"""Version of the layout of a checkpoint. A reader refuses what it does not know."""
+MANIFEST = "manifest.json"
+BEST = "best.json"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint."""
+
+    step: int
+    path: Path
+    meta: Mapping[str, Any]
+    """What the run said about itself when it saved; see :func:`rlhf.checkpoint.compare`."""
+    contents: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    """{path inside the folder: {"size": bytes, "sha256": hex}}."""
+    best: Mapping[str, Any] | None = None
+    """{"metric", "value"}, where this was the best checkpoint when it was saved."""
+
+    def damage(self) -> str:
+        """What differs from the manifest, after reading every byte; empty where nothing does."""
+        names = list(self.contents)
+        with ThreadPoolExecutor(_threads(names)) as pool:
+            digests = pool.map(_sha256, [self.path / name for name in names])
+            for name, digest in zip(names, digests, strict=True):
+                if digest != self.contents[name]["sha256"]:
+                    return f"{name} has SHA-256 {digest[:12]}..., saved was {self.contents[name]['sha256'][:12]}..."
+        return ""
+
+
+class CheckpointStore:
+    """Saves, finds and rotates the checkpoints below ``run_dir``.
+
+    Args:
+        keep: how many of the newest stay; the best one stays besides.
+        note: called with a line of text for whatever is skipped or repaired; the lines are also in ``notes``.
+
+    Only the process that holds the run directory's lock may save or clean.
+    """
+
+    def __init__(self, run_dir: Path | str, keep: int = 3, note: Callable[[str], None] | None = None) -> None:
+        if keep < 1:
+            raise ConfigError(f"checkpoint.keep is {keep}; at least 1 checkpoint must be kept. Set it to 1 or more.")
+        self.root = Path(run_dir) / "checkpoints"
+        self.keep = keep
+        self.notes: list[str] = []
+        self._listener = note
+
+    # --------------------------------------------------------------------------------------- saving
+
+    def save(
+        self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], best: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Make checkpoint ``step`` of what ``write(folder)`` puts into an empty folder.
+
+        Args:
+            meta: JSON values that say which run this is; see :func:`rlhf.checkpoint.describe`.
+            best: {"metric", "value"} where this is the best checkpoint so far: it is then never rotated away.
+
+        Returns the finished folder. Raises CheckpointError where it cannot be written (disk full); older
+        checkpoints are then untouched and nothing half-written stays.
+        """
+        target = self.root / f"step-{step:06d}"
+        temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
+        if isinstance(self._read(target), Checkpoint):
+            raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            write(temporary)
+            _seal(temporary, step, meta, best)
+            files.discard_folder(target)  # incomplete, as just checked
+            os.rename(temporary, target)
+            files.sync_file(self.root)
+            if best is not None:
+                self._point(step, best)
+            self._rotate()
+        except BaseException as cause:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(cause, RlhfError) or not isinstance(cause, Exception):
+                raise
+            raise CheckpointError(self._failure(target, cause)) from cause
+        return target
+
+    def mark_best(self, step: int, **about: Any) -> None:
+        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``about``: which metric
+        has which value; goes to ``best.json``. Passing ``best`` to :meth:`save` leaves no moment between the two."""
+        self._find(step)
+        self._point(step, about)
+
+    def clean(self) -> None:
+        """At a run's start: delete what a killed save left and repair the pointer to the best checkpoint."""
+        for name in files.remove_leftovers(self.root):
+            self._note(f"removed {self.root / name}, left by a process that was killed while saving")
+        complete = self.complete()
+        pointer = self._pointer()
+        marked = [c for c in complete if c.best is not None]
+        pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
+        if marked and marked[-1].step > pointed:  # killed between the rename and the pointer, or its folder is gone
+            assert marked[-1].best is not None
+            self._point(marked[-1].step, marked[-1].best)
+        elif pointer and pointed < 0:
+            (self.root / BEST).unlink()
+            self._note(f"the best checkpoint, step {pointer['step']}, is no longer there")
+
+    # -------------------------------------------------------------------------------------- finding
+
+    def complete(self) -> list[Checkpoint]:
+        """All complete checkpoints by step. Presence and sizes are checked, checksums are not."""
+        found = [self._read(path) for _, path in self._folders()]
+        return [c for c in found if isinstance(c, Checkpoint)]
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint; incomplete ones are skipped with a note."""
+        for _, path in reversed(self._folders()):
+            found = self._read(path)
+            if isinstance(found, Checkpoint):
+                return found
+            self._note(f"skipped {path}: {found}")
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that was marked best, if any."""
+        pointer = self._pointer()
+        return self._find(int(pointer["step"])) if pointer else None
+
+    def open(self, step: int) -> Checkpoint:
+        """Checkpoint ``step``, every file compared with its checksum. Raises CheckpointError naming what is wrong."""
+        checkpoint = self._find(step)
+        damage = checkpoint.damage()
+        if damage:
+            older = [c.step for c in self.complete() if c.step < step]
+            way_out = f"continue from step {older[-1]}" if older else "start again from the beginning"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is damaged: {damage}. Restore the file from a copy, or delete the "
+                f"folder to {way_out}."
+            )
+        return checkpoint
+
+    # ------------------------------------------------------------------------------------- internal
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        paths = self.root.iterdir() if self.root.is_dir() else []
+        return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)) and p.is_dir())
+
+    def _find(self, step: int) -> Checkpoint:
+        found = self._read(self.root / f"step-{step:06d}")
+        if isinstance(found, str):
+            steps = [c.step for c in self.complete()]
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.root} cannot be used: {found}. Complete are the steps {steps}."
+            )
+        return found
+
+    def _read(self, path: Path) -> Checkpoint | str:
+        """The checkpoint in ``path``, or in what way it is incomplete."""
+        if not path.is_dir():
+            return "there is no such folder"
+        if not (path / MANIFEST).is_file():
+            return f"{MANIFEST} is missing, so it was never finished"
+        try:
+            manifest = json_values.read_json(path / MANIFEST)
+        except CheckpointError as error:
+            return str(error)
+        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+            return f"{MANIFEST} is damaged"
+        if manifest["schema"] != SCHEMA:
+            return f"its layout is version {manifest['schema']}, this release reads version {SCHEMA}"
+        for name, entry in manifest["files"].items():
+            try:
+                size = (path / name).stat().st_size
+            except OSError:
+                return f"{name} is missing"
+            if size != entry["size"]:
+                return f"{name} has {size} bytes, saved were {entry['size']}"
+        return Checkpoint(manifest["step"], path, manifest["meta"], manifest["files"], manifest["best"])
+
+    def _pointer(self) -> dict[str, Any] | None:
+        path = self.root / BEST
+        return json_values.read_json(path) if path.is_file() else None
+
+    def _point(self, step: int, best: Mapping[str, Any]) -> None:
+        json_values.write_json(self.root / BEST, {"step": step, **best})
+
+    def _rotate(self) -> None:
+        pointer = self._pointer()
+        for old in self.complete()[: -self.keep]:
+            if pointer is None or old.step != pointer["step"]:
+                files.discard_folder(old.path)
+
+    def _failure(self, target: Path, cause: Exception) -> str:
+        kept = [c.step for c in self.complete()]
+        text = f"checkpoint {target} could not be saved: {type(cause).__name__}: {cause}."
+        if files.disk_is_full(cause):
+            free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
+            text += (
+                f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
+                f"(now {self.keep}) or choose another run.output."
+            )
+        return f"{text} The checkpoints of steps {kept} are intact; continue with --resume."
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        if self._listener is not None:
+            self._listener(text)
+
+
+def _seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
+    """Write the manifest of everything in ``folder`` and force all of it to the disk."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(_threads(paths)) as pool:
+        digests = list(pool.map(_sha256_synced, paths))
+    manifest = {
+        "schema": SCHEMA,
+        "step": step,
+        "meta": json_values.encode(dict(meta), "meta"),
+        "best": json_values.encode(dict(best), "best") if best is not None else None,
+        "files": {
+            p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "sha256": d}
+            for p, d in zip(paths, digests, strict=True)
+        },
+    }
+    json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+    files.sync_folders(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_synced(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_values.dumps(dict(manifest)).encode()).hexdigest()
+
+
+def _threads(items: list[Any]) -> int:
+    """Hashing releases the interpreter lock, so a checkpoint of many shards is hashed in parallel."""
+    return max(1, min(8, len(items), os.cpu_count() or 1))

@@ -1,0 +1,92 @@
+"""The best evaluation so far, and when to stop waiting for a better one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rlhf.errors import CheckpointError, ConfigError, did_you_mean
+
+DEFAULT_METRICS = ("eval/pass@1", "eval/loss")
+"""Where the run file names none: the first of these that the evaluation has."""
+_LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error")
+
+
+class BestTracker:
+    """Follows one metric over the evaluations.
+
+    Args:
+        metric: its name, with or without ``eval/``; None: the first of pass@1 and loss that exists.
+        mode: ``max``, ``min``, or ``auto``: ``min`` for losses (by the last part of the name), else ``max``.
+        patience: stop after this many evaluations in a row without improvement; None: never.
+
+    An improvement is strict. NaN never improves and counts as an evaluation without improvement.
+    """
+
+    def __init__(
+        self, metric: str | None = None, mode: Literal["auto", "max", "min"] = "auto", patience: int | None = None
+    ) -> None:
+        if mode not in ("auto", "max", "min"):
+            raise ConfigError(f"eval.mode is {mode!r}; allowed: 'auto', 'max', 'min'")
+        if patience is not None and patience < 1:
+            raise ConfigError(f"eval.patience is {patience}; allowed: 1 or more evaluations, or no patience at all")
+        self.metric, self.mode, self.patience = metric, mode, patience
+        self.value: float | None = None
+        self.step: int | None = None
+        self.waited = 0
+        """Evaluations since the last improvement."""
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
+        """(this is the best so far, it is time to stop). Raises ConfigError where the metric is missing."""
+        self.metric = self._find(metrics)
+        value = float(metrics[self.metric])
+        sign = 1.0 if self._direction() == "max" else -1.0
+        improved = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
+        if improved:
+            self.value, self.step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+        return improved, self.patience is not None and self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric,
+            "mode": self._direction(),
+            "value": None if self.value is None else repr(self.value),  # repr: infinity is no JSON number
+            "step": self.step,
+            "waited": self.waited,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where the state is of another metric: values of two metrics cannot be compared."""
+        before, now = state["metric"], self.metric
+        same = before is None or now is None or before in (now, f"eval/{now}")
+        if same:
+            self.metric = before or now
+        if not same or (state["value"] is not None and state["mode"] != self._direction()):
+            raise CheckpointError(
+                f"the checkpoint's best value is of {before!r} ({state['mode']}), this run follows {now!r} "
+                f"({self.mode}). Set eval.metric and eval.mode back, or start a new run."
+            )
+        self.value = None if state["value"] is None else float(state["value"])
+        self.step, self.waited = state["step"], int(state["waited"])
+
+    def _direction(self) -> str:
+        if self.mode != "auto":
+            return self.mode
+        last = (self.metric or "").rsplit("/", 1)[-1]
+        return "min" if last.endswith(_LOWER_IS_BETTER) else "max"
+
+    def _find(self, metrics: Mapping[str, float]) -> str:
+        candidates = DEFAULT_METRICS if self.metric is None else (self.metric, f"eval/{self.metric}")
+        for name in candidates:
+            if name in metrics:
+                return name
+        present = sorted(name for name in metrics if name.startswith("eval/")) or sorted(metrics)
+        if self.metric is None:
+            raise ConfigError(f"the evaluation has neither pass@1 nor a loss; set eval.metric to one of {present}")
+        raise ConfigError(
+            f"eval.metric is {self.metric!r}, which the evaluation does not have; there are {present}."
+            f"{did_you_mean(self.metric, present)}"
+        )

@@ -1,0 +1,93 @@
+"""Statistics of an evaluation: pass@k, avg@k, reward, length and truncation, over all and per data source."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from rlhf.types import Group, Trajectory
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k answers drawn without replacement from n, of which c pass, does.
+
+    1 - C(n - c, k) / C(n, k), as a product that cannot overflow. Unbiased estimate of pass@k
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} answers with {c} passing is undefined; needs 0 <= c <= n and 1 <= k <= n")
+    if n - c < k:
+        return 1.0
+    missed = 1.0
+    for i in range(n - c + 1, n + 1):
+        missed *= 1.0 - k / i
+    return 1.0 - missed
+
+
+def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: float = 1.0) -> dict[str, float]:
+    """The numbers of one evaluation.
+
+    Args:
+        groups: one per prompt, with its answers.
+        samples: answers asked for per prompt: k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
+        threshold: an answer passes if its reward is at least this.
+
+    Returns, for all prompts and, where there are several sources, again below ``<source>/``:
+
+    ``pass@k``     mean over prompts of the unbiased estimate
+    ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1)
+    ``reward``     mean over prompts of the mean reward of their answers
+    ``length``     sampled tokens per answer; ``truncated``: share of answers cut at the token budget
+    ``unscored``   share of answers without a reward (failed, or no source applied)
+    ``prompts``    number of prompts
+
+    An answer without a reward is no wrong answer: it leaves its prompt's count, and a prompt with fewer than k scored
+    answers leaves pass@k. A number that nothing defines is absent, never zero.
+    """
+    metrics = _of(groups, samples, threshold)
+    sources = sorted({group.row.source for group in groups})
+    if len(sources) > 1:
+        for source in sources:
+            part = _of([g for g in groups if g.row.source == source], samples, threshold)
+            metrics |= {f"{source}/{name}": value for name, value in part.items()}
+    return metrics
+
+
+def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, float]:
+    answers = [t for group in groups for t in group.trajectories]
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
+        if not rewards:
+            continue
+        n, passed = len(rewards), sum(r >= threshold for r in rewards)
+        values["reward"].append(_mean(rewards))
+        if samples > 1:
+            values[f"avg@{samples}"].append(passed / n)
+        for k in _ks(samples):
+            if k <= n:
+                values[f"pass@{k}"].append(pass_at_k(n, passed, k))
+    metrics = {name: _mean(column) for name, column in values.items()}
+    if answers:
+        metrics["length"] = _mean(t.sampled_tokens for t in answers)
+        metrics["truncated"] = _mean(t.truncated for t in answers)
+        metrics["unscored"] = _mean(not _scored(t) for t in answers)
+    metrics["prompts"] = float(len(groups))
+    return metrics
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    return trajectory.status != "failed" and trajectory.reward is not None
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and ``samples`` itself."""
+    ks = [1]
+    while ks[-1] * 2 <= samples:
+        ks.append(ks[-1] * 2)
+    return ks if ks[-1] == samples else [*ks, samples]
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = [float(v) for v in values]
+    return sum(numbers) / len(numbers)

@@ -1,0 +1,47 @@
+"""Two runs never write into one folder. The lock dies with its process, so a killed run leaves nothing to clean up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from pathlib import Path
+from typing import ClassVar
+
+from rlhf.errors import ConfigError
+
+
+class FolderLock:
+    """Held from construction to :meth:`release` or the end of the process. Raises ConfigError where it is taken.
+
+    A POSIX record lock: unlike ``flock`` it is not inherited by forked worker processes, which may outlive a killed
+    driver. Such locks do not exclude the process that holds them, hence the set of folders held here.
+    """
+
+    _held: ClassVar[set[str]] = set()
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / ".lock"
+        self._key = os.path.realpath(folder)
+        if self._key in self._held:
+            raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ConfigError(
+                f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
+            ) from cause
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        self._descriptor: int | None = descriptor
+        self._held.add(self._key)
+
+    def release(self) -> None:
+        """Give the folder free. Safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            self._held.discard(self._key)

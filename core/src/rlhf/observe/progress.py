@@ -1,0 +1,149 @@
+"""What a run shows while it runs: a bar in a terminal, plain lines in a file, a summary at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+HEADLINE: Mapping[str, tuple[str, ...]] = {
+    "reward": ("reward/mean", "reward"),
+    "kl": ("kl/mean", "kl", "policy/kl", "policy/kl_ref"),
+    "length": ("length/mean", "length", "response_length"),
+    "loss": ("policy/loss", "loss"),
+    "pass@1": ("eval/pass@1",),
+    "eval loss": ("eval/loss",),
+}
+"""{what is shown: metrics that mean it, in order of preference}. A metric that a run does not have is not shown."""
+
+
+class Progress:
+    """One per run, on the driver; workers print nothing.
+
+    Args:
+        total: steps of the whole run.
+        first: steps done before (after a resume).
+        quiet: show notes only, on standard error.
+        stream: where to; standard output where absent.
+        interval: seconds between plain lines at least; the first and the last are always shown.
+        headline: which metrics, by label.
+
+    Plain lines are ``step=12/100 reward=0.531 kl=0.0012 loss=0.12 left=0:04:12``: ``key=value``, one line a step.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        first: int = 0,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        interval: float = 1.0,
+        headline: Mapping[str, tuple[str, ...]] = HEADLINE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.total, self.first, self.done = total, first, first
+        self._quiet, self._interval, self._headline, self._clock = quiet, interval, headline, clock
+        self._console = Console(file=sys.stderr if quiet else stream or sys.stdout, highlight=False)
+        self._started = self._last_step = clock()
+        self._shown_at: float | None = None
+        self._pending = ""
+        self._durations: deque[float] = deque(maxlen=50)
+        self._first_values: dict[str, float] = {}
+        self._last_values: dict[str, float] = {}
+        self._closed = False
+        self._bar: Bar | None = None
+        if not quiet and self._console.is_terminal:
+            self._bar = Bar(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("", total=total, completed=first, numbers="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
+        now = self._clock()
+        if step > self.done:
+            self._durations.append((now - self._last_step) / (step - self.done))
+        self._last_step, self.done = now, max(step, self.done)
+        values = self._values(metrics)
+        self._last_values |= values
+        self._first_values = {**values, **self._first_values}
+        if self._bar is not None:
+            numbers = "  ".join([*(f"{label} {_number(v)}" for label, v in self._last_values.items()), self._left()])
+            self._bar.update(self._task, completed=self.done, numbers=numbers)
+        elif not self._quiet:
+            parts = [f"step={step}/{self.total}"]
+            parts += [f"{label.replace(' ', '_')}={_number(value)}" for label, value in values.items()]
+            self._pending = " ".join([*parts, self._left().replace("left ", "left=")])
+            if self._shown_at is None or step >= self.total or now - self._shown_at >= self._interval:
+                self._flush(now)
+
+    def note(self, text: str) -> None:
+        """Something the user should know: shown in every mode."""
+        self._line(f"note: {text}")
+
+    def close(self) -> None:
+        """Take the bar away and show the summary. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None:
+            self._bar.stop()
+        if self._quiet:
+            return
+        if self._pending:
+            self._flush(self._clock())
+        self._line(self._summary())
+
+    def _flush(self, now: float) -> None:
+        self._line(self._pending)
+        self._shown_at, self._pending = now, ""
+
+    def _line(self, text: str) -> None:
+        # soft_wrap and no markup: lines stay whole, and brackets in them are text
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        found = {}
+        for label, names in self._headline.items():
+            name = next((n for n in names if n in metrics), None)
+            if name is not None:
+                found[label] = float(metrics[name])
+        return found
+
+    def _left(self) -> str:
+        if not self._durations or self.done >= self.total:
+            return "left 0:00:00" if self.done >= self.total else "left ?"
+        seconds = sum(self._durations) / len(self._durations) * (self.total - self.done)
+        return f"left {timedelta(seconds=round(seconds))}"
+
+    def _summary(self) -> str:
+        elapsed = self._clock() - self._started
+        steps = self.done - self.first
+        text = f"{self.done} of {self.total} steps"
+        if self.first:
+            text += f", {steps} of them now"
+        text += f", in {timedelta(seconds=round(elapsed))}"
+        if steps:
+            text += f" ({elapsed / steps:.3g} s a step)"
+        for label, last in self._last_values.items():
+            text += f"; {label} {_number(self._first_values[label])} -> {_number(last)}"
+        return text
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,179 @@
+"""The run directory: one run, one folder, one process at a time.
+
+config.toml  manifest.json  metrics.jsonl  rollouts/step-000012.jsonl  checkpoints/step-000012/  exports/step-000012/
+skipped/  model/
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.checkpoint.files import publish_folder, remove_leftovers, write_atomic
+from rlhf.checkpoint.json_values import read_json, write_json
+from rlhf.errors import ConfigError
+from rlhf.observe.environment import environment
+from rlhf.observe.lock import FolderLock
+from rlhf.observe.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+
+_HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
+_STEP = re.compile(r"step-(\d{6,})(\.jsonl)?")
+SKIPPED_KEPT = 20
+"""Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
+
+
+class RunDirectory:
+    """Made by :meth:`create`; locked until :meth:`close` or the end of the process, however it ends."""
+
+    def __init__(self, path: Path, lock: FolderLock, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path | str, resume: bool = False) -> RunDirectory:
+        """Claim ``path`` for one run.
+
+        Raises ConfigError where another process is at work there, where it already holds a run and ``resume`` is
+        False, and where it holds none and ``resume`` is True.
+        """
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
+        if resume and not _present(path):
+            raise ConfigError(
+                f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
+                f"the run as run.output."
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.") from cause
+        lock = FolderLock(path)
+        try:
+            present = _present(path)
+            if present and not resume:
+                raise ConfigError(
+                    f"{path} already holds a run ({', '.join(present)}). Continue it with --resume, or choose another "
+                    f"folder with --output. Nothing was changed."
+                )
+            for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
+                remove_leftovers(folder)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, resume)
+
+    # ------------------------------------------------------------------------------------- records
+
+    def write_config(self, toml: str) -> None:
+        """``config.toml``: the resolved run file."""
+        write_atomic(self.path / "config.toml", toml)
+
+    def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
+        """``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume adds a start
+        to the list and keeps the earlier ones."""
+        path = self.path / "manifest.json"
+        starts = read_json(path)["starts"] if self.resumed and path.exists() else []
+        start = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "first_step": first_step,
+            "seed": seed,
+            "plugins": [dict(p) for p in plugins],
+            "environment": environment(),
+            **more,
+        }
+        write_json(path, {"schema": 1, "starts": [*starts, start]}, nonfinite="mark")
+
+    def cut(self, step: int | None) -> None:
+        """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue
+        from, so everything that steps recorded goes."""
+        last = -1 if step is None else step
+        self.metrics.cut(last)
+        for folder in ("rollouts", "exports"):
+            for number, path in _numbered(self.path / folder):
+                if number > last:
+                    _remove(path)
+
+    # --------------------------------------------------------------------------------------- places
+
+    def rollouts(self, step: int) -> Path:
+        """File for the samples that ``step`` was trained on; its folder exists."""
+        (self.path / "rollouts").mkdir(exist_ok=True)
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl"
+
+    def exports(self, step: int) -> Path:
+        """Folder for the model after ``step``. :meth:`export` fills it atomically."""
+        return self.path / "exports" / f"step-{step:06d}"
+
+    @property
+    def model(self) -> Path:
+        """Folder for the final model. :meth:`publish_model` fills it atomically."""
+        return self.path / "model"
+
+    def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
+        """Let ``write`` fill the export of ``step``: whole or absent. The ``keep`` newest stay (None: all)."""
+        publish_folder(self.exports(step), write)
+        if keep is not None:
+            for _, path in _numbered(self.path / "exports")[:-keep]:
+                _remove(path)
+        return self.exports(step)
+
+    def publish_model(self, write: Callable[[Path], None]) -> Path:
+        """Let ``write`` fill ``model/``: whole or absent."""
+        publish_folder(self.model, write)
+        return self.model
+
+    def keep_batch(self, reason: str, batch: Batch) -> Path:
+        """Keep the batch of a skipped optimizer step for study, as safetensors: ``tok.<column>``, ``seq.<column>``,
+        ``unit.<column>`` and the layout. Returns the file."""
+        from safetensors.torch import save_file
+
+        folder = self.path / "skipped"
+        folder.mkdir(exist_ok=True)
+        kept = sorted(folder.glob("batch-*.safetensors"))
+        number = int(kept[-1].stem.split("-")[1]) + 1 if kept else 1
+        tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
+        for level in ("tok", "seq", "unit"):
+            tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
+        path = folder / f"batch-{number:06d}.safetensors"
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
+        for old in kept[: max(0, len(kept) + 1 - SKIPPED_KEPT)]:
+            old.unlink()
+        return path
+
+    # ---------------------------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _present(path: Path) -> list[str]:
+    return [name for name in _HOLDS_A_RUN if (path / name).exists()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    paths = folder.iterdir() if folder.is_dir() else []
+    return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,50 @@
+"""A few samples of a step for people to look at; what loggers show as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory, as text."""
+
+    group: int
+    sample: int
+    source: str
+    prompt: str
+    completion: str
+    reward: float | None
+    rewards: str
+    """Each reward source's value: ``math 1, length -0.2``."""
+    status: str
+    tokens: int
+    """Sampled by the policy."""
+
+
+def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
+    """The first sample of each group, then the second ones, until there are ``count``: many prompts before many answers
+    to one."""
+    ordered = sorted(
+        ((position, n, t) for n, g in enumerate(groups) for position, t in enumerate(g.trajectories)),
+        key=lambda item: item[:2],
+    )
+    return [
+        Sample(
+            group=t.index[0],
+            sample=t.index[1],
+            source=t.row.source,
+            prompt=t.prompt_text,
+            completion=t.completion,
+            reward=t.reward,
+            rewards=", ".join(
+                f"{name} {'none' if r.value is None else format(r.value, 'g')}" for name, r in t.rewards.items()
+            ),
+            status=t.status,
+            tokens=t.sampled_tokens,
+        )
+        for _, _, t in ordered[:count]
+    ]

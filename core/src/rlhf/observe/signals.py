@@ -1,0 +1,53 @@
+"""Stopping on request: finish the step, save, exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopRequest:
+    """SIGTERM and Ctrl-C set ``requested``, which the controller reads between steps. A second Ctrl-C stops at once::
+
+        with StopRequest() as stop:
+            for step in steps:
+                ...
+                if stop.requested:
+                    break
+
+    Handlers are installed in the main thread only (Python allows no other) and restored at the end.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.reason = ""
+        """Name of the signal, or what :meth:`request` was told."""
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop at the next step boundary, from code instead of a signal."""
+        self.requested, self.reason = True, reason
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
+        self.request(signal.Signals(number).name)
+        # os.write, since a handler may run in the middle of a print or while the progress bar holds its lock
+        os.write(2, f"\n{self.reason}: stopping after this step, with a checkpoint (Ctrl-C: at once)\n".encode())

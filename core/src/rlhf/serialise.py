@@ -1,0 +1,128 @@
+"""Groups of trajectories as JSON lines, exact: what is read back equals what was written, floats bit for bit.
+
+One line a sample, so that ``rollouts/step-000012.jsonl`` can be read by people and by ``jq``; the same lines keep
+generated, untrained batches in a checkpoint. A row is written as its source and index, since its columns are in
+the data already; reading asks a callback for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.files import write_atomic
+from rlhf.checkpoint.json_values import encode, loads, to_text
+from rlhf.errors import CheckpointError
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+
+FindRow = Callable[[str, int], Row]
+"""``find(source, index) -> Row``."""
+
+
+def write_groups(path: Path, groups: Iterable[Group]) -> None:
+    """Write ``groups`` to ``path``, one line a sample; after a crash the file is whole or absent."""
+    write_atomic(path, "".join(f"{line}\n" for line in group_lines(groups)))
+
+
+def read_groups(path: Path, find: FindRow) -> list[Group]:
+    """The groups that :func:`write_groups` wrote. Raises CheckpointError for a missing or damaged file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise CheckpointError(f"cannot read {path}: {cause}") from cause
+    if text and not text.endswith("\n"):
+        raise CheckpointError(f"{path} ends in the middle of a line")
+    return groups_from_lines(text.split("\n")[:-1], find, str(path))
+
+
+def group_lines(groups: Iterable[Group]) -> Iterator[str]:
+    """The JSON lines (without line ends) of ``groups``, in order.
+
+    Raises CheckpointError naming the sample where a reward's ``info`` holds something that is not JSON.
+    """
+    for group in groups:
+        row = {"source": group.row.source, "index": group.row.index}
+        if not group.trajectories:
+            yield _text({"group": group.number, "sample": None, "row": row})
+        for position, trajectory in enumerate(group.trajectories):
+            if (trajectory.row.source, trajectory.row.index) != (group.row.source, group.row.index):
+                raise CheckpointError(f"group {group.number}: sample {position} is of another row than its group")
+            line = {"group": group.number, "sample": position, "row": row, **_trajectory_out(trajectory)}
+            yield _text(line)
+
+
+def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollouts") -> list[Group]:
+    """The groups that :func:`group_lines` was given.
+
+    Args:
+        find: gives the row of a source at an index, with all its columns.
+        where: the file's name, for messages.
+
+    Raises CheckpointError naming the line that is damaged.
+    """
+    groups: list[Group] = []
+    for number, text in enumerate(lines, 1):
+        place = f"{where}:{number}"
+        line = loads(text, place)
+        try:
+            if line["sample"] in (0, None):
+                row = find(line["row"]["source"], line["row"]["index"])
+                groups.append(Group(row, line["group"], []))
+            if line["sample"] is None:
+                continue
+            group = groups[-1]
+            if (group.number, len(group.trajectories)) != (line["group"], line["sample"]):
+                raise CheckpointError(
+                    f"{place} is sample {line['sample']} of group {line['group']}; expected sample "
+                    f"{len(group.trajectories)} of group {group.number}. A line is missing."
+                )
+            group.trajectories.append(_trajectory_in(line, group.row))
+        except (KeyError, IndexError, TypeError) as cause:
+            raise CheckpointError(f"{place} is not a sample: {type(cause).__name__}: {cause}") from cause
+    return groups
+
+
+# Fields are listed by the dataclasses themselves, so that one added there is saved without a change here; only
+# what JSON turns into lists or what is nested is named.
+
+
+def _trajectory_out(trajectory: Trajectory) -> dict[str, Any]:
+    out = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory) if f.name != "row"}
+    out["turns"] = [{f.name: getattr(turn, f.name) for f in fields(Turn)} for turn in trajectory.turns]
+    out["rewards"] = {name: _reward_out(result, name, trajectory) for name, result in trajectory.rewards.items()}
+    return out
+
+
+def _reward_out(result: RewardResult, name: str, trajectory: Trajectory) -> dict[str, Any]:
+    where = f"sample {trajectory.index}: info of reward {name!r}"
+    out = {f.name: getattr(result, f.name) for f in fields(RewardResult)}
+    return {**out, "info": encode(result.info, where, nonfinite="mark")}
+
+
+def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
+    values = {f.name: line[f.name] for f in fields(Trajectory) if f.name != "row"}
+    turns = [
+        Turn(**{**{f.name: turn[f.name] for f in fields(Turn)}, "versions": _tuples(turn["versions"])})
+        for turn in line["turns"]
+    ]
+    rewards = {
+        name: RewardResult(**{**{f.name: r[f.name] for f in fields(RewardResult)}, "steps": _tuples(r["steps"])})
+        for name, r in line["rewards"].items()
+    }
+    index = (line["index"][0], line["index"][1])
+    return Trajectory(**{**values, "row": row, "turns": turns, "rewards": rewards, "index": index})
+
+
+def _tuples(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(v) for v in values)
+
+
+def _text(line: dict[str, Any]) -> str:
+    try:
+        # C speed for the long lists of tokens and log-probs; only the rare infinity takes the slow road.
+        return to_text(line)
+    except (ValueError, TypeError):
+        marked = encode(line, f"group {line['group']}, sample {line['sample']}", nonfinite="mark")
+        return to_text(marked)
