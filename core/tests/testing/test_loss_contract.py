@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.testing.contract import Nonconformance

@@ -78,7 +78,7 @@ class Contract:
 
         cls, base = self.cls, KINDS[self.kind]
         expect(issubclass(cls, base), f"{cls.__name__} must subclass rlhf.interfaces.{base.__name__}")
-        abstract = sorted(getattr(cls, "__abstractmethods__", ()))
+        abstract = sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
         expect(not abstract, f"{cls.__name__} does not define {abstract}")
         name = cls.name
         expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")

@@ -118,7 +118,7 @@ class LossContract(Contract):
                 apart = distance(whole.gradients, other.gradients)
                 expect(
                     apart <= GRADIENT,
-                    f"{about} split as {layout!r} changes the gradient by {apart:.1e} norm-wise, allowed {GRADIENT:.0e}",
+                    f"{about} split as {layout!r} changes the gradient by {apart:.1e}, allowed {GRADIENT:.0e}",
                 )
                 self._same_metrics(about, layout, whole.sums, other.sums)
 

@@ -1,0 +1,158 @@
+"""The advantage suite passes well-made estimators and names the rule that a broken one breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.interfaces import Advantage, ComponentConfig
+from rlhf.ops.groups import group_center, group_mean
+from rlhf.ops.returns import gae, return_to_go
+from rlhf.testing.advantage import AdvantageContract
+from rlhf.testing.contract import Nonconformance
+
+
+class Centered(Advantage):
+    """The complete example of the interface."""
+
+    name = "centered"
+    group_min = 2
+
+    def baseline(self, r_N, group_N):
+        return group_center(r_N, group_N)
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        adv_NA = return_to_go(R_NA, mask_NA, gamma=1.0)
+        return adv_NA, adv_NA
+
+
+class TestCentered(AdvantageContract):
+    advantage = Centered
+    registered = False
+
+    def statement_baseline(self, r_N, group_N, config):
+        return torch.stack([r - r_N[group_N == g].mean() for r, g in zip(r_N, group_N, strict=True)])
+
+    def statement_returns(self, R_NA, mask_NA, values_NA, boot_N, config):
+        out = torch.zeros_like(R_NA)
+        for n in range(R_NA.shape[0]):
+            for t in range(R_NA.shape[1]):
+                out[n, t] = R_NA[n, t:].sum()
+        return out, out
+
+
+class Critic(Advantage):
+    """Reads values for one config and none for another."""
+
+    name = "critic"
+
+    class Config(ComponentConfig):
+        lam: float = 0.95
+        """Decay."""
+        values: bool = True
+        """Read a critic."""
+
+    @property
+    def needs_values(self):
+        return self.config.values
+
+    @property
+    def normalise(self):
+        return "whiten"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        if not self.config.values:
+            total = return_to_go(R_NA, mask_NA, gamma=0.99)
+            return total, total
+        return gae(R_NA, values_NA, mask_NA, boot_N, 0.99, self.config.lam)
+
+
+class TestCritic(AdvantageContract):
+    advantage = Critic
+    registered = False
+    configs = [Critic.Config(), Critic.Config(values=False), Critic.Config(lam=1.0)]
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+class BatchOrder(Centered):
+    """A running mean over the batch."""
+
+    def baseline(self, r_N, group_N):
+        return r_N - r_N.cumsum(0) / torch.arange(1, len(r_N) + 1)
+
+
+class WholeBatch(Centered):
+    """Whitens in returns()."""
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        adv, ret = super().returns(R_NA, mask_NA, values_NA, boot_N)
+        return adv - adv[mask_NA].mean(), ret
+
+
+class MaskTimesNan(Centered):
+    """Multiplies by the mask."""
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        adv = (R_NA * mask_NA).flip(1).cumsum(1).flip(1)
+        return adv, adv
+
+
+class NotCentered(Centered):
+    """Says it has a group baseline."""
+
+    def baseline(self, r_N, group_N):
+        return r_N - 0.5 * group_mean(r_N, group_N)
+
+
+class DividesByZero(Centered):
+    """Scales by a standard deviation of zero."""
+
+    def baseline(self, r_N, group_N):
+        above = group_center(r_N, group_N)
+        return above / above.std()
+
+
+class NeedsValues(Critic):
+    """Forgets to declare the critic."""
+
+    needs_values = False
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return gae(R_NA, values_NA, mask_NA, boot_N, 1.0, 1.0)
+
+
+class Narrow(Centered):
+    """Float32 baseline."""
+
+    def baseline(self, r_N, group_N):
+        return group_center(r_N, group_N).float()
+
+
+def suite(made, **attributes):
+    return type("Broken", (AdvantageContract,), {"advantage": made, "registered": False, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "message"),
+    [
+        (BatchOrder, "test_order_of_samples", "depends on the order of the trajectories"),
+        (WholeBatch, "test_order_of_samples", "depend on the others"),
+        (MaskTimesNan, "test_masked_positions", "NaN at masked positions changes the advantages"),
+        (NotCentered, "test_equal_rewards", "equal rewards of 1.0 leave 0.5"),
+        (DividesByZero, "test_finite", "baseline.. is not finite"),
+        (NeedsValues, "test_declared_needs", "needs_values is False"),
+        (Narrow, "test_shapes", "must give float64"),
+    ],
+)
+def test_broken_estimator_fails_the_right_check(made, check, message):
+    with pytest.raises(Nonconformance, match=message):
+        getattr(suite(made), check)()
+
+
+def test_wrong_statement_is_noticed():
+    def statement_baseline(self, r_N, group_N, config):
+        return r_N - r_N.mean()
+
+    with pytest.raises(Nonconformance, match="differs from the statement"):
+        suite(Centered, statement_baseline=statement_baseline).test_statement()
