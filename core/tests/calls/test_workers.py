@@ -1,0 +1,212 @@
+"""Worker processes: real kills, real deaths, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from rlhf.controller.workers import Worker, WorkerPool
+from rlhf.errors import RewardError
+from rlhf.plugins import Resolved
+
+REWARD = """
+import os, sys, time, ctypes, subprocess
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Act(Reward):
+    def score(self, group):
+        action = group.row["act"]
+        if action == "print":
+            print("hello from the plugin")
+            os.write(1, b"raw bytes\\n")
+        elif action == "loop":
+            while True: pass
+        elif action == "exit":
+            print("cannot go on")
+            os._exit(3)
+        elif action == "segfault":
+            ctypes.string_at(0)
+        elif action == "memory":
+            raise MemoryError("no room")
+        elif action == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            open(group.row["pid"], "w").write(str(child.pid))
+            time.sleep(600)
+        info = {"pid": os.getpid(), "torch": "torch" in sys.modules}
+        return [RewardResult(1.0, info=info) for t in group.trajectories]
+"""
+
+
+def gone(pid: int) -> bool:
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def call(resolved: Resolved, group, deadline: float = 20.0) -> tuple[object, Worker]:
+    worker = Worker(resolved, None, RewardError)
+    try:
+        await worker.start()
+        return await worker.call("score", group, deadline=deadline), worker
+    finally:
+        worker.kill()
+
+
+def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_file, make_group, capfd) -> None:
+    (results, worker) = asyncio.run(call(from_file("reward", REWARD), make_group("2", act="print")))
+    assert results[0]["value"] == 1.0
+    assert results[0]["info"]["torch"] is False
+    assert results[0]["info"]["pid"] == worker.pid != os.getpid()
+    shown = capfd.readouterr().err
+    assert "hello from the plugin" in shown
+    assert "raw bytes" in shown
+    assert "[reward 'reward_0' (file)]" in shown
+
+
+def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:
+    resolved = from_file("reward", REWARD)
+
+    async def scenario() -> tuple[Worker, float]:
+        worker = Worker(resolved, None, RewardError)
+        await worker.start()
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match=r"score\(\) took longer than its deadline of 0.5 s; .* was killed"):
+            await worker.call("score", make_group("2", act="loop"), deadline=0.5)
+        return worker, time.monotonic() - begin
+
+    worker, seconds = asyncio.run(scenario())
+    assert 0.5 <= seconds < 3.0
+    assert gone(worker.pid)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("exit", r"worker process exited with code 3 during score\(\). Its last output:\n  cannot go on"),
+        ("segfault", r"(?s)worker process was killed by SIGSEGV during score\(\).*Segmentation fault"),
+        ("memory", r"score\(\) raised MemoryError: no room \(.*reward_0.py:\d+\)"),
+    ],
+)
+def test_a_death_or_an_exception_says_its_first_cause(from_file, make_group, act: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act=act)))
+
+
+def test_a_kill_reaches_what_the_plugin_has_started(from_file, make_group, tmp_path) -> None:
+    pid_file = tmp_path / "child.pid"
+    with pytest.raises(RewardError, match="deadline"):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act="child", pid=str(pid_file)), deadline=2.0))
+    assert gone(int(pid_file.read_text()))
+
+
+def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    order: list[int] = []
+
+    async def use(number: int, act: str) -> int:
+        async with pool.worker() as worker:
+            order.append(number)
+            result = await worker.call("score", make_group("2", act=act), deadline=0.5 if act == "loop" else 20.0)
+            return result[0]["info"]["pid"]
+
+    async def scenario() -> list[object]:
+        return await asyncio.gather(
+            use(0, "ok"), use(1, "loop"), use(2, "ok"), use(3, "exit"), use(4, "ok"), return_exceptions=True
+        )
+
+    try:
+        pids = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert order == [0, 1, 2, 3, 4]
+    assert isinstance(pids[1], RewardError)
+    assert isinstance(pids[3], RewardError)
+    assert len({pids[0], pids[2], pids[4]}) == 3
+    assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
+
+
+def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def use(act: str) -> float:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act=act), deadline=20.0))[0]["value"]
+
+    async def scenario() -> float:
+        await use("ok")  # started
+        hanging, waiting = asyncio.create_task(use("loop")), asyncio.create_task(use("loop"))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        hanging.cancel()
+        await asyncio.gather(hanging, waiting, return_exceptions=True)
+        return await use("ok")
+
+    try:
+        assert asyncio.run(asyncio.wait_for(scenario(), 20)) == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_class_of_this_process_only_is_refused_with_what_to_do(make_group) -> None:
+    from rlhf.interfaces import Reward
+
+    class Local(Reward):
+        name = "local"
+
+        def score(self, group):
+            return []
+
+    resolved = Resolved("reward", "local", Local, "in process", "", "local")
+    with pytest.raises(RewardError, match=r"cannot import .*Local.*exists in this process only.*file:.*async def"):
+        Worker(resolved, None, RewardError)
+
+
+def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:
+    text = "import sys\nassert 'worker_process' not in str(sys.argv), 'only in workers'\n" + REWARD
+    with pytest.raises(RewardError, match=r"starting raised PluginImportFailed.*only in workers"):
+        asyncio.run(call(from_file("reward", text), None))
+
+
+DRIVER = """
+import asyncio, sys
+from rlhf.controller.workers import Worker
+from rlhf.errors import RewardError
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row
+async def main():
+    worker = Worker(Plugins.discover().resolve("reward", sys.argv[1]), None, RewardError)
+    await worker.start()
+    print(worker.pid, flush=True)
+    await worker.call("score", Group(Row({"act": "backtrack"}, "s", 0), 0, []), deadline=600)
+asyncio.run(main())
+"""
+
+BACKTRACK = """
+import re
+from rlhf.interfaces import Reward
+class Backtrack(Reward):
+    def score(self, group):
+        re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
+        return []
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only its kernel ends a process that holds the GIL")
+def test_workers_die_with_a_driver_that_is_killed(from_file) -> None:
+    reference = from_file("reward", BACKTRACK).ref
+    with subprocess.Popen([sys.executable, "-c", DRIVER, reference], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        time.sleep(0.5)
+        assert psutil.Process(pid).cpu_times().user > 0.2  # it is busy
+        os.kill(driver.pid, signal.SIGKILL)
+    assert gone(pid)
