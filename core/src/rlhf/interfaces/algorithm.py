@@ -39,6 +39,9 @@ class Algorithm(Component):
     def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self.parts: dict[str, Any] = dict(parts or {})
+        self.step_sources: dict[str, float] = {}
+        """Set by the runtime before the first step: {reward source with ``credit = "step"``: its weight}. An online
+        algorithm hands it to :func:`rlhf.ops.trajectories.assemble`."""
 
     @abstractmethod
     def needs(self) -> Needs:

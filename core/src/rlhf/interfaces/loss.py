@@ -31,12 +31,18 @@ class Loss(Component):
                 return LossOutput({"nll": -x["logprobs"]})
     """
 
+    @property
+    def generator_logprobs(self) -> bool:
+        """Whether it cannot do without the log-probs that the generator reports (column ``gen_logprobs``)."""
+        return False
+
     @abstractmethod
     def outputs(self) -> tuple[str | Head, ...]:
         """Model outputs it reads with gradient: ``logprobs``, ``entropy``, ``values``, ``scores`` or a Head."""
 
     def columns(self) -> tuple[str, ...]:
-        """Batch columns it reads. Anything undeclared raises; nothing else travels to the ranks."""
+        """Batch columns it reads. Anything undeclared raises; nothing else travels to the ranks. A column that may
+        be absent is asked for with ``x.has(name)`` first."""
         return ()
 
     @abstractmethod

@@ -67,6 +67,12 @@ class LossInput:
             "the algorithm must annotate it (Algorithm.annotations) before the update."
         )
 
+    def has(self, name: str) -> bool:
+        """Whether ``x[name]`` gives something: an output, or a declared column that is there."""
+        if name in self._outputs:
+            return True
+        return name in self._columns and (self._batch.has(name) or name in self._live)
+
     def sum_per_sequence(self, values_A: Tensor) -> Tensor:
         """[A] -> [S]; an empty sequence gives 0."""
         return values_A.new_zeros(self.sequences).index_add(0, self.sequence_A, values_A)

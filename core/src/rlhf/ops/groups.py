@@ -1,0 +1,62 @@
+"""Statistics of groups: the samples of one prompt, given by an index tensor of any order.
+
+All arithmetic is float64 and anchored at the group's smallest value, so a group of equal rewards is centred to
+exactly 0, not to a rounding error that a division by a tiny standard deviation would blow up.
+
+Shape suffix: N trajectories.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_center(r_N: Tensor, group_N: Tensor) -> Tensor:
+    """r_i - mean of its group: float64 [N]. Exactly 0 for equal rewards and for groups of one."""
+    index_N, size_G = _index(group_N)
+    above_N = r_N.double() - _minimum(r_N.double(), index_N, size_G)[index_N]
+    return above_N - (_sum(above_N, index_N, size_G) / size_G)[index_N]
+
+
+def group_mean(r_N: Tensor, group_N: Tensor) -> Tensor:
+    """Mean of each trajectory's group: float64 [N]."""
+    index_N, size_G = _index(group_N)
+    low_G = _minimum(r_N.double(), index_N, size_G)
+    return (low_G + _sum(r_N.double() - low_G[index_N], index_N, size_G) / size_G)[index_N]
+
+
+def leave_one_out(r_N: Tensor, group_N: Tensor) -> Tensor:
+    """r_i - mean of the *others* of its group: float64 [N].
+
+    r_i - (S - r_i)/(n - 1) = n/(n - 1) (r_i - mean), which is how it is computed. A group of one has no others: 0,
+    that is no evidence either way (a configured group size of 1 is refused before the run starts).
+    """
+    index_N, size_G = _index(group_N)
+    return group_center(r_N, group_N) * (size_G / (size_G - 1).clamp(min=1))[index_N]
+
+
+def group_std(r_N: Tensor, group_N: Tensor) -> Tensor:
+    """Unbiased standard deviation (n - 1) of each trajectory's group: float64 [N]; 0 for groups of one."""
+    index_N, size_G = _index(group_N)
+    squares_G = _sum(group_center(r_N, group_N).square(), index_N, size_G)
+    return (squares_G / (size_G - 1).clamp(min=1)).sqrt()[index_N]
+
+
+def one_per_group(values_N: Tensor, group_N: Tensor) -> Tensor:
+    """A per-group statistic given at every trajectory, once per group: [G], groups in ascending order."""
+    index_N, size_G = _index(group_N)
+    return values_N.new_zeros(size_G.numel()).index_put((index_N,), values_N)
+
+
+def _index(group_N: Tensor) -> tuple[Tensor, Tensor]:
+    _, index_N, size_G = torch.unique(group_N, return_inverse=True, return_counts=True)
+    return index_N, size_G.double()
+
+
+def _sum(values_N: Tensor, index_N: Tensor, size_G: Tensor) -> Tensor:
+    return torch.zeros_like(size_G).index_add_(0, index_N, values_N)
+
+
+def _minimum(r_N: Tensor, index_N: Tensor, size_G: Tensor) -> Tensor:
+    return torch.full_like(size_G, float("inf")).scatter_reduce_(0, index_N, r_N, "amin")

@@ -1,0 +1,63 @@
+"""KL to the reference as a loss term beside any loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlhf.interfaces.loss import Loss
+from rlhf.ops.kl import Estimator, kl_estimate
+from rlhf.ops.reduce import LEVEL
+from rlhf.types import Annotation, Head, LossOutput, Reduce
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.losses import LossInput
+
+
+class WithKL(Loss):
+    """``inner`` + ``x.coef["kl"]`` times the KL estimate per token; reads the column ``ref_logprobs``.
+
+    The KL term is averaged like the first term of ``inner``, or by ``token_mean`` where that is not per token. The
+    coefficient travels with every update, so an adaptive one works. ``kl_reference`` is reported, unweighted.
+    """
+
+    def __init__(self, inner: Loss, estimator: Estimator) -> None:
+        self.inner, self.estimator, self.config = inner, estimator, inner.config
+        self.name = inner.name  # type: ignore[misc]  # errors name the loss that the user chose
+
+    @property
+    def generator_logprobs(self) -> bool:
+        return self.inner.generator_logprobs
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        outputs = self.inner.outputs()
+        return outputs if "logprobs" in outputs else (*outputs, "logprobs")
+
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.inner.columns(), "ref_logprobs")))
+
+    def reduce(self) -> dict[str, Reduce]:
+        terms = self.inner.reduce()
+        first = next(iter(terms.values()))
+        if LEVEL[first.how] == "tok":
+            return {**terms, "kl": Reduce(first.how, over=first.over, roles=first.roles, constant=first.constant)}
+        return {**terms, "kl": Reduce("token_mean", over=first.over, roles=first.roles)}
+
+    def prepass(self) -> tuple[Annotation, ...]:
+        return self.inner.prepass()
+
+    def prepare(self, batch: Batch) -> Batch:
+        return self.inner.prepare(batch)
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        result = self.inner(x)
+        kl_A = kl_estimate(x["logprobs"], x["ref_logprobs"], self.estimator)
+        terms = {**result.terms, "kl": x.coef["kl"] * kl_A}
+        return LossOutput(terms, {**result.metrics, "kl_reference": ("token", kl_A)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)

@@ -1,0 +1,210 @@
+"""From reward to advantage: the published order, every stage a function of its own.
+
+1. ``Trajectory.reward``, the weighted sum of the reward sources, enters as the column ``reward``.
+2. The dynamic filter has read ``score`` already, while the batch was gathered.
+3. :func:`shape`: the shapers in their order; raw and shaped reward are both reported.
+4. :func:`subtract_kl` where the KL belongs before the baseline, then the advantage's own ``baseline``.
+5. :func:`clip_rewards`.
+6. :func:`token_rewards`: step rewards at their tokens, the rest at the last action token, minus beta KL per token.
+7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only.
+8. :func:`normalise`: over the whole rollout batch, weighted by tokens.
+
+An algorithm with another order overrides ``credit()`` and calls these functions as it likes.
+
+Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import TrainingError
+from rlhf.interfaces.advantage import Advantage
+from rlhf.ops.batch import Batch
+from rlhf.ops.groups import group_std, one_per_group
+from rlhf.ops.kl import Estimator, kl_estimate
+from rlhf.ops.trajectories import compress, expand
+
+Shaper = Callable[[Tensor, Batch], Tensor]
+"""``shaper(r_U, batch) -> r_U``, float64."""
+
+Metrics = dict[str, float]
+
+MIN_VARIANCE = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class KLPenalty:
+    """KL to the reference inside the reward; reads the columns ``old_logprobs`` and ``ref_logprobs``."""
+
+    beta: float
+    estimator: Estimator = "k1"
+    before_baseline: bool = False
+    """The trajectory's summed KL lowers its reward before the baseline, instead of per token after it."""
+
+
+def credit(
+    batch: Batch,
+    advantage: Advantage,
+    *,
+    kl: KLPenalty | None = None,
+    shapers: Sequence[Shaper] = (),
+    reward_clip: tuple[float, float] | None = None,
+) -> tuple[Batch, Metrics]:
+    """Run all stages.
+
+    Reads the columns of :func:`rlhf.ops.trajectories.assemble`; ``old_values`` (and ``bootstrap``, the value after
+    the last token, used for truncated samples) where the advantage needs values.
+
+    Returns: the batch with the token columns ``advantages`` and, where there are values, ``returns``; the metrics.
+    """
+    raw_U, group_U = batch.unit["reward"], batch.unit["group"]
+    shaped_U = shape(batch, raw_U, shapers)
+    kl_N = None if kl is None else _kl(batch, kl)
+    r_U = shaped_U
+    if kl is not None and kl_N is not None and kl.before_baseline:
+        r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
+    r_U = advantage.baseline(r_U, group_U)
+    r_U = clip_rewards(r_U, reward_clip)
+    per_token = kl is not None and not kl.before_baseline
+    R_N = token_rewards(batch, r_U, kl_N if per_token else None, kl.beta if kl else 0.0)
+    batch, raw_advantages_N = returns(batch, advantage, R_N)
+    batch = batch.with_column(
+        "tok", "advantages", normalise(raw_advantages_N, batch.tok["loss_mask"], advantage.normalise)
+    )
+    metrics = reward_metrics(batch, shaped_U, r_U) | length_metrics(batch) | advantage_metrics(batch, raw_advantages_N)
+    if kl_N is not None:
+        metrics["kl/reference"] = _mean(kl_N[batch.tok["loss_mask"]])
+    return batch, metrics
+
+
+def shape(batch: Batch, r_U: Tensor, shapers: Sequence[Shaper]) -> Tensor:
+    """Stage 3: every shaper in its order."""
+    for shaper in shapers:
+        r_U = shaper(r_U, batch)
+    return r_U
+
+
+def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
+    """Stage 4, optional: r_i -= beta * sum_t kl_it, so the baseline sees the penalty."""
+    kl_UA, _ = compress(batch, kl_N)
+    return r_U - beta * kl_UA.double().sum(1)
+
+
+def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:
+    """Stage 5: of the value after baseline, as the order says."""
+    return r_U if clip is None else r_U.clamp(*clip)
+
+
+def token_rewards(batch: Batch, r_U: Tensor, kl_N: Tensor | None, beta: float) -> Tensor:
+    """Stage 6: float32 [N], 0 outside the action tokens.
+
+    R_t = step reward at t + [t is the trajectory's last action token] r_i - beta kl_t.
+    """
+    mask_N = batch.tok["loss_mask"]
+    R_N = torch.where(batch.tok["last_action"], r_U[batch.unit_N], torch.zeros(batch.tokens, dtype=torch.float64))
+    if "step_reward" in batch.tok:
+        R_N = R_N + batch.tok["step_reward"].double()
+    if kl_N is not None:
+        R_N = R_N - beta * kl_N.double()
+    return torch.where(mask_N, R_N, torch.zeros_like(R_N)).float()
+
+
+def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Tensor]:
+    """Stage 7: (the batch with the column ``returns`` where there are values, raw advantages float32 [N])."""
+    R_UA, mask_UA = compress(batch, R_N)
+    values_UA = compress(batch, batch.column("old_values").float())[0] if advantage.needs_values else None
+    boot_U = bootstrap_values(batch) if advantage.needs_values else None
+    advantages_UA, returns_UA = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
+    for what, found_UA in (("advantages", advantages_UA), ("returns", returns_UA)):
+        if found_UA.shape != mask_UA.shape or not found_UA[mask_UA].isfinite().all():
+            raise TrainingError(
+                f"advantage {advantage.name!r} must give finite {what} of shape {tuple(mask_UA.shape)}, got shape "
+                f"{tuple(found_UA.shape)} with {int((~found_UA.isfinite()).sum())} values that are not finite"
+            )
+    if advantage.needs_values:
+        batch = batch.with_column("tok", "returns", expand(batch, returns_UA.float()))
+    return batch, expand(batch, advantages_UA.float())
+
+
+def bootstrap_values(batch: Batch) -> Tensor | None:
+    """[U]: the value after the last action token of truncated trajectories, 0 for those that ended; None where the
+    column ``bootstrap`` is absent."""
+    if "bootstrap" not in batch.tok:
+        return None
+    value_N = torch.where(batch.tok["last_action"], batch.tok["bootstrap"].float(), torch.zeros(batch.tokens))
+    value_U = torch.zeros(batch.units).index_add_(0, batch.unit_N, value_N)
+    return torch.where(batch.unit["truncated"], value_U, torch.zeros_like(value_U))
+
+
+def normalise(values_N: Tensor, mask_N: Tensor, how: Literal["none", "center", "whiten"]) -> Tensor:
+    """Stage 8: subtract the mean over all tokens under the mask; ``whiten`` also divides by the square root of their
+    population variance, clamped at 1e-8. float32 [N], 0 where masked."""
+    values = values_N[mask_N].double()
+    if how != "none" and values.numel():
+        values = values - values.mean()
+        if how == "whiten":
+            values = values / values.square().mean().clamp(min=MIN_VARIANCE).sqrt()
+    return torch.zeros(values_N.shape, dtype=torch.float64).masked_scatter(mask_N, values).float()
+
+
+# ---------------------------------------------------------------------------------------- metrics
+
+
+def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
+    """Raw, shaped and final rewards; how many groups have anything to tell apart."""
+    raw_U, group_U = batch.unit["reward"], batch.unit["group"]
+    std_G = one_per_group(group_std(raw_U, group_U), group_U)
+    return {
+        "reward/mean": _mean(raw_U),
+        "reward/std": _std(raw_U),
+        "reward/shaped": _mean(shaped_U),
+        "reward/after_baseline_std": _std(r_U),
+        "reward/group_std": _mean(std_G),
+        "reward/groups_all_equal": _mean((std_G == 0).double()),
+    }
+
+
+def length_metrics(batch: Batch) -> Metrics:
+    """In the policy's own tokens."""
+    own_U = batch.unit["own_tokens"].double()
+    return {
+        "length/mean": _mean(own_U),
+        "length/max": float(own_U.max()),
+        "length/truncated": _mean(batch.unit["truncated"].double()),
+    }
+
+
+def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
+    """Of the advantages before normalisation; with values also how much of the returns' variance they explain."""
+    mask_N = batch.tok["loss_mask"]
+    metrics = {
+        "advantage/mean": _mean(raw_advantages_N[mask_N]),
+        "advantage/std": _std(raw_advantages_N[mask_N]),
+        "advantage/abs_max": float(batch.tok["advantages"].abs().max()) if batch.tokens else 0.0,
+    }
+    if "returns" in batch.tok:
+        returns_A, values_A = batch.tok["returns"][mask_N].double(), batch.tok["old_values"][mask_N].double()
+        spread = _std(returns_A) ** 2
+        explained = 1 - _std(returns_A - values_A) ** 2 / spread if spread > 0 else 0.0
+        metrics |= {"value/mean": _mean(values_A), "value/explained_variance": explained}
+    return metrics
+
+
+def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
+    return kl_estimate(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl.estimator)
+
+
+def _mean(values: Tensor) -> float:
+    """0 for no values: an empty answer is not a NaN."""
+    return float(values.double().mean()) if values.numel() else 0.0
+
+
+def _std(values: Tensor) -> float:
+    """Population standard deviation; 0 for no values."""
+    return float(values.double().std(correction=0)) if values.numel() else 0.0

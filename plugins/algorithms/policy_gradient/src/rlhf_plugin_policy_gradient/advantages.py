@@ -1,0 +1,138 @@
+"""Advantage estimators. What happens around them (shaping, clipping, KL, order) is ``rlhf.ops.pipeline``'s.
+
+Where rewards come only at the end and gamma = 1, every token of an answer gets the same credit; step rewards and KL in
+the reward make it differ from token to token.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlhf.interfaces import Advantage, ComponentConfig
+from rlhf.ops.groups import group_center, group_std, leave_one_out
+from rlhf.ops.returns import gae, return_to_go
+
+Normalise = Literal["none", "center", "whiten"]
+
+
+class ReturnConfig(ComponentConfig):
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per action token."""
+
+
+class WhitenConfig(ReturnConfig):
+    normalise: Normalise = "whiten"
+    """Over all action tokens of the rollout batch: ``whiten`` (mean 0, variance 1), ``center`` (mean 0), ``none``."""
+
+
+class ReturnToGo(Advantage):
+    """Discounted return-to-go as advantage: what every estimator here without a critic does."""
+
+    Config: ClassVar[type[ComponentConfig]] = ReturnConfig
+
+    @property
+    def normalise(self) -> Normalise:
+        return getattr(self.config, "normalise", "none")
+
+    def returns(
+        self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        G_NA = return_to_go(R_NA, mask_NA, self.config.gamma)
+        return G_NA, G_NA
+
+
+class GAEConfig(WhitenConfig):
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """lambda: 1 = the return minus the value, 0 = one step of temporal difference."""
+
+
+class GAE(Advantage):
+    """Generalised advantage estimation over a critic's values, then whitening.
+
+    Deviations: (1) over action tokens only, so an observation neither discounts nor decays.
+    """
+
+    name = "gae"
+    source = "Schulman et al. 2016, High-dimensional continuous control using GAE, arXiv:1506.02438"
+    Config = GAEConfig
+
+    @property
+    def needs_values(self) -> bool:
+        return True
+
+    @property
+    def normalise(self) -> Normalise:
+        return self.config.normalise
+
+    def returns(
+        self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert values_NA is not None
+        return gae(R_NA, values_NA, mask_NA, boot_N, self.config.gamma, self.config.lam)
+
+
+class Reinforce(ReturnToGo):
+    """Return-to-go without baseline, whitened over the batch; works with one sample per prompt."""
+
+    name = "reinforce"
+    source = "Hu 2025, REINFORCE++, arXiv:2501.03262"
+    Config = WhitenConfig
+
+
+class ReinforceBaseline(ReturnToGo):
+    """Reward minus its group's mean, then return-to-go, whitened over the batch."""
+
+    name = "reinforce_baseline"
+    source = "Hu 2025, REINFORCE++ (-baseline), arXiv:2501.03262"
+    Config = WhitenConfig
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        return group_center(r_N, group_N)
+
+
+class RLOO(ReturnToGo):
+    """Reward minus the mean of the other samples of the group."""
+
+    name = "rloo"
+    source = "Ahmadian et al. 2024, Back to basics, arXiv:2402.14740"
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        return leave_one_out(r_N, group_N)
+
+
+class GroupNormConfig(ReturnConfig):
+    std: Literal["group", "batch", "none"] = "group"
+    """Divide by the unbiased standard deviation of the group's rewards, of the whole batch's, or not at all."""
+
+
+class GroupNorm(ReturnToGo):
+    """(r - mean of the group) / (std + 1e-9); equal rewards give exactly 0."""
+
+    name = "group_norm"
+    source = "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300"
+    Config = GroupNormConfig
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        centred_N = group_center(r_N, group_N)
+        if self.config.std == "none":
+            return centred_N
+        one_group_N = group_N if self.config.std == "group" else torch.zeros_like(group_N)
+        return centred_N / (group_std(r_N, one_group_N) + 1e-9)
+
+
+class DrGRPO(ReturnToGo):
+    """Reward minus the mean of the group, not divided by anything: a prompt's difficulty does not weigh it."""
+
+    name = "dr_grpo"
+    source = "Liu et al. 2025, Understanding R1-Zero-like training, arXiv:2503.20783"
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        return group_center(r_N, group_N)

@@ -1,0 +1,50 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import LossOutput, Reduce
+
+
+class ValueConfig(ComponentConfig):
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far the value may move from the start of the update before it stops learning; ``clip_off`` lifts it."""
+    clip_off: bool = False
+    """No clipping (TOML has no null to write into ``clip``)."""
+
+
+class Value(Loss):
+    """L = 1/2 max((V_clip - G)^2, (V - G)^2), V_clip = V_old + clip(V - V_old, +-clip); mean over tokens."""
+
+    name = "value"
+    source = "Schulman et al. 2017, arXiv:1707.06347; value clipping as in OpenAI baselines"
+    Config = ValueConfig
+
+    @property
+    def _clip(self) -> float | None:
+        return None if self.config.clip_off else self.config.clip
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("values",)
+
+    def columns(self) -> tuple[str, ...]:
+        return ("returns",) if self._clip is None else ("returns", "old_values")
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"value": Reduce("token_mean")}
+
+    def __call__(self, x: Any) -> LossOutput:
+        values_A, returns_A = x["values"], x["returns"]
+        error_A = (values_A - returns_A).square()
+        metrics: dict[str, tuple[Any, torch.Tensor]] = {"value": ("token", values_A), "return": ("token", returns_A)}
+        if self._clip is not None:
+            old_A = x["old_values"]
+            clipped_A = (old_A + (values_A - old_A).clamp(-self._clip, self._clip) - returns_A).square()
+            metrics["value_clip_fraction"] = ("token", (clipped_A > error_A).float())
+            error_A = torch.maximum(clipped_A, error_A)
+        return LossOutput({"value": error_A / 2}, metrics)
