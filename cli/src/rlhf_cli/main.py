@@ -1,0 +1,98 @@
+"""The command ``rlhf``. A command is a module of this package, imported only when it is called.
+
+Such a module has ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code), and its docstring's first line is
+its help. Where it sets ``OVERRIDES = True``, arguments that its parser does not know (``--algorithm.loss.clip_high
+0.28``) are no error but come as ``args.overrides``, a list of strings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf import __version__
+from rlhf.errors import ConfigError, PluginConflict, PluginNotFound, RlhfError, did_you_mean
+
+COMMANDS = {
+    "train": "run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE ...",
+    "eval": "score a model's answers on data",
+    "generate": "sample answers from a model",
+    "plugins": "list, show, check and create plugins",
+}
+"""Name -> help; here, so that ``rlhf --help`` imports none of them."""
+
+USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
+"""Exit code 2, as for a wrong flag; other errors of this project are 1."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``rlhf``; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in words
+    words = [w for w in words if w != "--traceback"]
+    try:
+        return _dispatch(words)
+    except RlhfError as error:
+        if traceback:
+            raise
+        sys.stderr.write(f"rlhf: {error}\n")
+        return 2 if isinstance(error, USAGE_ERRORS) else 1
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        sys.stderr.write("rlhf: interrupted\n")
+        return 130
+    except BrokenPipeError:  # the reader left, as in ``rlhf plugins list | head -1``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    parser = _top_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if words[0].startswith("-"):
+        parser.parse_args(words)  # --help and --version end here
+        return 2
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise ConfigError(f"no command {name!r}; commands are {', '.join(COMMANDS)}.{did_you_mean(name, COMMANDS)}")
+    command: Any = importlib.import_module(f"rlhf_cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"rlhf {name}",
+        description=(command.__doc__ or "").strip().split("\n\n")[0],
+        epilog="--traceback shows where an error was raised",
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    if getattr(command, "OVERRIDES", False):
+        args, overrides = parser.parse_known_args(rest)
+        args.overrides = overrides
+    else:
+        args = parser.parse_args(rest)
+    return int(command.run(args))
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="rlhf",
+        usage="rlhf [--version] COMMAND ...",
+        description="Post-train language models from feedback.",
+        epilog="commands:\n"
+        + "".join(f"  {name.ljust(width)}  {text}\n" for name, text in COMMANDS.items())
+        + "\n`rlhf COMMAND --help` explains a command; --traceback shows where an error was raised.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"rlhf {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""List, show, check and create plugins."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import PluginNotFound, RlhfError
+from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
+from rlhf.plugins.entry import KINDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(act=globals()[f"_{name}"])
+        return added
+
+    listing = action("list", "what is installed, from metadata alone: nothing is imported")
+    listing.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
+    listing.add_argument("--json", action="store_true", help="one JSON list of objects")
+    listing.add_argument(
+        "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
+    )
+    show = action("show", "what a plugin is: its options, its needs or capabilities, its source")
+    show.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+    show.add_argument("--kind", help="where several kinds have the name")
+    show.add_argument("--json", action="store_true", help="one JSON list of objects")
+    new = action("new", "write a new plugin: a distribution that installs and passes its own tests")
+    new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
+    new.add_argument("--kind", required=True, help=", ".join(KINDS))
+    new.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder to make it in (default: here)")
+    check = action("check", "run the conformance suite of the plugin's kind")
+    check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+    check.add_argument("--kind", help="where several kinds have the name")
+    check.add_argument("--json", action="store_true", help="one JSON list of objects")
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.act(args))
+
+
+# -------------------------------------------------------------------------------------------- list
+
+
+def _list(args: argparse.Namespace) -> int:
+    plugins = Plugins.discover()
+    entries = plugins.list(args.kind)
+    statuses = [_import_status(plugins, e) if args.check else e.status for e in entries]
+    rows = [
+        {"kind": e.kind, "name": e.name, "distribution": e.distribution, "version": e.version, "status": status}
+        for e, status in zip(entries, statuses, strict=True)
+    ]
+    if args.json:
+        _write(json.dumps(rows, indent=2))
+    else:
+        _write(_table(["kind", "name", "distribution", "version", "status"], rows))
+    return 1 if args.check and any(status != "ok" for status in statuses) else 0
+
+
+def _import_status(plugins: Plugins, entry: Entry) -> str:
+    if entry.status != "ok":
+        return entry.status
+    try:
+        plugins.resolve(entry.kind, f"{entry.distribution}/{entry.name}")
+    except RlhfError as error:
+        return str(error).removeprefix(str(entry)).lstrip(": ")
+    return "ok"
+
+
+def _table(columns: list[str], rows: list[dict[str, str]]) -> str:
+    widths = [max(len(c), *(len(r[c]) for r in rows)) if rows else len(c) for c in columns]
+    lines = [[c.upper() for c in columns], *([r[c] for c in columns] for r in rows)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+# -------------------------------------------------------------------------------------------- show
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rlhf_cli.describe import as_text, describe
+
+    plugins = Plugins.discover()
+    shown = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
+    _write(json.dumps(shown, indent=2) if args.json else "\n\n".join(map(as_text, shown)))
+    return 0
+
+
+def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]:
+    """The plugin of that kind, or those of every kind that has the name."""
+    if kind is not None:
+        return [plugins.resolve(kind, ref)]
+    if ref.startswith(("file:", "model:", "http:", "https:")):
+        raise PluginNotFound(f"{ref!r} could be of any kind: add --kind, e.g. --kind reward")
+    reference = parse_reference(KINDS[0], ref)
+    kinds = list(dict.fromkeys(e.kind for e in plugins.list() if e.name == reference.name and e.kind in KINDS))
+    if not kinds:
+        from rlhf.errors import did_you_mean
+
+        names = sorted({e.name for e in plugins.list()})
+        raise PluginNotFound(
+            f"no plugin named {reference.name!r}.{did_you_mean(reference.name, names)} `rlhf plugins list` shows what is "
+            f"installed. Try: pip install rlhf-plugin-{reference.name.replace('_', '-')}"
+        )
+    return [plugins.resolve(k, ref) for k in kinds]
+
+
+# ------------------------------------------------------------------------------------- new, check
+
+
+def _new(args: argparse.Namespace) -> int:
+    from rlhf_cli.scaffold import write_plugin
+
+    folder = write_plugin(args.name, args.kind, args.output)
+    _write(
+        f"{folder}\n\nNext:\n  pip install -e {folder}\n  pytest {folder}\n  rlhf plugins show {args.name} --kind {args.kind}"
+    )
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from rlhf.testing import conformance
+
+    plugins = Plugins.discover()
+    rows: list[dict[str, Any]] = []
+    for resolved in _resolve_all(plugins, args.name, args.kind):
+        for result in conformance.run(resolved):
+            row = {"kind": resolved.kind, "name": resolved.name, "check": result.name}
+            rows.append(row | {"passed": result.passed, "detail": result.detail})
+    if args.json:
+        _write(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            verdict = "ok    " if row["passed"] else "FAILED"
+            _write(
+                f"{verdict}  {row['kind']} {row['name']}: {row['check']}{': ' if row['detail'] else ''}{row['detail']}"
+            )
+        failed = sum(not row["passed"] for row in rows)
+        _write(f"{len(rows)} checks, {failed} failed")
+    return 0 if rows and all(row["passed"] for row in rows) else 1
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
