@@ -1,0 +1,138 @@
+"""The generator ``transformers``: samples from the trainer's own module, in this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import Generator
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.generator import Proof
+from rlhf.types import GenerationRequest, Turn
+from rlhf_plugin_local.decode import Decoder
+from rlhf_plugin_local.loop import SamplingLoop
+from rlhf_plugin_local.sampling import check_sampling
+
+YIELD_STEPS = 16
+"""Finished samples are handed out at least every so many steps (the module is given back for each handing out)."""
+
+
+class TransformersGenerator(Generator):
+    """Continuous sampling without a copy of the weights and without a sync.
+
+    Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
+    its samples; finished rows leave the batch; where more is asked than fits, requests are admitted in index order
+    as slots free up. Composition of the batch depends on counters only, so a rerun is bit-equal; other neighbours
+    move log-probs by floating-point rounding (1e-6 in fp32).
+
+    ``Turn.ids`` ends with the end token, or with the token that completed a stop string, and ``Turn.text`` is exactly
+    ``decode(ids)``: a stop string stays in the text, and so does what its last token carries beyond it. Log-probs and
+    temperature 0 are defined in :mod:`rlhf_plugin_local.sampling`; a greedy turn reports ``temperature`` 1, the one
+    its log-probs are of. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a turn.
+    """
+
+    name = "transformers"
+    source = "own; Philox uniforms: Salmon et al., SC 2011"
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"accept:module", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop"}
+    )
+
+    class Config(ComponentConfig):
+        dtype: Literal["auto", "fp32", "bf16"] = "auto"
+        """Arithmetic of sampling; ``auto``: as the trainer computes. Weights are shared with it either way."""
+        max_batch: int = Field(256, ge=1)
+        """Rows sampled at once; further requests wait, in order."""
+        max_cache_tokens: int | None = Field(None, ge=1)
+        """Bound on rows x positions of the key-value cache; a row is admitted only with room for all it may sample.
+        None: as much as ``max_batch`` rows come to need. The cache grows with need in either case."""
+        prefill_tokens: int = Field(8192, ge=1)
+        """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
+
+    def __init__(
+        self,
+        config: ComponentConfig | None,
+        *,
+        eos_token_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.config = self.Config() if config is None else config
+        self._eos = tuple(eos_token_ids)
+        self._decode = decode
+        self._decoder: Decoder | None = None
+        self.work: Counter[str] = Counter()
+        """Since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows), ``sampled_tokens``;
+        and ``peak_cache_tokens``, the largest rows x positions that were allocated."""
+
+    def load(self, source: Any, version: int) -> Proof:
+        """Keep a reference to a trainer (its ``module``) or to a causal language model itself. Nothing is copied."""
+        module = source if isinstance(source, nn.Module) else getattr(source, "module", None)
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"the generator 'transformers' samples from a module in this process; {type(source).__name__} offers "
+                "none. Use a trainer that can 'export:module' (torch), or another generator."
+            )
+        if self._decoder is None or self._decoder.module is not module:
+            self._decoder = Decoder(module)
+        self._decoder.dtype = self._autocast(source, module)
+        self.version = version
+        return Proof(version, tensors=0, detail="samples from the trainer's own module: nothing was copied")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        """See :class:`~rlhf.interfaces.Generator`. The module is as it was whenever this hands out a sample, and
+        after it ended, was closed or raised. Requests are checked when this is called, before anything is computed."""
+        if self._decoder is None:
+            raise ModelError("the generator has no weights yet; call load(trainer, version) before generate().")
+        for i, request in enumerate(requests):
+            self._check(i, request)
+        return self._run(list(requests), self._decoder, self.version)
+
+    def _run(self, requests: list[GenerationRequest], decoder: Decoder, version: int) -> Iterator[tuple[int, Turn]]:
+        loop = SamplingLoop(requests, decoder, self.config, self._eos, self._decode, version, self.work)
+        while not loop.done:
+            if self.version != version or self._decoder is not decoder:
+                raise ModelError(
+                    f"weights changed from version {version} to {self.version} while samples were being drawn; "
+                    "exhaust or close generate() before load()."
+                )
+            with decoder.borrowed():
+                finished = loop.advance(YIELD_STEPS)
+            yield from finished
+
+    def _autocast(self, source: Any, module: nn.Module) -> torch.dtype | None:
+        own = next(module.parameters()).dtype
+        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.config.dtype)
+        if wanted is None:
+            wanted = getattr(source, "compute_dtype", None) or own
+        if wanted == torch.float32 and own != torch.float32:
+            raise ConfigError(
+                f"generator.dtype is 'fp32' but the trainer's weights are {own}; allowed: 'auto' or 'bf16', or fp32 "
+                "weights."
+            )
+        return None if wanted == own else wanted
+
+    def _check(self, i: int, request: GenerationRequest) -> None:
+        check_sampling(request.sampling)
+        vocabulary = self._decoder.vocabulary
+        if not request.ids:
+            raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
+        if not 0 <= min(request.ids) <= max(request.ids) < vocabulary:
+            raise ConfigError(
+                f"request {i} has token {max(request.ids, key=lambda t: abs(t - 0.5))}; the model's ids are 0 to "
+                f"{vocabulary - 1}. Use the model's own tokenizer."
+            )
+        need = len(request.ids) + request.sampling.max_new_tokens
+        for limit, what, cure in (
+            (self.config.max_cache_tokens, "generator.max_cache_tokens is", "Raise it, or lower"),
+            (self._decoder.positions, "the model has max_position_embeddings =", "Lower"),
+        ):
+            if limit is not None and need > limit:
+                raise ConfigError(
+                    f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
+                    f"{request.sampling.max_new_tokens}) but {what} {limit}. {cure} max_new_tokens or shorten the prompt."
+                )

@@ -1,0 +1,170 @@
+"""The sampling loop of one call: admission, prefill, decoding steps, compaction."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.types import GenerationRequest, Turn
+from rlhf_plugin_local.cache import LayerKV, SlotCache, Step
+from rlhf_plugin_local.decode import Decoder
+from rlhf_plugin_local.rows import Rows
+
+GROWTH = 64
+"""Positions that the cache gains at least when it grows (or a quarter of its length, if that is more)."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A distinct prompt; its keys, values and logits are kept while requests for it wait."""
+
+    waiting: int = 0
+    kv: list[LayerKV] | None = None
+    logits_V: Tensor | None = None
+
+
+def _need(request: GenerationRequest) -> int:
+    """Cache positions a request may come to use (its last token is never fed)."""
+    return len(request.ids) + request.sampling.max_new_tokens - 1
+
+
+class SamplingLoop:
+    """Decisions depend on counters only: requests, their lengths and finishes, never on time."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        decoder: Decoder,
+        config: Any,
+        eos: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        version: int,
+        work: Counter[str],
+    ) -> None:
+        self.decoder, self.config, self.version, self.work = decoder, config, version, work
+        self.waiting = deque(enumerate(requests))
+        self.size = min(config.max_batch, len(requests))
+        self.prompts: dict[tuple[int, ...], _Prompt] = {}
+        for request in requests:
+            self.prompts.setdefault(request.ids, _Prompt()).waiting += 1
+        stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
+        self.rows = Rows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
+        self.cache = SlotCache(decoder.layers, decoder.dtype)
+        self._finished: list[tuple[int, Turn]] = []
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting and not self.rows.live
+
+    def advance(self, steps: int) -> list[tuple[int, Turn]]:
+        """Up to ``steps`` decoding steps; the samples that finished. To be called with the module borrowed."""
+        for _ in range(steps):
+            if self.waiting:
+                self._admit()
+            if not self.rows.live:
+                if self.waiting:
+                    continue
+                break
+            if len(self.rows.holes) > self.rows.used // 10:
+                self._compact()
+            self._step()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _step(self) -> None:
+        rows, length = self.rows, self.rows.length()
+        if length > self.cache.capacity:
+            self._compact()
+            self._grow(length, rows.used)
+        step = Step(rows.position[: rows.used], length)
+        logits_SV = self.decoder.step(rows.last[: rows.used], step, self.cache)
+        self.work["steps"] += 1
+        self.work["row_steps"] += rows.used
+        self._take(rows.record(None, logits_SV))
+
+    def _take(self, ended: list[tuple[int, str]]) -> None:
+        turns = self.rows.finish(ended, self.version)
+        self.work["sampled_tokens"] += sum(len(turn.ids) for _, turn in turns)
+        self._finished += turns
+
+    def _compact(self) -> None:
+        source, target = self.rows.compact()
+        if source:
+            self.cache.move(source, target, min(self.cache.capacity, self.rows.length()))
+
+    # ------------------------------------------------------------------------------------ admission
+
+    def _admissible(self) -> int:
+        """How many of the waiting requests, in order, have a row and cache positions for all they may sample."""
+        live = self.rows.live
+        longest, count = max((_need(row.request) for row in live), default=0), 0
+        bound = self.config.max_cache_tokens
+        for _, request in self.waiting:
+            longest = max(longest, _need(request))
+            rows = len(live) + count + 1
+            if rows > self.size or (bound is not None and rows * longest > bound):
+                break
+            count += 1
+        # A prefill pass for every row that frees up would cost more than the row gains.
+        return 0 if live and count < min(len(self.waiting), max(1, len(live) // 8)) else count
+
+    def _admit(self) -> None:
+        count = self._admissible()
+        if not count:
+            return
+        if len(self.rows.holes) > count:
+            self._compact()
+        taken = [self.waiting.popleft() for _ in range(count)]
+        used, holes = self.rows.used, self.rows.holes
+        slots = [*holes[:count], *range(used, used + count - len(holes[:count]))]
+        self._prefill([request.ids for _, request in taken])
+        self.rows.admit(slots, taken)
+        length = self.rows.length()
+        if self.rows.used > self.cache.slots or length > self.cache.capacity:
+            self._grow(length, used)
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for slot, (_, request) in zip(slots, taken, strict=True):
+            by_prompt.setdefault(request.ids, []).append(slot)
+        logits_BV = torch.stack([self.prompts[request.ids].logits_V for _, request in taken])
+        for ids, its in by_prompt.items():
+            prompt = self.prompts[ids]
+            self.cache.write_prompt(its, prompt.kv)
+            prompt.waiting -= len(its)
+            if prompt.waiting:  # a copy of its own, so that it does not keep its whole pack alive
+                prompt.kv = [(k.clone(), v.clone()) for k, v in prompt.kv]
+            else:
+                prompt.kv = prompt.logits_V = None
+        self._take(self.rows.record(slots, logits_BV))
+
+    def _prefill(self, wanted: list[tuple[int, ...]]) -> None:
+        """Compute the prompts that have no keys and values yet, in packs of at most ``prefill_tokens``."""
+        packs: list[list[tuple[int, ...]]] = []
+        room = 0
+        for ids in dict.fromkeys(wanted):
+            if self.prompts[ids].kv is None:
+                if len(ids) > room:
+                    packs.append([])
+                    room = self.config.prefill_tokens
+                packs[-1].append(ids)
+                room -= len(ids)
+        for pack in packs:
+            logits_PV, kv = self.decoder.prefill(pack)
+            for ids, logits_V, layers in zip(pack, logits_PV, kv, strict=True):
+                self.prompts[ids].logits_V, self.prompts[ids].kv = logits_V, layers
+            self.work["prefill_tokens"] += sum(map(len, pack))
+
+    def _grow(self, length: int, used: int) -> None:
+        """Room for all rows at ``length`` positions and some more, never more than they may come to need."""
+        slots = self.rows.used
+        longest = max(_need(row.request) for row in self.rows.live)
+        capacity = max(length, min(longest, length + max(GROWTH, length // 4)))
+        like = None
+        if not self.cache.slots:
+            like = next(p.kv for p in self.prompts.values() if p.kv is not None)
+        self.cache.reserve(like, slots, capacity, used)
+        self.work["peak_cache_tokens"] = max(self.work["peak_cache_tokens"], slots * capacity)

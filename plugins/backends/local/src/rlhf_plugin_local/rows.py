@@ -1,0 +1,198 @@
+"""The rows being sampled: per-slot state as tensors, so that a step costs a few vector operations for any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf.types import GenerationRequest, Turn
+from rlhf_plugin_local.sampling import Draw, Uniforms, draw
+from rlhf_plugin_local.stops import StopScanner
+
+COLUMNS = 64
+"""Steps for which there is room at first; doubled when a row gets there."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What the host knows about a row; its step is a difference of two step counts, so nothing is read back."""
+
+    index: int
+    """Position in the call's requests."""
+    request: GenerationRequest
+    uniforms: Uniforms
+    scanner: StopScanner | None
+    born: int
+    """``Rows.clock`` when its first token was drawn."""
+
+
+class Rows:
+    """Slots 0 .. ``used - 1``; a slot's ``row`` is None once its row finished (it then computes, unread, until
+    compaction or admission takes the slot)."""
+
+    _MOVED = ("position", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms")
+
+    def __init__(
+        self, size: int, stop_ids: int, vocabulary: int, eos: Sequence[int], decode: Callable, device: torch.device
+    ) -> None:
+        """``size`` slots at most; ``stop_ids`` is the largest number of end and stop tokens that a request has."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.vocabulary, self.eos, self.decode, self.device = vocabulary, tuple(eos), decode, device
+        self.rows: list[Row | None] = []
+        self.clock = 0
+        """Decoding steps so far."""
+        self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
+        self.stop_ids = zeros(size, stop_ids) - 1
+        self.tokens = zeros(size, COLUMNS)
+        self.logprobs = zeros(size, COLUMNS, dtype=torch.float32)
+        self.uniforms = zeros(size, COLUMNS, dtype=torch.float64)
+        self._draw: Draw | None = None
+        self._scanned = False
+
+    @property
+    def used(self) -> int:
+        return len(self.rows)
+
+    @property
+    def live(self) -> list[Row]:
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def holes(self) -> list[int]:
+        return [slot for slot, row in enumerate(self.rows) if row is None]
+
+    def length(self) -> int:
+        """Tokens in the cache of the longest live row after the next step."""
+        return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
+
+    def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]]) -> None:
+        """Give ``slots`` (holes first, then new ones) to requests that have drawn nothing yet."""
+        columns = self.uniforms.shape[1]
+        for slot, (index, request) in zip(slots, requests, strict=True):
+            s = request.sampling
+            scanner = StopScanner(s.stop, self.decode) if s.stop else None
+            row = Row(index, request, Uniforms(request.seed), scanner, self.clock)
+            if slot == len(self.rows):
+                self.rows.append(row)
+            else:
+                self.rows[slot] = row
+        where = torch.tensor(slots, device=self.device)
+        new = [request for _, request in requests]
+        self.position[where] = torch.tensor([len(r.ids) for r in new], device=self.device)
+        self.limit[where] = torch.tensor([r.sampling.max_new_tokens for r in new], device=self.device)
+        self.step[where] = 0
+        self.alive[where] = 1
+        width = self.stop_ids.shape[1]
+        ends = [self.ends(r) for r in new]
+        self.stop_ids[where] = torch.tensor([[*e, *[-1] * (width - len(e))] for e in ends], device=self.device)
+        self.uniforms[where] = torch.stack([self.rows[s].uniforms.take(columns) for s in slots]).to(self.device)
+        self._changed()
+
+    def ends(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Tokens that end this request. ``ignore_eos`` leaves out the model's end tokens, not ``stop_token_ids``."""
+        s = request.sampling
+        return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
+
+    def record(self, slots: list[int] | None, logits_BV: Tensor) -> list[tuple[int, str]]:
+        """Draw each row's next token and note it; (slot, finish) of rows that ended with it.
+
+        ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step.
+        """
+        if slots is None:
+            self.clock += 1
+            where: slice | Tensor = slice(0, self.used)
+            self.position[where] += self.alive[where]
+            parameters = self._parameters()
+        else:
+            where = torch.tensor(slots, device=self.device)
+            parameters = Draw.of([self.rows[s].request.sampling for s in slots], self.vocabulary, self.device)
+        self._fit()
+        step_B, alive_B = self.step[where], self.alive[where]
+        at_B1 = step_B[:, None]
+        token_B, logprob_B = draw(logits_BV, parameters, self.uniforms[where].gather(1, at_B1)[:, 0])
+        rows_B = torch.arange(self.used, device=self.device)[where]
+        self.tokens[rows_B, step_B] = token_B
+        self.logprobs[rows_B, step_B] = logprob_B
+        self.last[where] = token_B
+        stopped_B = (token_B[:, None] == self.stop_ids[where]).any(-1)
+        done_B = (stopped_B | (step_B + 1 >= self.limit[where])) & (alive_B > 0)
+        self.step[where] += alive_B
+        ended = {}
+        names = slots or range(self.used)
+        if self._scanned:
+            for slot, token in zip(names, token_B.tolist(), strict=True):
+                row = self.rows[slot]
+                if row is not None and row.scanner is not None and row.scanner.feed(token):
+                    ended[slot] = "stop"
+        done = done_B.nonzero()[:, 0]
+        for i, stopped in zip(done.tolist(), stopped_B[done].tolist(), strict=True):
+            ended.setdefault(names[i], "stop" if stopped else "length")
+        return sorted(ended.items())
+
+    def finish(self, ended: Sequence[tuple[int, str]], version: int) -> list[tuple[int, Turn]]:
+        """Take rows out of their slots; (position in the requests, turn) of each."""
+        if not ended:
+            return []
+        slots = [slot for slot, _ in ended]
+        turns = []
+        tokens_BT, logprobs_BT = self.tokens[slots].tolist(), self.logprobs[slots].tolist()
+        for (slot, reason), ids, logprobs in zip(ended, tokens_BT, logprobs_BT, strict=True):
+            row, self.rows[slot] = self.rows[slot], None
+            n = self.clock - row.born + 1
+            turn = Turn(
+                ids=ids[:n],
+                sampled=True,
+                logprobs=logprobs[:n],
+                versions=((0, version),),
+                finish=reason,
+                temperature=row.request.sampling.temperature or 1.0,
+                text=self.decode(ids[:n]),
+            )
+            turns.append((row.index, turn))
+        self.alive[slots] = 0
+        self.position[slots] = 0  # what a hole writes stays inside its slot, however the cache is resized
+        return turns
+
+    def compact(self) -> tuple[list[int], list[int]]:
+        """Move the last live rows into the holes; (source slots, target slots), for the cache to follow."""
+        live = self.used - len(self.holes)
+        target = [slot for slot in self.holes if slot < live]
+        source = [slot for slot in range(live, self.used) if self.rows[slot] is not None]
+        if source:
+            for name in self._MOVED:
+                tensor = getattr(self, name)
+                tensor[target] = tensor[source]
+            for s, t in zip(source, target, strict=True):
+                self.rows[t] = self.rows[s]
+        del self.rows[live:]
+        self._changed()
+        return source, target
+
+    def _changed(self) -> None:
+        self._draw = None
+        self._scanned = any(row.scanner for row in self.live)
+
+    def _parameters(self) -> Draw:
+        if self._draw is None:
+            greedy_hole = self.live[0].request.sampling  # a finished row draws on, unread, with anyone's parameters
+            samplings = [greedy_hole if row is None else row.request.sampling for row in self.rows]
+            self._draw = Draw.of(samplings, self.vocabulary, self.device)
+        return self._draw
+
+    def _fit(self) -> None:
+        """Room for one more step of every row; more uniforms continue each row's stream."""
+        columns = self.tokens.shape[1]
+        if all(self.clock - row.born < columns - 1 for row in self.live):
+            return
+        for name in ("tokens", "logprobs", "uniforms"):
+            old = getattr(self, name)
+            setattr(self, name, torch.cat([old, torch.zeros_like(old)], 1))
+        for slot, row in enumerate(self.rows):
+            if row is not None:
+                self.uniforms[slot, columns:] = row.uniforms.take(columns).to(self.device)

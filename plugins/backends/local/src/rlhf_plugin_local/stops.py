@@ -1,0 +1,41 @@
+"""Stop strings: finding them while tokens arrive one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+"""What tokenizers decode an incomplete UTF-8 sequence to."""
+
+
+class StopScanner:
+    """Watches the text of one sample. ``feed(token)`` is True once the text contains one of ``stops``.
+
+    Text is decoded incrementally: of a few tokens of context with and without the new ones, so the cost per token
+    does not grow with the sample. A stop string is found wherever it lies: inside one token, at its end, or over many.
+    Text that ends inside a multi-byte character waits for the tokens that complete it.
+    """
+
+    __slots__ = ("_context", "_decode", "_ids", "_keep", "_read", "_stops", "_tail")
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._stops = tuple(stops)
+        self._decode = decode
+        self._keep = max(map(len, stops)) - 1
+        self._ids: list[int] = []
+        self._context = 0
+        """``ids[context:read]`` is decoded again with new tokens: how a token reads can depend on the one before."""
+        self._read = 0
+        self._tail = ""
+        """The last characters seen, one fewer than the longest stop string."""
+
+    def feed(self, token: int) -> bool:
+        self._ids.append(token)
+        old = self._decode(self._ids[self._context : self._read])
+        text = self._decode(self._ids[self._context :])
+        if text.endswith(REPLACEMENT) or len(text) <= len(old):
+            return False
+        window = self._tail + text[len(old) :]
+        self._context, self._read = self._read, len(self._ids)
+        self._tail = window[-self._keep :] if self._keep else ""
+        return any(stop in window for stop in self._stops)
