@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from rlhf.flags import PLUGIN_OPTIONS
 from rlhf.interfaces.component import ComponentConfig
 
-
+PluginOptions = Annotated[dict[str, Any], PLUGIN_OPTIONS]
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -27,7 +28,7 @@ class Choice(ComponentConfig):
     ``"file:reward.py:score"``."""
 
     use: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: PluginOptions = Field(default_factory=dict)
     """All keys of the section but the reserved ones; validated by the plugin's Config."""
 
     @property
@@ -37,7 +38,7 @@ class Choice(ComponentConfig):
 
 
 def label_of(ref: str) -> str:
-    """``plugin:math`` and ``dist/math`` -> ``math``; ``file:a/judge.py:score`` -> ``judge``; ``model:PATH`` -> ``model``."""
+    """``plugin:math``, ``dist/math`` -> ``math``; ``file:judge.py:score`` -> ``judge``; ``model:PATH`` -> ``model``."""
     scheme, colon, rest = ref.partition(":")
     if not colon or scheme == "plugin":
         return (rest or scheme).rsplit("/", 1)[-1]
@@ -196,7 +197,7 @@ class ModelSection(ComponentConfig):
     """Token budget of a micro-batch. Results do not depend on it; memory and speed do. A longer unit is alone in its
     micro-batch."""
     trust_remote_code: bool = False
-    trainer: dict[str, Any] = Field(default_factory=dict)
+    trainer: PluginOptions = Field(default_factory=dict)
     """Laid over ``[trainer]`` for this role."""
 
 
@@ -250,8 +251,6 @@ LISTS: dict[str, type[Choice]] = {"reward": RewardSection, "observer": Choice}
 
 def _with_options(cls: type[Choice], value: Any) -> Any:
     """``{use, a, b}`` -> ``{use, options: {a, b}}``, keeping the section's own fields."""
-    if isinstance(value, str):
-        return {"use": value}
     if not isinstance(value, dict) or "options" in value:
         return value
     own = {k: v for k, v in value.items() if k in cls.model_fields}
@@ -266,18 +265,34 @@ def _source(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-def long_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Short forms spelled out: ``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train = "FILE"``."""
+def expand(data: dict[str, Any]) -> dict[str, Any]:
+    """Short forms as tables and lists of tables, with plugins' options still beside ``use``."""
     data = dict(data)
+    for key in SINGLE:
+        if isinstance(data.get(key), str):
+            data[key] = {"use": data[key]}
+    for key in LISTS:
+        if key in data:
+            data[key] = [{"use": v} if isinstance(v, str) else v for v in _listed(data[key])]
+    if isinstance(data.get("data"), dict):
+        short = {k: list(map(_source, _listed(data["data"][k]))) for k in ("train", "eval") if k in data["data"]}
+        data["data"] = {**data["data"], **short}
+    return data
+
+
+def long_form(data: dict[str, Any]) -> dict[str, Any]:
+    """Short forms spelled out (``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train = "FILE"``) and
+    plugins' options put apart, as the sections below hold them."""
+    data = expand(data)
     for key, cls in SINGLE.items():
         if key in data:
             data[key] = _with_options(cls, data[key])
     for key, cls in LISTS.items():
         if key in data:
-            data[key] = tuple(_with_options(cls, v) for v in _listed(data[key]))
+            data[key] = tuple(_with_options(cls, v) for v in data[key])
     if isinstance(data.get("data"), dict):
-        short = {k: tuple(map(_source, _listed(data["data"][k]))) for k in ("train", "eval") if k in data["data"]}
-        data["data"] = {**data["data"], **short}
+        sources = {k: tuple(data["data"][k]) for k in ("train", "eval") if k in data["data"]}
+        data["data"] = {**data["data"], **sources}
     return data
 
 
@@ -287,7 +302,7 @@ class Origins(dict[str, str]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origins)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class RunFile(ComponentConfig):

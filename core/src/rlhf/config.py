@@ -1,0 +1,180 @@
+"""Load a run file and flags into :class:`~rlhf.runfile.RunFile`, and write it back.
+
+Two layers: the TOML file, then flags in the order given (a flag given twice: the last one counts). Every problem of
+both is reported at once. A later layer may select another plugin, but what an earlier layer set for the plugin that
+is replaced is then an error naming both, never dropped.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from rlhf.config_errors import describe, origin, raise_problems
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.flags import FlagText, plain, read
+from rlhf.overrides import Overrides
+from rlhf.runfile import Choice, RunFile, expand, long_form
+from rlhf.secret_keys import find_secrets
+
+BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"local": {"launcher": "local", "trainer": "torch", "generator": "transformers"}}
+)
+"""``--backend NAME``: the usual launcher, trainer and generator under one name."""
+
+_SHORT = {
+    "algo": "algorithm.use",
+    "reward": "reward",
+    "model": "policy.model",
+    "data": "data.train",
+    "eval-data": "data.eval",
+    "backend": "backend",
+    "output": "run.output",
+    "seed": "run.seed",
+    "resume": "run.resume",
+    "steps": "run.steps",
+}
+
+
+def short_flags() -> Mapping[str, str]:
+    """{short flag without dashes: what it stands for in :func:`load`'s overrides}.
+
+    ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` takes the text ``true``.
+    """
+    return MappingProxyType(_SHORT)
+
+
+def load(path: str | None, overrides: Sequence[tuple[str, str]] = ()) -> RunFile:
+    """The run file with flags laid over it.
+
+    Args:
+        path: a TOML file, or None where flags say everything.
+        overrides: (dotted flag without dashes, raw text). A list section's entries are addressed by index or by name
+            (``reward.0.weight``, ``reward.math.weight``); ``reward``, ``observer``, ``data.train`` and ``data.eval``
+            alone, given once or more, replace the whole list.
+
+    Raises ConfigError listing every problem with its path, where it was written, the value got and what is allowed.
+    """
+    text = _read(path) if path is not None else ""
+    shown = Path(path).name if path is not None else "flags"
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
+    layers = Overrides(expand(data), origins)
+    layers.apply(_expand_backend(overrides))
+    data, origins = layers.data, layers.origins
+    what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
+    raise_problems("the configuration holds secrets", _secret_problems(data, origins))
+    problems = list(layers.problems)
+    try:
+        run = RunFile.model_validate(read(RunFile, long_form(data)))
+    except ValidationError as error:
+        raise_problems(what, problems + describe(error, RunFile, "", origins))
+        raise AssertionError from error
+    raise_problems(what, problems)
+    run.origins.update(origins)
+    return run
+
+
+def to_toml(run: RunFile) -> str:
+    """The configuration with all defaults, as TOML; :func:`load` reads it back to an equal RunFile.
+
+    What is None (nothing set, and TOML has no word for it) is left out. Raises ConfigError where it holds a secret.
+    """
+    data = _sections(run)
+    raise_problems("the configuration holds secrets", _secret_problems(data, {}))
+    return tomli_w.dumps(data)
+
+
+def line_numbers(text: str) -> dict[str, int]:
+    """{dotted path: line from 1} of the tables and keys that start a line in a TOML document."""
+    lines: dict[str, int] = {}
+    table, counts = "", dict[str, int]()
+    quotes = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if quotes:  # inside a multi-line string
+            quotes = "" if quotes in stripped else quotes
+            continue
+        header = re.match(r"(\[\[?)\s*([^\[\]]+?)\s*\]", stripped)
+        key = re.match(r"([A-Za-z0-9_.\"' -]+?)\s*=", stripped)
+        if header:
+            name = _plain_key(header[2])
+            if header[1] == "[[":
+                counts[name] = counts.get(name, -1) + 1
+            parents = sorted((c for c in counts if name == c or name.startswith(c + ".")), key=len)
+            table = name
+            if parents:
+                last = parents[-1]
+                table = f"{last}.{counts[last]}{name[len(last) :]}"
+            lines.setdefault(table, number)
+        elif key:
+            path = _plain_key(key[1])
+            lines.setdefault(f"{table}.{path}" if table else path, number)
+            for quote in ('"""', "'''"):
+                if stripped.count(quote) == 1:
+                    quotes = quote
+    return lines
+
+
+def _plain_key(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        there = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
+        raise ConfigError(f"no run file {path}.{there}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {path}: {error}") from None
+
+
+def _expand_backend(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    expanded: list[tuple[str, str]] = []
+    for key, value in overrides:
+        if key != "backend":
+            expanded.append((key, value))
+        elif value in BACKENDS:
+            expanded += [(f"{kind}.use", name) for kind, name in BACKENDS[value].items()]
+        else:
+            raise ConfigError(
+                f"--backend {value}: no such backend; there are {', '.join(BACKENDS)}."
+                f"{did_you_mean(value, BACKENDS)} Or choose --launcher.use, --trainer.use and --generator.use singly."
+            )
+    return expanded
+
+
+def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
+    return [
+        f"{path}{origin(path, origins)}: looks like a secret. The configuration is copied into the run directory and "
+        "to loggers; remove it and set an environment variable instead (HF_TOKEN, WANDB_API_KEY, or the one the plugin's "
+        "page names)."
+        for path in find_secrets(data)
+    ]
+
+
+def _sections(value: Any) -> Any:
+    if isinstance(value, Choice):
+        own = {name: getattr(value, name) for name in type(value).model_fields if name != "options"}
+        clash = own.keys() & value.options.keys()
+        return _sections({**own, "options": value.options} if clash else {**own, **value.options})
+    if isinstance(value, RunFile) or hasattr(type(value), "model_fields"):
+        return _sections({name: getattr(value, name) for name in type(value).model_fields})
+    if isinstance(value, Mapping):
+        return {k: _sections(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_sections(v) for v in value]
+    return plain(value) if isinstance(value, FlagText) else value

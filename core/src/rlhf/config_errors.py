@@ -1,0 +1,101 @@
+"""What is wrong with a configuration, one line a problem: path, origin, value got, what is allowed, nearest match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.flags import item_of, model_of
+
+_TOML_NAMES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "float",
+    str: "string",
+    list: "list",
+    tuple: "list",
+    dict: "table",
+    type(None): "nothing",
+}
+_RESERVED = frozenset({"options"})
+"""Fields that no one writes: they hold what is not a field of the section."""
+
+
+def raise_problems(what: str, problems: Sequence[str]) -> None:
+    """Raises one ConfigError that lists every problem; nothing where there is none."""
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ConfigError("\n".join([f"{what} ({count}):", *(f"  {p}" for p in problems)]))
+
+
+def describe(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
+    """One line for each error of validating ``model``, whose fields the user writes below ``prefix``."""
+    return [_line(dict(e), model, prefix, origins) for e in error.errors(include_url=False)]
+
+
+def unknown_key(path: str, key: str, allowed: Iterable[str], origins: Mapping[str, str]) -> str:
+    """The line for a key that nothing reads."""
+    names = sorted(set(allowed) - _RESERVED)
+    listed = f"allowed are {', '.join(names)}" if names else "there are no options"
+    return f"{path}{origin(path, origins)}: unknown key.{did_you_mean(key, names)} Here {listed}."
+
+
+def origin(path: str, origins: Mapping[str, str]) -> str:
+    """`` (run.toml, line 3)``, of the path or the nearest section above it that was written; empty if none was."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        found = origins.get(".".join(parts[:n]))
+        if found:
+            return f" ({found})"
+    return ""
+
+
+def got(value: Any) -> str:
+    """``string 'abc'``, shortened."""
+    shown = repr(value)
+    return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {shown if len(shown) <= 80 else shown[:77] + '...'}"
+
+
+def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> str:
+    location = [str(part) for part in error["loc"]]
+    path = ".".join([prefix, *location] if prefix else location)
+    kind, value = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        parent = _model_at(model, location[:-1])
+        return unknown_key(path, location[-1], parent.model_fields if parent else (), origins)
+    at = f"{path}{origin(path, origins)}"
+    if kind == "missing":
+        return f"{at}: required, and not given.{_how_to_give(path)}"
+    message = str(error["msg"])
+    if kind in ("value_error", "assertion_error"):
+        return f"{at}: {message.removeprefix('Value error, ').removeprefix('Assertion failed, ')}"
+    message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
+    hint = ""
+    if kind == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
+    return f"{at}: {message}, got {got(value)}.{hint}"
+
+
+def _how_to_give(path: str) -> str:
+    if path == "algorithm":
+        return ' Name one with --algo NAME or `algorithm = "NAME"`; `rlhf plugins list` shows them.'
+    if path.rsplit(".", 1)[-1] == "use":
+        return f' Name the plugin: `use = "NAME"` or --{path} NAME.'
+    return f" Set it with --{path} VALUE."
+
+
+def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
+    annotation: Any = model
+    for part in location:
+        here, item = model_of(annotation), item_of(annotation)
+        if here is not None and part in here.model_fields:
+            annotation = here.model_fields[part].annotation
+        elif item is not None:
+            annotation = item[1]
+        else:
+            return None
+    return model_of(annotation)

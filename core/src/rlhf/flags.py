@@ -1,0 +1,132 @@
+"""Values given as text on the command line, read by the type of the field they are for.
+
+A flag's text becomes the TOML value it spells where the field takes that, and stays text where the field takes text:
+``--run.seed 3`` is an integer, ``--run.name 3`` the text "3". Nothing else is converted. A plugin's option keeps its
+text as :class:`FlagText` until the plugin, and with it the field's type, is known.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_MISSING = object()
+
+PLUGIN_OPTIONS = "plugin options"
+"""In a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
+
+
+class FlagText(str):
+    """A flag's raw text, not yet read."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """The TOML value it spells, or the text itself."""
+        value = toml_value(self)
+        return str(self) if value is _MISSING else value
+
+
+def toml_value(text: str) -> Any:
+    """The TOML value that ``text`` spells on one line, or a sentinel where it spells none."""
+    if "\n" in text:
+        return _MISSING
+    try:
+        document = tomllib.loads(f"value = {text}\n")
+    except tomllib.TOMLDecodeError:
+        return _MISSING
+    return document["value"] if len(document) == 1 else _MISSING
+
+
+def plain(value: Any) -> Any:
+    """``value`` with every FlagText in it read without knowing its field."""
+    if isinstance(value, FlagText):
+        return value.value
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def read(annotation: Any, value: Any) -> Any:
+    """``value`` (from TOML or flags) in the form that strict validation of ``annotation`` accepts.
+
+    Lists become tuples, text becomes paths or enumerations, exactly where JSON has no other way to write them;
+    a value that fits nowhere is returned as it is, for validation to report.
+    """
+    model = model_of(annotation)
+    if model is not None and isinstance(value, Mapping):
+        fields = model.model_fields
+        return {k: _read_field(fields[k], v) if k in fields else v for k, v in value.items()}
+    item = item_of(annotation)
+    if item is not None:
+        container, inner = item
+        if isinstance(value, FlagText) and isinstance(value.value, list | dict):
+            value = value.value
+        if container is dict and isinstance(value, Mapping):
+            return {k: read(inner, v) for k, v in value.items()}
+        if container is not dict and isinstance(value, list | tuple):
+            return container(read(inner, v) for v in value)
+    if annotation is Any:
+        return plain(value)
+    if isinstance(value, FlagText):
+        parsed = toml_value(value)
+        for candidate in (parsed, str(value)):
+            converted = _strictly(annotation, candidate)
+            if converted is not _MISSING:
+                return converted
+        return str(value) if parsed is _MISSING else parsed
+    converted = _strictly(annotation, value)
+    return value if converted is _MISSING else converted
+
+
+def _read_field(field: FieldInfo, value: Any) -> Any:
+    return value if PLUGIN_OPTIONS in field.metadata else read(field.annotation, value)
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that ``Model``, ``Model | None`` or ``Annotated[Model, ...]`` names."""
+    for candidate in _members(annotation):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def item_of(annotation: Any) -> tuple[type, Any] | None:
+    """(container, item type) of ``tuple[X, ...]``, ``list[X]`` and ``dict[str, X]``."""
+    for candidate in _members(annotation):
+        origin, arguments = typing.get_origin(candidate), typing.get_args(candidate)
+        if origin in (tuple, list) and arguments and (origin is list or arguments[-1] is Ellipsis):
+            return origin, arguments[0]
+        if origin in (dict, Mapping) and len(arguments) == 2:
+            return dict, arguments[1]
+    return None
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [m for a in typing.get_args(annotation) for m in _members(a)]
+    return [annotation]
+
+
+def _strictly(annotation: Any, value: Any) -> Any:
+    if value is _MISSING:
+        return _MISSING
+    has_own_config = model_of(annotation) is not None
+    try:
+        adapter = TypeAdapter(annotation) if has_own_config else TypeAdapter(annotation, config=_STRICT)
+        return adapter.validate_json(json.dumps(value, allow_nan=False))
+    except (ValidationError, TypeError, ValueError):
+        return _MISSING

@@ -1,0 +1,161 @@
+"""Flags laid over a run file's nested tables, keeping track of who set what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.config_errors import origin
+from rlhf.errors import did_you_mean
+from rlhf.flags import FlagText, toml_value
+from rlhf.runfile import LISTS, SINGLE, Choice, RunFile, label_of
+
+LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
+"""{path of a list of sections: the field that a plain text stands for}."""
+
+
+class Overrides:
+    """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way."""
+
+    def __init__(self, data: dict[str, Any], origins: Mapping[str, str]) -> None:
+        self.data = data
+        self.origins = dict(origins)
+        self.problems: list[str] = []
+        self._flags: set[str] = set()
+
+    def apply(self, overrides: Sequence[tuple[str, str]]) -> None:
+        """Whole lists first, then ``use``, then single fields: the order on the command line does not matter."""
+        lists: dict[str, list[str]] = {}
+        fields: dict[str, str] = {}
+        for key, raw in overrides:
+            if key in LIST_PATHS:
+                lists.setdefault(key, []).append(raw)
+            else:
+                fields[f"{key}.use" if key in SINGLE else key] = raw
+        for key, texts in lists.items():
+            self._replace_list(key, texts)
+        for key in sorted(fields, key=lambda k: (not k.endswith(".use"), k.count("."))):
+            self._set(key, fields[key], fields)
+
+    def _replace_list(self, key: str, texts: Sequence[str]) -> None:
+        field = LIST_PATHS[key]
+        section, _, name = key.rpartition(".")
+        parent = self.data.setdefault(section, {}) if section else self.data
+        if not isinstance(parent, dict):
+            return  # reported when the section is validated
+        for i, entry in enumerate(parent.get(name) or ()):
+            extra = sorted(set(entry) - {field}) if isinstance(entry, dict) else []
+            if extra:
+                first = f"{key}.{i}.{extra[0]}"
+                self.problems.append(
+                    f"--{key} {' '.join(texts)} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
+                    f"{', '.join(extra)} is set{origin(first, self.origins)}. Remove it from the file, or change that "
+                    f"entry with --{key}.{i}.{field}."
+                )
+        entries: list[dict[str, Any]] = []
+        for text in texts:
+            value = toml_value(text)
+            several = value if isinstance(value, list) and all(isinstance(v, str) for v in value) else [text]
+            entries += [{field: str(v)} for v in several]
+        parent[name] = entries
+        for path in [p for p in self.origins if p.startswith(f"{key}.")]:
+            del self.origins[path]
+        self.origins[key] = f"flag --{key}"
+
+    def _set(self, key: str, raw: str, flags: Mapping[str, str]) -> None:
+        parts = key.split(".")
+        if not all(parts):
+            self.problems.append(f"--{key}: a flag is a path of names joined by single dots, e.g. --run.seed")
+            return
+        node, path = self._descend(parts[:-1], key)
+        if node is None:
+            return
+        if isinstance(node, list):
+            self.problems.append(f"--{key}: {path} is a list; give a field of one entry, e.g. --{path}.0.{parts[-1]}")
+            return
+        last = parts[-1]
+        full = f"{path}.{last}" if path else last
+        if last == "use" and path:
+            self._check_replaced(node, path, raw, flags)
+        node[last] = str(raw) if last == "use" else FlagText(raw)
+        self.origins[full] = f"flag --{key}"
+
+    def _descend(self, parts: Sequence[str], key: str) -> tuple[Any, str]:
+        node: Any = self.data
+        path = ""
+        for part in parts:
+            if isinstance(node, list):
+                index = self._entry(node, part, path, key)
+                if index is None:
+                    return None, path
+                node, part = node[index], str(index)
+            else:
+                here = f"{path}.{part}" if path else part
+                if part not in node:
+                    node[part] = [] if here in LIST_PATHS else {}
+                elif isinstance(node[part], str):  # the short form of a plugin or model
+                    node[part] = {"model" if here in ("policy", "critic", "reference") else "use": str(node[part])}
+                node = node[part]
+            path = f"{path}.{part}" if path else part
+            if not isinstance(node, dict | list):
+                self.problems.append(f"--{key}: {path}{origin(path, self.origins)} is a single value, not a section")
+                return None, path
+        return node, path
+
+    def _entry(self, entries: list[Any], part: str, path: str, key: str) -> int | None:
+        if part.isdigit() and int(part) <= len(entries):
+            if int(part) == len(entries):
+                entries.append({})
+            return int(part)
+        labels = [_label(e) for e in entries]
+        if part in labels:
+            return labels.index(part)
+        there = ", ".join(f"{i} ({label})" for i, label in enumerate(labels)) or "none"
+        self.problems.append(f"--{key}: {path} has no entry {part!r}; there are: {there}.{did_you_mean(part, labels)}")
+        return None
+
+    def _check_replaced(self, node: dict[str, Any], path: str, new: str, flags: Mapping[str, str]) -> None:
+        old = node.get("use") or _default(path)
+        if old is not None and old.removeprefix("plugin:") == new.removeprefix("plugin:"):
+            return
+        own = _own_fields(path)
+        left = [f"{path}.{p}" for p in _leaves({k: v for k, v in node.items() if k not in own})]
+        if path == "trainer":  # [critic.trainer] holds options of the same plugin
+            for role, section in [*self.data.items(), *(self.data.get("roles") or {}).items()]:
+                if isinstance(section, dict) and isinstance(section.get("trainer"), dict):
+                    left += [f"{role}.trainer.{p}" for p in _leaves(section["trainer"])]
+        for field in left:
+            if field not in flags and not self.origins.get(field, "").startswith("flag"):
+                was = f"{old!r}" if old is not None else "the plugin that is there by default"
+                self.problems.append(
+                    f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces by {new!r}. "
+                    f"Remove it from the file, or say what it should be with --{field}."
+                )
+
+
+def _label(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return ""
+    if "path" in entry:
+        return str(entry.get("name") or str(entry["path"]).rsplit("/", 1)[-1].split(".")[0])
+    return str(entry.get("name") or label_of(str(entry.get("use", ""))))
+
+
+def _default(path: str) -> str | None:
+    field = RunFile.model_fields.get(path)
+    default = field.default if field is not None else None
+    return default.use if isinstance(default, Choice) else None
+
+
+def _own_fields(path: str) -> set[str]:
+    """Fields of the section itself, which stay valid whatever plugin it selects."""
+    kind = path.split(".")[0]
+    section = SINGLE.get(path) or (LISTS.get(kind) if path.count(".") == 1 else None)
+    return set(section.model_fields) if section is not None else {"use"}
+
+
+def _leaves(table: Mapping[str, Any]) -> list[str]:
+    paths: list[str] = []
+    for key, value in table.items():
+        paths += [f"{key}.{p}" for p in _leaves(value)] if isinstance(value, dict) and value else [key]
+    return paths

@@ -1,0 +1,141 @@
+"""Checks across sections, before anything starts: combinations that each part accepts but that cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rlhf.config_errors import raise_problems
+from rlhf.interfaces import Algorithm
+from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection
+from rlhf.types import Needs, RoleSpec
+
+CORRECTION = "correction"
+"""In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
+
+
+def check(
+    run: RunFile,
+    algorithm: Algorithm,
+    *,
+    rollout_needs_env: bool = False,
+    reward_roles: Collection[RoleSpec] = (),
+    generator: Any = None,
+    trainer: Any = None,
+) -> None:
+    """Refuse a run that could only fail later or silently ignore something.
+
+    Args:
+        rollout_needs_env: ``Rollout.needs_env`` of the selected rollout (online runs).
+        reward_roles: roles that the selected rewards declare.
+        generator, trainer: the selected classes, where capabilities are to be checked.
+
+    Raises ConfigError listing every problem and what to do about it.
+    """
+    needs = algorithm.needs()
+    problems = _models(run, algorithm, needs, reward_roles)
+    if algorithm.data == "prompts":
+        problems += _online(run, algorithm, needs, rollout_needs_env)
+        problems += _capabilities(algorithm, needs, generator, trainer)
+    else:
+        problems += _offline(run, algorithm)
+    raise_problems("these parts of the configuration do not fit together", problems)
+
+
+def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Collection[RoleSpec]) -> list[str]:
+    problems = []
+    if run.policy.model is None:
+        problems.append("policy.model: no model is named. Set --model PATH (a folder or a hub name).")
+    if not run.data.train:
+        problems.append("data.train: no training data is named. Set --data FILE.")
+    held = {r.name for r in (*needs.roles, *reward_roles)}
+    given: Mapping[str, ModelSection] = {"critic": run.critic, "reference": run.reference}
+    for name, section in given.items():
+        if name not in held and section != ModelSection():
+            problems.append(
+                f"[{name}] is set, but {algorithm.name!r} configured like this holds no role {name!r} (it holds "
+                f"{', '.join(sorted(held))}). Remove the section, or switch on what needs it."
+            )
+    for name in run.roles:
+        if name not in held or name in ("policy", "critic", "reference"):
+            hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
+            problems.append(f"[roles.{name}]: no selected plugin declares this further role. {hint}")
+    return problems
+
+
+def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env: bool) -> list[str]:
+    problems, s = [], run.sampling
+    name = algorithm.name
+    if s.samples_per_prompt < needs.group_min:
+        problems.append(
+            f"{name} needs at least {needs.group_min} samples per prompt, got {s.samples_per_prompt}; set "
+            f"--sampling.samples_per_prompt {needs.group_min}"
+        )
+    cut = [
+        f"{key} = {value}"
+        for key, value, off in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0))
+        if value != off
+    ]
+    if cut and CORRECTION not in needs.features:
+        problems.append(
+            f"sampling.{', sampling.'.join(cut)}: training samples would come from another distribution than the one "
+            "whose log-probs are trained on. Leave it at its default, or switch on the loss's importance correction."
+        )
+    if s.max_new_tokens >= run.data.max_tokens:
+        problems.append(
+            f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
+            f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
+        )
+    if rollout_needs_env and run.env is None:
+        problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env NAME.")
+    if run.env is not None and not rollout_needs_env:
+        problems.append(
+            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout to one that does "
+            "(e.g. multi_turn), or remove it."
+        )
+    if not run.reward and run.env is None:
+        problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
+    f = run.stream.filter
+    if f is not None:
+        if f.low is None and f.high is None and f.min_std is None:
+            problems.append("stream.filter: neither low, high nor min_std is set, so it would filter nothing.")
+        if f.low is not None and f.high is not None and f.low >= f.high:
+            problems.append(f"stream.filter: low = {f.low:g} must be below high = {f.high:g}.")
+        if f.min_std is not None and s.samples_per_prompt < 2:
+            problems.append(
+                "stream.filter.min_std: one sample per prompt has no deviation; set --sampling.samples_per_prompt 2."
+            )
+    return problems
+
+
+def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
+    problems = []
+    what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
+    if run.stream != StreamSection():
+        problems.append(f"[stream] is set, but {what}. Remove it.")
+    if not run.data.eval:
+        for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
+            if given:
+                problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+    if algorithm.data != "demonstrations" and run.data.loss_on != "completion":
+        problems.append(f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {what}. Remove it.")
+    return problems
+
+
+def _capabilities(algorithm: Algorithm, needs: Needs, generator: Any, trainer: Any) -> list[str]:
+    problems = []
+    if generator is not None and needs.generator_logprobs and "logprobs" not in generator.capabilities:
+        problems.append(
+            f"{algorithm.name} configured like this needs the log-probs of the generator, which generator "
+            f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
+        )
+    if generator is not None and trainer is not None:
+        pairs = [("accept:module", "export:module"), ("accept:tensors", "export:tensors")]
+        if not any(a in generator.capabilities and e in trainer.capabilities for a, e in pairs):
+            problems.append(
+                f"generator {generator.name!r} ({', '.join(sorted(generator.capabilities))}) cannot take weights from "
+                f"trainer {trainer.name!r} ({', '.join(sorted(trainer.capabilities))}): one must accept what the other "
+                "exports, 'module' or 'tensors'."
+            )
+    return problems
