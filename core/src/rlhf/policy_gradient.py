@@ -57,7 +57,7 @@ class KLConfig(ComponentConfig):
             raise ValueError("before_baseline concerns KL in the reward; with where = 'loss' it would do nothing")
         if self.target is not None and self.coef == 0:
             raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
-        if "horizon" in self.model_fields_set and self.target is None:
+        if self.horizon != 10_000 and self.target is None:
             raise ValueError("horizon is of the adaptive coefficient; set target too, or leave it out")
         return self
 
@@ -82,7 +82,7 @@ class ShapingConfig(ComponentConfig):
     def _consistent(self) -> Self:
         if (self.overlong_buffer is None) != (self.overlong_max is None):
             raise ValueError("overlong_buffer and overlong_max belong together: give both or none")
-        if "overlong_factor" in self.model_fields_set and self.overlong_buffer is None:
+        if self.overlong_factor != 1 and self.overlong_buffer is None:
             raise ValueError("overlong_factor does nothing without overlong_buffer and overlong_max")
         if self.overlong_buffer and self.overlong_max and self.overlong_buffer > self.overlong_max:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above overlong_max {self.overlong_max}")

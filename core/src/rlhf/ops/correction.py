@@ -63,7 +63,7 @@ class CorrectionConfig(ComponentConfig):
             raise ValueError(f"preset {self.preset!r} already says level and mode; give either it or those two")
         if (self.level is None) != (self.mode is None):
             raise ValueError(f"level = {self.level!r} and mode = {self.mode!r}: a correction needs both, or a preset")
-        if not self.active and self.model_fields_set & {"low", "high"}:
+        if not self.active and (self.low, self.high) != (0.5, 5.0):
             raise ValueError("a band [low, high] is given but no correction is on; give a preset, or level and mode")
         if self.low >= self.high:
             raise ValueError(f"the band needs low < high, got [{self.low}, {self.high}]")

@@ -1,1 +1,48 @@
-"""GRPO and Dr. GRPO."""
+"""GRPO and Dr. GRPO: the group is the critic."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Slot
+from rlhf.policy_gradient import PolicyGradient
+
+
+class GRPO(PolicyGradient):
+    """A_i = (r_i - mean of its group) / (std of its group + 1e-9), the same for every token; clipped surrogate.
+
+    Deviations from the paper: (1) mean over all tokens of the batch instead of a mean per answer first
+    (``loss.aggregation = "seq_mean_token_mean"`` is the paper's). (2) KL is off unless ``kl.coef`` is set; the paper's
+    is ``kl = { coef = 0.04, where = "loss", estimator = "k3" }``.
+    """
+
+    name = "grpo"
+    source = "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300"
+    slots = PolicyGradient.slots | {
+        "advantage": Slot("advantage", "group_norm", {"std": "group"}),
+        "loss": Slot("loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2}),
+    }
+
+
+class DrGRPO(PolicyGradient):
+    """A_i = r_i - mean of its group; the sum over tokens divided by answers x ``loss.max_length``.
+
+    Without the division by the standard deviation no prompt weighs more for being nearly solved; with a constant
+    instead of the answer's length no token weighs more for standing in a short answer. ``loss.max_length`` belongs at
+    ``sampling.max_new_tokens`` (times the turns): an answer beyond it is an error, a larger one only scales the loss.
+
+    Deviations from the paper: (1) KL is off unless ``kl.coef`` is set, as the paper recommends.
+    """
+
+    name = "dr_grpo"
+    source = "Liu et al. 2025, Understanding R1-Zero-like training, arXiv:2503.20783"
+    slots = PolicyGradient.slots | {
+        "advantage": Slot("advantage", "dr_grpo"),
+        "loss": Slot(
+            "loss",
+            "ppo",
+            {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "seq_sum_constant", "max_length": 256},
+        ),
+    }
+
+
+@hookimpl
+def rlhf_register_algorithm():
+    return [GRPO, DrGRPO]

@@ -10,11 +10,10 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
-
 from rlhf.interfaces import Advantage, ComponentConfig
 from rlhf.ops.groups import group_center, group_std, leave_one_out
 from rlhf.ops.returns import gae, return_to_go
+from torch import Tensor
 
 Normalise = Literal["none", "center", "whiten"]
 
@@ -46,8 +45,9 @@ class ReturnToGo(Advantage):
 
 
 class GAEConfig(WhitenConfig):
-    lam: float = Field(default=0.95, ge=0, le=1)
-    """lambda: 1 = the return minus the value, 0 = one step of temporal difference."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """lambda: 1 = the return minus the value, 0 = one step of temporal difference. Below 1 a reward at the end reaches
+    early tokens only through the critic."""
 
 
 class GAE(Advantage):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
+from rlhf.ops.ratios import bounded, clipped_surrogate, token_ratio
 from torch import Tensor
 
-from rlhf.ops.ratios import bounded, clipped_surrogate, token_ratio
 from rlhf_plugin_policy_gradient.policy_loss import Metrics, PolicyLoss, PolicyLossConfig
 
 
@@ -15,7 +15,7 @@ class PPOConfig(PolicyLossConfig):
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio's clip range is [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.2, ge=0)
-    """Above clip_low: clip-higher."""
+    """Larger than clip_low: clip-higher."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of tokens with a negative advantage at this many times the advantage."""
 
@@ -50,6 +50,7 @@ class GSPOConfig(PolicyLossConfig):
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """Of the sequence ratio, which is a mean over tokens: orders of magnitude below a token clip."""
     clip_high: float = Field(default=4e-4, ge=0)
+    """See clip_low."""
 
 
 class GSPO(PolicyLoss):
@@ -74,6 +75,7 @@ class CISPOConfig(PolicyLossConfig):
     clip_low: float = Field(default=1.0, ge=0, le=1)
     """The weight's range is [1 - clip_low, 1 + clip_high]; 1 = no lower bound, as in the paper."""
     clip_high: float = Field(default=4.0, ge=0)
+    """See clip_low."""
 
     @model_validator(mode="after")
     def _some_range(self) -> Self:

@@ -6,14 +6,13 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
-from torch import Tensor
-
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.correction import CorrectionConfig, correction_weights
 from rlhf.ops.kl import k3
 from rlhf.types import LossOutput, Reduce
+from torch import Tensor
 
 Metrics = dict[str, tuple[Any, Tensor]]
 
@@ -82,8 +81,8 @@ class PolicyLoss(Loss):
             longest = int(own_U.index_add(0, batch.unit_N, batch.tok["loss_mask"].to(own_U.dtype)).max())
             if longest > limit:
                 raise TrainingError(
-                    f"an answer has {longest} own tokens, above algorithm.loss.max_length = {limit}; set it to the most "
-                    "tokens an answer may have (sampling.max_new_tokens, times the turns)"
+                    f"an answer has {longest} own tokens, above algorithm.loss.max_length = {limit}; set it to the "
+                    "most tokens an answer may have (sampling.max_new_tokens, times the turns)"
                 )
         return batch
 

@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 from pydantic import Field
-
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.types import LossOutput, Reduce
 
 
 class ValueConfig(ComponentConfig):
-    clip: float | None = Field(default=0.5, gt=0)
-    """How far the value may move from the start of the update before it stops learning; ``clip_off`` lifts it."""
-    clip_off: bool = False
-    """No clipping (TOML has no null to write into ``clip``)."""
+    clip: float = Field(default=0.5, ge=0)
+    """How far the value may move from where it stood at the start of the update before it stops learning; 0 = off."""
 
 
 class Value(Loss):
@@ -25,15 +22,11 @@ class Value(Loss):
     source = "Schulman et al. 2017, arXiv:1707.06347; value clipping as in OpenAI baselines"
     Config = ValueConfig
 
-    @property
-    def _clip(self) -> float | None:
-        return None if self.config.clip_off else self.config.clip
-
     def outputs(self) -> tuple[str, ...]:
         return ("values",)
 
     def columns(self) -> tuple[str, ...]:
-        return ("returns",) if self._clip is None else ("returns", "old_values")
+        return ("returns",) if self.config.clip == 0 else ("returns", "old_values")
 
     def reduce(self) -> dict[str, Reduce]:
         return {"value": Reduce("token_mean")}
@@ -42,9 +35,9 @@ class Value(Loss):
         values_A, returns_A = x["values"], x["returns"]
         error_A = (values_A - returns_A).square()
         metrics: dict[str, tuple[Any, torch.Tensor]] = {"value": ("token", values_A), "return": ("token", returns_A)}
-        if self._clip is not None:
+        if self.config.clip > 0:
             old_A = x["old_values"]
-            clipped_A = (old_A + (values_A - old_A).clamp(-self._clip, self._clip) - returns_A).square()
+            clipped_A = (old_A + (values_A - old_A).clamp(-self.config.clip, self.config.clip) - returns_A).square()
             metrics["value_clip_fraction"] = ("token", (clipped_A > error_A).float())
             error_A = torch.maximum(clipped_A, error_A)
         return LossOutput({"value": error_A / 2}, metrics)

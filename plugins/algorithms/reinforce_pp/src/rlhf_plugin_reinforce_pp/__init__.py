@@ -1,1 +1,34 @@
-"""REINFORCE++ and REINFORCE++-baseline."""
+"""REINFORCE++ and REINFORCE++-baseline: no critic, advantages whitened over the whole batch."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Slot
+from rlhf.policy_gradient import PolicyGradient
+
+_LOSS = Slot("loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2})
+
+
+class ReinforcePP(PolicyGradient):
+    """A_t = discounted return-to-go of R, whitened over all tokens of the batch; works with one sample per prompt.
+
+    Deviations from the paper: (1) KL in the reward is off unless ``kl.coef`` is set.
+    """
+
+    name = "reinforce_pp"
+    source = "Hu 2025, REINFORCE++, arXiv:2501.03262"
+    slots = PolicyGradient.slots | {"advantage": Slot("advantage", "reinforce"), "loss": _LOSS}
+
+
+class ReinforcePPBaseline(PolicyGradient):
+    """r_i - mean of its group, then return-to-go, whitened over all tokens of the batch.
+
+    Deviations from the paper: (1) KL is off unless ``kl.coef`` is set.
+    """
+
+    name = "reinforce_pp_baseline"
+    source = "Hu 2025, REINFORCE++ (section on the -baseline variant), arXiv:2501.03262"
+    slots = PolicyGradient.slots | {"advantage": Slot("advantage", "reinforce_baseline"), "loss": _LOSS}
+
+
+@hookimpl
+def rlhf_register_algorithm():
+    return [ReinforcePP, ReinforcePPBaseline]
