@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -74,19 +73,21 @@ class Episode(Env):
             raise EnvError(f"{self._resolved}: reset() was called twice; an episode is opened afresh for every sample")
         if self._pool is not None:
             self._worker = await self._pool.acquire()
-            return check_observation(await self._remote("reset", row, seed))
+            opening: str = await self._remote("reset", row, seed)
+            return opening
         try:
             self._env = self._resolved.cls(self._config)
         except Exception as error:
             raise EnvError(f"{self._resolved}: building it raised {cause(error)}") from error
-        return check_observation(await self._local("reset", self._env.reset(row, seed), check_observation))
+        text: str = await self._local("reset", row, seed)
+        return text
 
     async def step(self, action: str) -> EnvStep:
         if self._over or self._closed or (self._env is None and self._worker is None):
             state = "ended" if self._over else "closed" if self._closed else "not been reset"
             raise EnvError(f"{self._resolved}: step() was called on an episode that has {state}")
         if self._env is not None:
-            step: EnvStep = await self._local("step", self._env.step(action), check_step)
+            step: EnvStep = await self._local("step", action)
         else:
             step = step_from_json(await self._remote("step", action))
         self._steps += 1
@@ -106,18 +107,12 @@ class Episode(Env):
             if worker is not None and worker.alive:
                 await worker.call("close", deadline=self._section.deadline)
             elif self._env is not None:
-                closing = self._env.close()
-                if closing is not None:
-                    await self._local("close", closing)
-        except Exception as error:
+                await self._local("close")
+        except Exception:
             if worker is not None:
                 worker.kill()
             if not failed_before:
-                raise (
-                    error
-                    if isinstance(error, RlhfError)
-                    else EnvError(f"{self._resolved}: close() raised {cause(error)}")
-                ) from error
+                raise
         finally:
             if worker is not None and self._pool is not None:
                 self._pool.release(worker)
@@ -130,10 +125,12 @@ class Episode(Env):
             self._failed = True
             raise
 
-    async def _local(self, method: str, call: Awaitable[Any] | Any, check: Any = lambda value: value) -> Any:
+    async def _local(self, method: str, *arguments: Any) -> Any:
         deadline = self._section.deadline
+        check = {"reset": check_observation, "step": check_step, "close": lambda result: None}[method]
         try:
-            return check(await within(call, deadline))
+            call: Any = getattr(self._env, method)(*arguments)
+            return check(None if call is None else await within(call, deadline))
         except BaseException as error:
             self._failed = True
             if isinstance(error, DeadlineExpired):

@@ -25,6 +25,12 @@ class RolloutContext(ABC):
         """Text from the environment as an unsampled turn, wrapped as the chat template wraps a user turn
         (plain where prompts are plain), ready for the policy to answer."""
 
+    def encode_opening(self, row: Row, text: str) -> list[Turn]:
+        """The row's prompt and what the environment says at its start (nothing where ``text`` is empty), ready for the
+        policy to answer. A context whose prompts go through a chat template overrides this, so that the prompt does
+        not end with the head of an answer that never comes."""
+        return [self.encode_prompt(row), *([self.encode_observation(text)] if text else [])]
+
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         """One sampled turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""

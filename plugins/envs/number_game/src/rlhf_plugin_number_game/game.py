@@ -1,0 +1,72 @@
+"""The game: a number is hidden in a range; each question is answered with "smaller", "larger" or "found"."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import model_validator
+from rlhf.errors import EnvError
+from rlhf.interfaces import ComponentConfig, Env
+from rlhf.seeds import derive_seed
+from rlhf.types import EnvStep, Row
+
+QUESTION = re.compile(r"\s*([0-9]{1,9})\s*\??\s*")
+
+
+class NumberGameConfig(ComponentConfig):
+    """The range, and what a question costs."""
+
+    low: int = 1
+    """Smallest number that can be hidden, >= 0."""
+    high: int = 15
+    """Largest number that can be hidden."""
+    column: str = "hidden"
+    """Column of the data row with the hidden number. Rows without it get one drawn from the sample's seed."""
+    found: float = 1.0
+    """Reward for naming the number."""
+    cost: float = 0.1
+    """Taken off for every question, the last one included."""
+    invalid_cost: float = 0.2
+    """Taken off, on top of ``cost``, for an answer that is no number of the range."""
+    show_range: bool = True
+    """Open with the range, e.g. ``1-15:``; otherwise the row's prompt has to say it."""
+
+    @model_validator(mode="after")
+    def _range(self) -> NumberGameConfig:
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"the range needs 0 <= low <= high, got low = {self.low}, high = {self.high}")
+        return self
+
+
+class NumberGame(Env):
+    """A question is a number, with or without ``?``. The answers, one character each and followed by nothing:
+
+    ``<`` the hidden number is smaller, ``>`` it is larger, ``=`` found, which ends the episode, ``!`` not a number of
+    the range. ``[env] max_turns`` ends an episode that finds nothing.
+    """
+
+    name = "number_game"
+    Config = NumberGameConfig
+
+    async def reset(self, row: Row, seed: int) -> str:
+        c = self.config
+        hidden = row.get(c.column)
+        if hidden is None:
+            hidden = c.low + derive_seed(seed, self.name) % (c.high - c.low + 1)
+        if type(hidden) is not int or not c.low <= hidden <= c.high:
+            raise EnvError(
+                f"env {self.name!r}: row {row.index} of source {row.source!r} hides {hidden!r} (column {c.column!r}); "
+                f"allowed: a whole number from {c.low} to {c.high}"
+            )
+        self._hidden = hidden
+        return f"{c.low}-{c.high}:" if c.show_range else ""
+
+    async def step(self, action: str) -> EnvStep:
+        c = self.config
+        question = QUESTION.fullmatch(action)
+        number = int(question[1]) if question else -1
+        if not c.low <= number <= c.high:
+            return EnvStep("!", -c.cost - c.invalid_cost, info={"valid": False})
+        if number == self._hidden:
+            return EnvStep("=", c.found - c.cost, done=True, info={"valid": True})
+        return EnvStep("<" if self._hidden < number else ">", -c.cost, info={"valid": True})

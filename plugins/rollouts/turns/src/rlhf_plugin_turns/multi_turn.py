@@ -1,0 +1,50 @@
+"""An episode in an environment: answer, observation, answer, ... until it is over."""
+
+from __future__ import annotations
+
+from rlhf.interfaces import Rollout, RolloutContext
+from rlhf.types import Row, Turn
+
+from rlhf_plugin_turns.budget import room, within_budget
+
+
+class MultiTurn(Rollout):
+    """Prompt and the environment's opening; then sampled turns, each answered by the environment, until
+
+    * the environment says ``done`` (``[env] max_turns`` makes it say so at the latest then),
+    * a sampled turn uses up the last of ``data.max_tokens``: its ``finish`` is ``length``; the environment still
+      sees it, as it may have completed the task, or
+    * an observation leaves no room to answer: it is left out, and the turn before it gets ``finish = "length"``.
+
+    So ``Trajectory.truncated`` is true exactly where the token budget ended the episode before the environment did,
+    or where the last answer itself was cut at ``max_new_tokens``. Token in, token out: what was sampled is never
+    decoded and encoded again. ``EnvStep.reward`` becomes the reward of the sampled turn. ``EnvStep.sampling``
+    replaces the sampling parameters of this sample from its next turn on; they are frozen values, so no other sample
+    sees it. The observation of the last step is not appended: nothing that follows could be trained on.
+
+    Raises RolloutError (a failed sample): prompt and opening leave no room for an answer.
+    """
+
+    name = "multi_turn"
+    needs_env = True
+
+    async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        env = await ctx.open_env()  # closed by the core when the sample ends, also after an error
+        turns = ctx.encode_opening(row, await env.reset(row, seed))  # type: ignore[misc]
+        sampling = ctx.sampling
+        turn_number = 0
+        while True:
+            now = within_budget(sampling, room(turns, ctx), "the prompt with the environment's opening")
+            turn = await ctx.generate(list(turns), now, turn_number)
+            turns.append(turn)
+            step = await env.step(turn.text)  # type: ignore[misc]
+            turn.reward = step.reward
+            if step.done:
+                return turns
+            observation = ctx.encode_observation(step.observation)
+            if room([*turns, observation], ctx) < 1:
+                turn.finish = "length"
+                return turns
+            turns.append(observation)
+            sampling = step.sampling or sampling
+            turn_number += 1

@@ -1,0 +1,150 @@
+"""Both rollouts, against a policy that answers from a script and a context that counts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import RolloutError
+from rlhf.interfaces import Env, RolloutContext
+from rlhf.plugins import Plugins
+from rlhf.types import EnvStep, Row, Sampling, Turn
+from rlhf_plugin_turns import MultiTurn, SingleTurn
+
+SAMPLING = Sampling()
+
+
+class Context(RolloutContext):
+    """One token per character; the policy says ``answers`` one after the other, cut at its budget."""
+
+    def __init__(
+        self, *answers: str, env: Env | None = None, max_tokens: int = 100, sampling: Sampling = SAMPLING
+    ) -> None:
+        self.answers, self.env = list(answers), env
+        self.sampling, self.max_tokens = sampling, max_tokens
+        self.asked: list[tuple[list[int], Sampling, int]] = []
+
+    def encode_prompt(self, row):
+        return self._turn(row["prompt"], sampled=False)
+
+    def encode_observation(self, text):
+        return self._turn(text, sampled=False)
+
+    async def generate(self, turns, sampling, turn_number=0):
+        ids = [i for t in turns for i in t.ids]
+        self.asked.append((ids, sampling, turn_number))
+        assert 1 <= sampling.max_new_tokens <= self.max_tokens - len(ids)
+        await asyncio.sleep(0)
+        answer = self.answers[turn_number]
+        turn = self._turn(answer[: sampling.max_new_tokens], sampled=True)
+        turn.finish = "stop" if len(answer) <= sampling.max_new_tokens else "length"
+        return turn
+
+    async def open_env(self):
+        return self.env
+
+    def _turn(self, text: str, sampled: bool) -> Turn:
+        ids = [ord(c) for c in text]
+        return Turn(ids, sampled, logprobs=[0.0] * len(ids) if sampled else None, text=text)
+
+
+class Scripted(Env):
+    name = "scripted"
+
+    def __init__(self, opening: str, *steps: EnvStep) -> None:
+        super().__init__()
+        self.opening, self.steps, self.actions = opening, list(steps), []
+
+    async def reset(self, row, seed):
+        self.given = (row, seed)
+        return self.opening
+
+    async def step(self, action):
+        self.actions.append(action)
+        return self.steps[len(self.actions) - 1]
+
+
+ROW = Row({"prompt": "prompt:"}, "unit", 0)
+
+
+def run(rollout, context):
+    return asyncio.run(rollout().run(ROW, 5, context))
+
+
+def test_both_are_found_by_name() -> None:
+    plugins = Plugins.discover()
+    assert plugins.resolve("rollout", "single_turn").cls is SingleTurn
+    assert plugins.resolve("rollout", "multi_turn").cls is MultiTurn
+    assert (SingleTurn.needs_env, MultiTurn.needs_env) == (False, True)
+
+
+def test_single_turn() -> None:
+    turns = run(SingleTurn, Context("answer"))
+    assert [(t.text, t.sampled) for t in turns] == [("prompt:", False), ("answer", True)]
+
+
+def test_single_turn_stays_within_max_tokens() -> None:
+    context = Context("answer", max_tokens=10)
+    turns = run(SingleTurn, context)
+    assert (turns[1].text, turns[1].finish) == ("ans", "length")
+    with pytest.raises(RolloutError, match=r"the prompt leaves no room for an answer: 1 tokens too many.*max_tokens"):
+        run(SingleTurn, Context("answer", max_tokens=7))
+
+
+def test_multi_turn_alternates_and_keeps_every_reward_at_its_turn() -> None:
+    env = Scripted("open;", EnvStep("one;", 0.25), EnvStep("two;", -0.5), EnvStep("never shown", 1.0, done=True))
+    context = Context("a", "bb", "ccc", env=env)
+    turns = run(MultiTurn, context)
+    assert [(t.text, t.sampled, t.reward) for t in turns] == [
+        ("prompt:", False, None),
+        ("open;", False, None),
+        ("a", True, 0.25),
+        ("one;", False, None),
+        ("bb", True, -0.5),
+        ("two;", False, None),
+        ("ccc", True, 1.0),
+    ]
+    assert env.given == (ROW, 5)
+    assert env.actions == ["a", "bb", "ccc"]
+    assert [number for _, _, number in context.asked] == [0, 1, 2]
+    assert "".join(map(chr, context.asked[2][0])) == "prompt:open;aone;bbtwo;"  # token in, token out
+
+
+def test_an_empty_opening_adds_no_turn() -> None:
+    turns = run(MultiTurn, Context("a", env=Scripted("", EnvStep(done=True))))
+    assert [t.text for t in turns] == ["prompt:", "a"]
+
+
+def test_the_budget_cuts_the_answer_and_the_environment_still_sees_it() -> None:
+    env = Scripted("", EnvStep("o", 0.0), EnvStep("p", 0.5))
+    turns = run(MultiTurn, Context("aa", "bbbb", env=env, max_tokens=12))
+    assert [t.text for t in turns] == ["prompt:", "aa", "o", "bb"]
+    assert (turns[-1].finish, turns[-1].reward) == ("length", 0.5)
+    assert env.actions == ["aa", "bb"]
+
+
+def test_an_observation_that_leaves_no_room_is_left_out_whole() -> None:
+    env = Scripted("", EnvStep("long observation", 0.5))
+    turns = run(MultiTurn, Context("aa", env=env, max_tokens=20))
+    assert [t.text for t in turns] == ["prompt:", "aa"]
+    assert (turns[-1].finish, turns[-1].reward) == ("length", 0.5)
+    with pytest.raises(RolloutError, match="environment's opening leaves no room"):
+        run(MultiTurn, Context("a", env=Scripted("a long opening"), max_tokens=20))
+
+
+def test_sampling_is_replaced_for_this_sample_from_its_next_turn() -> None:
+    """Two samples share one Sampling; the environment of one replaces it (seen elsewhere: both were cut)."""
+    shared = Sampling(max_new_tokens=9, temperature=0.7)
+    short = replace(shared, max_new_tokens=2)
+    first = Context("aaaa", "bbbb", env=Scripted("", EnvStep("o", sampling=short), EnvStep(done=True)), sampling=shared)
+    second = Context("aaaa", "bbbb", env=Scripted("", EnvStep("o"), EnvStep(done=True)), sampling=shared)
+
+    async def both():
+        return await asyncio.gather(MultiTurn().run(ROW, 0, first), MultiTurn().run(ROW, 1, second))
+
+    turns_first, turns_second = asyncio.run(both())
+    assert [t.text for t in turns_first if t.sampled] == ["aaaa", "bb"]
+    assert [t.text for t in turns_second if t.sampled] == ["aaaa", "bbbb"]
+    assert [s for _, s, _ in first.asked] == [shared, short]
+    assert [s for _, s, _ in second.asked] == [shared, shared]
