@@ -36,8 +36,7 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """Unbiased and never negative; tangent beyond ``EXP_BOUND``."""
-    inside = (-d).clamp(max=EXP_BOUND)
-    beyond = -d - inside  # 0 up to the bound
+    inside, beyond = (-d).clamp(max=EXP_BOUND), (-d - EXP_BOUND).clamp(min=0)
     return torch.expm1(inside) + math.exp(EXP_BOUND) * beyond + d
 
 

@@ -1,0 +1,109 @@
+"""Every estimator against plain loops, through the conformance suite, and in numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.testing.advantage import AdvantageContract
+from rlhf_plugin_policy_gradient.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+
+
+def loops(R_NA, mask_NA, gamma):
+    out = torch.zeros_like(R_NA)
+    for n in range(R_NA.shape[0]):
+        own = [t for t in range(R_NA.shape[1]) if mask_NA[n, t]]
+        for i, t in enumerate(own):
+            out[n, t] = sum(gamma**k * R_NA[n, s] for k, s in enumerate(own[i:]))
+    return out
+
+
+def per_trajectory(r_N, group_N, fn):
+    return torch.stack([fn(r_N[i], r_N[group_N == group_N[i]]) for i in range(len(r_N))])
+
+
+class ReturnToGoStatement(AdvantageContract):
+    def statement_returns(self, R_NA, mask_NA, values_NA, boot_N, config):
+        out = loops(R_NA, mask_NA, config.gamma)
+        return out, out
+
+
+class TestReinforce(ReturnToGoStatement):
+    advantage = Reinforce
+    configs = (Reinforce.Config(), Reinforce.Config(gamma=0.9, normalise="center"), Reinforce.Config(gamma=0.0))
+
+
+class TestReinforceBaseline(ReturnToGoStatement):
+    advantage = ReinforceBaseline
+    configs = (ReinforceBaseline.Config(), ReinforceBaseline.Config(normalise="none"))
+
+    def statement_baseline(self, r_N, group_N, config):
+        return per_trajectory(r_N, group_N, lambda r, g: r - g.mean())
+
+
+class TestRLOO(ReturnToGoStatement):
+    advantage = RLOO
+
+    def statement_baseline(self, r_N, group_N, config):
+        return per_trajectory(r_N, group_N, lambda r, g: r - (g.sum() - r) / (len(g) - 1))
+
+
+class TestGroupNorm(ReturnToGoStatement):
+    advantage = GroupNorm
+    configs = (GroupNorm.Config(), GroupNorm.Config(std="batch"), GroupNorm.Config(std="none"))
+
+    def statement_baseline(self, r_N, group_N, config):
+        def one(r, g):
+            std = {"group": g.std(), "batch": r_N.std(), "none": torch.tensor(1.0)}[config.std]
+            return (r - g.mean()) / (std + (1e-9 if config.std != "none" else 0.0))
+
+        return per_trajectory(r_N, group_N, one)
+
+
+class TestDrGRPO(ReturnToGoStatement):
+    advantage = DrGRPO
+
+    def statement_baseline(self, r_N, group_N, config):
+        return per_trajectory(r_N, group_N, lambda r, g: r - g.mean())
+
+
+class TestGAE(AdvantageContract):
+    advantage = GAE
+    configs = (GAE.Config(), GAE.Config(gamma=0.9, lam=0.8), GAE.Config(lam=0.0))
+
+    def statement_returns(self, R_NA, mask_NA, values_NA, boot_N, config):
+        A, V = torch.zeros_like(R_NA), values_NA
+        for n in range(R_NA.shape[0]):
+            T = int(mask_NA[n].sum())
+            end = boot_N[n] if boot_N is not None else torch.tensor(0.0).double()
+            nxt = [*V[n, 1:T], end]
+            delta = [R_NA[n, t] + config.gamma * nxt[t] - V[n, t] for t in range(T)]
+            for t in range(T):
+                A[n, t] = sum((config.gamma * config.lam) ** (k - t) * delta[k] for k in range(t, T))
+        return A, A + V * mask_NA
+
+
+def test_std_option_is_not_ignored():
+    """Defect 24: group normalisation ignored the switch that turns the division by std off."""
+    r_N, group_N = torch.tensor([0.0, 1.0, 1.0, 3.0, 0.0, 10.0]).double(), torch.tensor([0, 0, 0, 0, 1, 1])
+    by_group = GroupNorm().baseline(r_N, group_N)
+    assert by_group.tolist() == pytest.approx(
+        [-0.99339927, -0.19867985, -0.19867985, 1.39075897, -0.70710678, 0.70710678]
+    )
+    none = GroupNorm(GroupNorm.Config(std="none")).baseline(r_N, group_N)
+    assert none.tolist() == [-1.25, -0.25, -0.25, 1.75, -5.0, 5.0]
+    batch = GroupNorm(GroupNorm.Config(std="batch")).baseline(r_N, group_N)
+    assert (none / batch).tolist() == pytest.approx([3.83405789] * 6)
+
+
+def test_by_hand():
+    r_N, group_N = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0]).double(), torch.tensor([7, 7, 7, 2, 2])
+    assert RLOO().baseline(r_N, group_N).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
+    assert DrGRPO().baseline(r_N, group_N).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0])
+
+
+def test_no_option_is_accepted_that_does_nothing():
+    with pytest.raises(ValidationError, match="no_std_norm"):
+        GroupNorm.Config(no_std_norm=True)
+    with pytest.raises(ValidationError, match="normalise"):
+        RLOO.Config(normalise="whiten")

@@ -1,0 +1,305 @@
+"""Every loss against a plain statement on padded [B, T] tensors, and through the conformance suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import TrainingError
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.correction import CorrectionConfig
+from rlhf.ops.kl_loss import WithKL
+from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.testing.loss import LossContract
+from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, ReinforceLoss
+from rlhf_plugin_policy_gradient.value import Value
+
+
+def aggregate(values_BT, mask_BT, how, length=None):
+    m = mask_BT.double()
+    live = m.sum(1) > 0
+    if how == "token_mean":
+        return (m * values_BT).sum() / m.sum()
+    if how == "seq_mean_token_mean":
+        return ((m * values_BT).sum(1)[live] / m.sum(1)[live]).mean()
+    if how == "seq_mean_token_sum":
+        return (m * values_BT).sum(1)[live].mean()
+    return (m * values_BT).sum() / (int(live.sum()) * length)
+
+
+def weight(x, correction, b, t):
+    """The correction of one token, in plain Python numbers."""
+    d = (x["old_logprobs"] - x["gen_logprobs"]).double()
+    own = d[b][x.mask_BT[b]]
+    lo, hi = correction.low, correction.high
+    inside = lambda w: w if lo <= w <= hi else 0.0  # noqa: E731
+    if correction.preset is None and correction.level is None:
+        return 1.0
+    token = float(d[b, t].exp())
+    mean, product = float(own.mean().exp()), float(own.sum().exp())
+    if correction.preset == "tis":
+        return min(max(token, lo), hi)
+    if correction.preset == "icepop":
+        return inside(token)
+    if correction.preset == "seq_mask_tis":
+        return min(max(token, lo), hi) if lo <= mean <= hi else 0.0
+    if correction.preset == "mis":
+        return inside(product)
+    value = {"token": token, "sequence_mean": mean, "sequence_product": product}[correction.level]
+    return inside(value) if correction.mode == "mask" else min(max(value, lo), hi)
+
+
+class Statement(LossContract):
+    def statement(self, x):
+        c = x.config
+        values_BT = self.values(x, c)
+        if c.correction.active:
+            w_BT = torch.zeros_like(values_BT)
+            for b in range(w_BT.shape[0]):
+                for t in range(w_BT.shape[1]):
+                    if x.mask_BT[b, t]:
+                        w_BT[b, t] = weight(x, c.correction, b, t)
+            values_BT = values_BT * w_BT
+        total = aggregate(values_BT, x.mask_BT, c.aggregation, c.max_length)
+        if c.entropy_coef is not None:
+            total = total - c.entropy_coef * aggregate(x["entropy"], x.mask_BT, c.aggregation, c.max_length)
+        return total
+
+
+def surrogate(rho, A, low, high, dual=None):
+    value = torch.min(rho * A, rho.clamp(1 - low, 1 + high) * A)
+    if dual is not None:
+        value = torch.where(A < 0, torch.max(value, dual * A), value)
+    return -value
+
+
+CORRECTIONS = [
+    CorrectionConfig(preset="tis"),
+    CorrectionConfig(preset="icepop", low=0.3, high=3.0),
+    CorrectionConfig(preset="seq_mask_tis", low=0.3, high=3.0),
+    CorrectionConfig(preset="mis", low=0.01, high=100.0),
+    CorrectionConfig(level="sequence_mean", mode="truncate", low=0.9, high=1.1),
+    CorrectionConfig(level="sequence_product", mode="truncate", low=0.1, high=10.0),
+]
+
+
+class TestPPO(Statement):
+    loss = PPO
+    configs = (
+        PPO.Config(),
+        PPO.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.01),
+        PPO.Config(aggregation="seq_mean_token_mean", entropy_coef=0.0),
+        PPO.Config(aggregation="seq_mean_token_sum"),
+        PPO.Config(aggregation="seq_sum_constant", max_length=64, entropy_coef=0.1),
+        *(PPO.Config(correction=c) for c in CORRECTIONS),
+    )
+
+    def values(self, x, c):
+        rho = (x["logprobs"] - x["old_logprobs"]).exp()
+        return surrogate(rho, x["advantages"], c.clip_low, c.clip_high, c.dual_clip)
+
+
+class TestReinforce(Statement):
+    loss = ReinforceLoss
+    configs = (
+        ReinforceLoss.Config(),
+        ReinforceLoss.Config(correction=CORRECTIONS[0], aggregation="seq_mean_token_sum"),
+    )
+
+    def values(self, x, c):
+        return -x["logprobs"] * x["advantages"]
+
+
+class TestGSPO(Statement):
+    loss = GSPO
+    configs = (GSPO.Config(), GSPO.Config(clip_low=0.5, clip_high=0.9, correction=CORRECTIONS[1]))
+
+    def values(self, x, c):
+        m = x.mask_BT.double()
+        d = ((x["logprobs"] - x["old_logprobs"]) * m).sum(1) / m.sum(1).clamp(min=1)
+        return surrogate(d.exp()[:, None].expand_as(m), x["advantages"], c.clip_low, c.clip_high)
+
+
+class TestCISPO(Statement):
+    loss = CISPO
+    configs = (CISPO.Config(), CISPO.Config(clip_low=0.2, clip_high=0.2, entropy_coef=0.01))
+
+    def values(self, x, c):
+        rho = (x["logprobs"] - x["old_logprobs"]).exp().detach().clamp(1 - c.clip_low, 1 + c.clip_high)
+        return -rho * x["advantages"] * x["logprobs"]
+
+
+class TestValue(LossContract):
+    loss = Value
+    configs = (Value.Config(), Value.Config(clip=0.0), Value.Config(clip=0.1))
+
+    def statement(self, x):
+        V, G = x["values"], x["returns"]
+        error = (V - G) ** 2
+        if x.config.clip:
+            old = x["old_values"]
+            error = torch.max(error, (old + (V - old).clamp(-x.config.clip, x.config.clip) - G) ** 2)
+        return aggregate(error, x.mask_BT, "token_mean") / 2
+
+
+class TestKLBeside(Statement):
+    loss = PPO
+    configs = (PPO.Config(), PPO.Config(aggregation="seq_mean_token_sum"))
+    coef = {"kl": 0.3}
+
+    def build(self, config):
+        return WithKL(PPO(config), "k3")
+
+    def statement(self, x):
+        d = x["logprobs"] - x["ref_logprobs"]
+        kl = aggregate((-d).exp() - 1 + d, x.mask_BT, x.config.aggregation)
+        rho = (x["logprobs"] - x["old_logprobs"]).exp()
+        return aggregate(surrogate(rho, x["advantages"], 0.2, 0.2), x.mask_BT, x.config.aggregation) + 0.3 * kl
+
+
+class TestKLBesideGSPO(TestKLBeside):
+    """Any loss takes it: no code of KL in any of them."""
+
+    loss = GSPO
+    configs = (GSPO.Config(),)
+
+    def build(self, config):
+        return WithKL(GSPO(config), "k2")
+
+    def statement(self, x):
+        m = x.mask_BT.double()
+        s = (((x["logprobs"] - x["old_logprobs"]) * m).sum(1) / m.sum(1).clamp(min=1)).exp()[:, None].expand_as(m)
+        kl = (x["logprobs"] - x["ref_logprobs"]) ** 2 / 2
+        values = surrogate(s, x["advantages"], 3e-4, 4e-4) + 0.3 * kl
+        return aggregate(values, m > 0, "seq_mean_token_mean")
+
+
+# ------------------------------------------------------------------------------- numbers by hand
+
+
+def one_sequence(n, **columns):
+    tok = {"loss_mask": [False] + [True] * n, **{k: [0.0, *v] for k, v in columns.items()}}
+    return pack([UnitData([SequenceData([1] * (n + 1), tok)])])
+
+
+def run(loss, batch, outputs, coef=None, live=None):
+    batch = weigh(loss.prepare(batch), loss.reduce())
+    total, sums = evaluate(loss, batch, {k: torch.tensor(v) for k, v in outputs.items()}, coef or {}, live or {})
+    return float(total), finish_sums(sums)
+
+
+def test_ppo_by_hand():
+    """rho = 2, 2, 0.5, 0.5 with A = 1, -1, 1, -1 and clips 0.2 / 0.3: -1.3, 2, -0.5, 0.8; mean 0.25."""
+    log2 = 0.6931471805599453
+    batch = one_sequence(4, old_logprobs=[-1.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0])
+    lp = [-1 + log2, -1 + log2, -1 - log2, -1 - log2]
+    total, metrics = run(PPO(PPO.Config(clip_high=0.3)), batch, {"logprobs": lp})
+    assert total == pytest.approx((-1.3 + 2 - 0.5 + 0.8) / 4, abs=1e-6)
+    assert metrics["clip_fraction"] == 0.5
+    assert metrics["ratio"] == pytest.approx(1.25)
+    assert metrics["loss/policy"] == pytest.approx(total)
+
+
+def test_dual_clip_by_hand():
+    """rho = e^5, A = -1: plain loss 148.4, with c = 3 it is 3."""
+    batch = one_sequence(1, old_logprobs=[-6.0], advantages=[-1.0])
+    assert run(PPO(), batch, {"logprobs": [-1.0]})[0] == pytest.approx(148.41316, rel=1e-5)
+    assert run(PPO(PPO.Config(dual_clip=3.0)), batch, {"logprobs": [-1.0]})[0] == pytest.approx(3.0)
+
+
+def test_value_by_hand():
+    """V = 2, V_old = 0, G = 3, clip 0.5: max((0.5 - 3)^2, (2 - 3)^2) / 2 = 3.125; without clip 0.5."""
+    batch = one_sequence(1, old_values=[0.0], returns=[3.0])
+    assert run(Value(), batch, {"values": [2.0]})[0] == pytest.approx(3.125)
+    assert run(Value(Value.Config(clip=0.0)), batch, {"values": [2.0]})[0] == pytest.approx(0.5)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    """rho = e^3 > 5: the weight is 5 and d loss / d lp = -5 A, where the clipped surrogate has none."""
+    batch = one_sequence(1, old_logprobs=[-4.0], advantages=[2.0])
+    for loss, expected in ((CISPO(), -10.0), (PPO(), 0.0)):
+        lp = torch.tensor([-1.0], requires_grad=True)
+        total, _ = evaluate(loss, weigh(batch, loss.reduce()), {"logprobs": lp}, {}, {})
+        total.backward()
+        assert lp.grad.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), ReinforceLoss()])
+def test_live_old_logprobs_give_the_policy_gradient(loss):
+    """One optimizer step: old_logprobs is the live output, rho = 1, and every loss has the gradient -A / N."""
+    batch = one_sequence(2, advantages=[2.0, 2.0])
+    lp = torch.tensor([-1.0, -3.0], requires_grad=True)
+    total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"logprobs": lp}, {}, {"old_logprobs": "logprobs"})
+    total.backward()
+    assert lp.grad.tolist() == pytest.approx([-1.0, -1.0])
+    assert finish_sums(sums).get("ratio", 1.0) == 1.0
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("far", [-1e4, 1e4])
+@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO()])
+def test_ratios_without_bounds_stay_finite(loss, far, sign):
+    """Defect 3: the sequence ratio had no bound and became inf."""
+    batch = one_sequence(2, old_logprobs=[-2e4, -2e4], advantages=[sign, sign])
+    lp = torch.tensor([-2e4 + far, -2e4 + far], requires_grad=True)
+    total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"logprobs": lp}, {}, {})
+    total.backward()
+    assert torch.isfinite(total)
+    assert torch.isfinite(lp.grad).all()
+    if isinstance(loss, PPO) and far > 0 and sign < 0:  # unclipped, drifting up against its advantage: still pushed
+        assert (lp.grad > 0).all()
+    assert all(abs(v) < float("inf") for v in finish_sums(sums).values())
+
+
+def test_metrics_of_drift():
+    """kl_old and kl_generator are k3 on the right side: e^-d - 1 + d with d = old - now, gen - old."""
+    batch = one_sequence(1, old_logprobs=[-1.0], gen_logprobs=[-1.5], advantages=[1.0])
+    metrics = run(PPO(), batch, {"logprobs": [-1.2]})[1]
+    assert metrics["kl_old"] == pytest.approx(0.0187308, abs=1e-6)  # e^-0.2 - 1 + 0.2
+    assert metrics["kl_generator"] == pytest.approx(0.1487213, abs=1e-6)  # e^0.5 - 1 - 0.5
+    without = one_sequence(1, old_logprobs=[-1.0], advantages=[1.0])
+    assert "kl_generator" not in run(PPO(), without, {"logprobs": [-1.2]})[1]
+
+
+def test_masked_tokens_do_not_make_the_others_louder():
+    """IcePop masks token 0 (w = e^2 > 5): the mean still divides by 2."""
+    batch = one_sequence(2, old_logprobs=[-1.0, -1.0], gen_logprobs=[-3.0, -1.0], advantages=[1.0, 1.0])
+    loss = ReinforceLoss(ReinforceLoss.Config(correction=CorrectionConfig(preset="icepop")))
+    total, metrics = run(loss, batch, {"logprobs": [-1.0, -1.0]})
+    assert total == pytest.approx(0.5)
+    assert metrics["correction_masked"] == 0.5
+
+
+def test_needs_of_the_correction():
+    assert not PPO().generator_logprobs
+    assert PPO(PPO.Config(correction=CorrectionConfig(preset="tis"))).generator_logprobs
+    loss = PPO(PPO.Config(correction=CorrectionConfig(preset="tis")))
+    with pytest.raises(TrainingError, match="gen_logprobs"):
+        run(loss, one_sequence(1, old_logprobs=[-1.0], advantages=[1.0]), {"logprobs": [-1.0]})
+
+
+def test_answers_beyond_the_constant_are_refused():
+    loss = PPO(PPO.Config(aggregation="seq_sum_constant", max_length=2))
+    batch = one_sequence(3, old_logprobs=[-1.0] * 3, advantages=[1.0] * 3)
+    with pytest.raises(TrainingError, match=r"3 own tokens.*max_length = 2"):
+        loss.prepare(batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PPO.Config(aggregation="seq_sum_constant"), "needs max_length"),
+        (lambda: PPO.Config(max_length=3), "no use for it"),
+        (lambda: PPO.Config(dual_clip=1.0), "greater than 1"),
+        (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
+        (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),
+        (lambda: CorrectionConfig(preset="tis", level="token"), "already says level and mode"),
+        (lambda: CorrectionConfig(level="token"), "needs both"),
+        (lambda: CorrectionConfig(low=0.1), "no correction is on"),
+        (lambda: CorrectionConfig(preset="tis", low=6.0), "low < high"),
+    ],
+)
+def test_configs_that_would_be_ignored_are_refused(make, message):
+    with pytest.raises(ValidationError, match=message):
+        make()
