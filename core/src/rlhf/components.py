@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,8 +14,9 @@ from rlhf.flags import FlagText, plain, read
 from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import LISTS, SINGLE, Choice, RunFile
+from rlhf.validation import check
 
-T = TypeVar("T")
+__all__ = ["Selection", "build", "build_algorithm", "check", "component_config", "resolved_run", "select"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,10 @@ def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
     changed: dict[str, Any] = {"algorithm": run.algorithm.model_copy(update={"options": options})}
     for kind in SINGLE:
         section: Choice | None = getattr(run, kind)
-        if section is not None and kind != "algorithm":
-            changed[kind] = _filled(plugins, kind, section, kind, origins)
+        unused = kind in ("rollout", "generator") and algorithm.resolved.cls.data != "prompts"
+        if section is None or kind == "algorithm" or (unused and section == RunFile.model_fields[kind].default):
+            continue
+        changed[kind] = _filled(plugins, kind, section, kind, origins)
     for kind in LISTS:
         sections: tuple[Choice, ...] = getattr(run, kind)
         changed[kind] = tuple(_filled(plugins, kind, s, f"{kind}.{i}", origins) for i, s in enumerate(sections))

@@ -1,0 +1,109 @@
+"""Columnar sources through pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``, the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.sources import Source
+from rlhf.errors import DataError, did_you_mean
+from rlhf.runfile import SourceSection
+
+
+class TableSource(Source):
+    """A pyarrow table, in memory or memory-mapped."""
+
+    def __init__(self, section: SourceSection, table: Any) -> None:
+        self._table = table
+        super().__init__(section, list(table.column_names), content_hash(table))
+
+    def rows(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+
+class DatasetSource(Source):
+    """A ``datasets.Dataset``; its features decode rows."""
+
+    def __init__(self, section: SourceSection, dataset: Any) -> None:
+        self._dataset = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+        super().__init__(section, list(dataset.column_names), content_hash(self._dataset.data.table))
+
+    def rows(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return dict(self._dataset[index])
+
+
+def content_hash(table: Any) -> str:
+    """sha256 over the values of a pyarrow table, however it is split into chunks or was stored."""
+    import pyarrow as pa
+
+    digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
+    for start in range(0, table.num_rows, 8192):
+        # Taking rows writes them anew, so equal values give equal bytes whatever offsets and chunks they had.
+        part = table.slice(start, 8192).combine_chunks()
+        part = part.take(pa.array(range(part.num_rows))).replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, part.schema) as writer:
+            writer.write_table(part)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def read_table(path: Path, kind: str) -> Any:
+    """A parquet file, or an arrow file in stream or file format."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            return pa.parquet.read_table(path)
+        content = pa.memory_map(str(path))
+        try:
+            return pa.ipc.open_stream(content).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path} as {kind}: {error}") from None
+
+
+def load_saved(path: Path, section: SourceSection) -> Any:
+    """A folder written by ``save_to_disk``: a dataset, or a dictionary of which ``split`` is taken."""
+    import datasets
+
+    if section.subset is not None:
+        raise DataError(f"{path}: subset = {section.subset!r}, but a saved folder has no subsets")
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # many kinds, all meaning: this folder cannot be read
+        raise DataError(f"cannot load {path} with datasets.load_from_disk: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if section.split not in loaded:
+            raise DataError(
+                f"{path} has no split {section.split!r}; it has {', '.join(loaded)}."
+                f"{did_you_mean(section.split, loaded)}"
+            )
+        return loaded[section.split]
+    if section.split != "train":
+        raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
+    return loaded
+
+
+def load_hub(section: SourceSection) -> Any:
+    """A dataset of the hub, from its cache where there is no network."""
+    import datasets
+
+    name = section.path + (f" ({section.subset})" if section.subset else "")
+    try:
+        return datasets.load_dataset(section.path, section.subset, split=section.split)
+    except Exception as error:  # network, authentication, unknown name, split or subset: said by the library
+        raise DataError(
+            f"{name}, split {section.split!r}: there is no such file or folder here, and as a hub name it cannot be "
+            f"loaded: {type(error).__name__}: {error}"
+        ) from error

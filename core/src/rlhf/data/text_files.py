@@ -1,0 +1,150 @@
+"""jsonl, json and csv files, plain or gzipped, with the line of every row."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import sys
+import zlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.sources import Source
+from rlhf.errors import DataError
+from rlhf.runfile import SourceSection
+
+
+def open_text(section: SourceSection, path: Path, kind: str) -> Source:
+    """Read and check the whole file once, so that a malformed row is found before the run and not hours into it."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    fingerprint = hashlib.sha256(content).hexdigest()
+    if kind == "csv":
+        return CsvSource(section, path, _text(path, content), fingerprint)
+    if kind == "json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return JsonSource(section, path, _text(path, content), fingerprint)
+    return JsonLinesSource(section, path, content, fingerprint)
+
+
+class JsonLinesSource(Source):
+    """One JSON object a line. Keeps the file's bytes and where lines start; a row is parsed when it is read."""
+
+    def __init__(self, section: SourceSection, path: Path, content: bytes, fingerprint: str) -> None:
+        self._content = content
+        self._path = path
+        self._starts, self._ends, self._lines = array("q"), array("q"), array("q")
+        columns: dict[str, None] = {}
+        start = 3 if content.startswith(b"\xef\xbb\xbf") else 0  # a byte-order mark
+        number = 0
+        while start < len(content):
+            number += 1
+            end = content.find(b"\n", start)
+            end = len(content) if end < 0 else end
+            line = content[start:end]
+            if line.strip():
+                columns.update(dict.fromkeys(_object(path, number, line)))
+                self._starts.append(start)
+                self._ends.append(end)
+                self._lines.append(number)
+            start = end + 1
+        super().__init__(section, list(columns), fingerprint)
+
+    def rows(self) -> int:
+        return len(self._lines)
+
+    def read(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(self._content[self._starts[index] : self._ends[index]])
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._lines[index]}"
+
+
+class JsonSource(Source):
+    """One JSON list of objects."""
+
+    def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str) -> None:
+        try:
+            self._rows: list[dict[str, Any]] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
+        for i, row in enumerate(self._rows):
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, row {i}: a row is a JSON object, got {_short(row)}")
+        super().__init__(section, list(dict.fromkeys(k for row in self._rows for k in row)), fingerprint)
+
+    def rows(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return dict(self._rows[index])
+
+
+class CsvSource(Source):
+    """Comma-separated with a header line. Every cell is text: nothing is taken for a number or a missing value."""
+
+    def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str) -> None:
+        csv.field_size_limit(sys.maxsize)
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        self._path, self._rows, self._lines = path, list[list[str]](), array("q")
+        header: list[str] = []
+        line = 1
+        try:
+            for cells in reader:
+                if cells and not header:
+                    header = cells
+                elif cells and len(cells) != len(header):
+                    raise DataError(
+                        f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}: "
+                        f"{', '.join(header)}"
+                    )
+                elif cells:
+                    self._rows.append(cells)
+                    self._lines.append(line)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"{path}, line {line}: not valid csv: {error}") from None
+        twice = sorted({c for c in header if header.count(c) > 1})
+        if twice:
+            raise DataError(f"{path}: the header names {', '.join(map(repr, twice))} twice")
+        super().__init__(section, header, fingerprint)
+
+    def rows(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return dict(zip(self.columns, self._rows[index], strict=True))
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._lines[index]}"
+
+
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, line {number}: a row is a JSON object, got {_short(row)}")
+    return row
+
+
+def _text(path: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}") from None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

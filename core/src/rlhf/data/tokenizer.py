@@ -1,0 +1,44 @@
+"""Load a tokenizer, and say clearly what is wrong where that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ModelError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model's folder or hub name.
+
+    Raises ModelError: no such folder, a folder without a tokenizer, one that transformers cannot load, or one
+    without an end token.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if not folder.exists() and looks_local:
+        beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
+        there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
+        raise ModelError(f"no model {path}: there is no such folder.{there}")
+    if folder.is_dir() and not any((folder / name).exists() for name in _FILES):
+        raise ModelError(
+            f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
+            "(`tokenizer.save_pretrained(folder)`)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if folder.exists() else path, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # many kinds, all meaning: there is no usable tokenizer
+        known = "" if folder.exists() else " There is no such folder here, so it was taken for a hub name."
+        raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}{known}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {path} has no end token, so nothing could end an answer: set `eos_token` in its "
+            "tokenizer_config.json"
+        )
+    return tokenizer
