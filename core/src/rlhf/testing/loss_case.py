@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import BUILTIN, resolve_head
-from rlhf.ops.losses import LossInput, add_sums, evaluate, over_mask, required_columns
-from rlhf.ops.reduce import WEIGHT, weigh
+from rlhf.ops.losses import add_sums, evaluate, over_mask, required_columns
+from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import padded
-from rlhf.types import Head, LossOutput
+from rlhf.testing.recording import Recording
+from rlhf.types import Head
 
 if TYPE_CHECKING:
     from rlhf.testing.loss import LossContract
@@ -135,18 +136,21 @@ class LossCase:
             ids_N = torch.where(batch.tok[self.over], batch.ids_N, batch.ids_N + 1)
             batch = replace(batch, tok=tok, ids_N=ids_N)
         names = required_columns(self.loss, self.heads)
-        total, size, sums, gradients = 0.0, 0.0, [], {k: torch.zeros_like(v) for k, v in self.leaves.items()}
+        recorder, total, sums, gradients = (
+            Recording(self.loss),
+            0.0,
+            [],
+            {k: torch.zeros_like(v) for k, v in self.leaves.items()},
+        )
         for part in parts:
             micro = batch.select(part)
             outputs = self.outputs(micro)
-            recorder = _Recorder(self.loss)
             value, metrics = evaluate(recorder, micro.only(names), outputs, self.suite.coef, {})  # type: ignore[arg-type]
             for name, gradient in self.gradients_of(value).items():
                 gradients[name] += gradient
             total += float(value.detach())
-            size += self._size(micro, recorder)
             sums.append(metrics)
-        return Run(total, size, gradients, add_sums(sums))
+        return Run(total, recorder.size, gradients, add_sums(sums))
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:
         """Model outputs of a micro-batch, as a trainer would give them, attached to the leaves."""
@@ -169,37 +173,6 @@ class LossCase:
             return {k: torch.zeros_like(v) for k, v in self.leaves.items()}
         got = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
         return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), got, strict=True)}
-
-    def _size(self, micro: Batch, recorder: _Recorder) -> float:
-        size, x = 0.0, recorder.input
-        for term, values in recorder.terms.items():
-            weight = micro.column(WEIGHT + term)
-            if self.loss.reduce()[term].how == "seq_mean":
-                weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
-            elif term_is_per_token(self.loss, term):
-                weight = weight[micro.tok[self.over]]
-            size += float((weight * values.detach()).abs().sum())
-        return size
-
-
-def term_is_per_token(loss: Loss, term: str) -> bool:
-    return loss.reduce()[term].how not in ("seq_mean", "unit_mean")
-
-
-class _Recorder:
-    """The loss, remembering what it returned."""
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self.terms: Mapping[str, Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loss, name)
-
-    def __call__(self, x: LossInput) -> LossOutput:
-        result = self._loss(x)
-        self.input, self.terms = x, result.terms
-        return result
 
 
 class Padded:

@@ -1,0 +1,38 @@
+"""A loss that remembers how much it added up: what a difference of losses is measured against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.interfaces.loss import Loss
+from rlhf.ops.losses import LossInput
+from rlhf.ops.reduce import WEIGHT
+from rlhf.types import LossOutput
+
+
+class Recording:
+    """Stands for ``loss`` in :func:`rlhf.ops.losses.evaluate` and in trainers of this process.
+
+    ``size`` is ``sum |weight * value|`` over all terms and micro-batches so far.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.size = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        result = self._loss(x)
+        reduces, batch = self._loss.reduce(), x._batch
+        for term, values in result.terms.items():
+            weight = batch.column(WEIGHT + term)
+            how = reduces[term].how if term in reduces else "unit_mean"
+            if how == "seq_mean":
+                weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
+            elif how != "unit_mean":
+                weight = weight[batch.tok[reduces[term].over]]
+            if weight.shape == values.shape:  # where not, evaluate() refuses it with the reason
+                self.size += float((weight * values.detach()).abs().sum())
+        return result
