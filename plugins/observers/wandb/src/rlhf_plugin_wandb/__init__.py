@@ -1,1 +1,11 @@
 """Observer: Weights & Biases."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Observer
+
+
+@hookimpl
+def rlhf_register_observer() -> list[type[Observer]]:
+    from rlhf_plugin_wandb.observer import WandbObserver
+
+    return [WandbObserver]

@@ -1,0 +1,95 @@
+import io
+import re
+
+import pytest
+from rlhf.observe import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_plain_lines_can_be_parsed_and_are_rate_limited():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(5, stream=out, interval=1.0, clock=clock)
+    for step, seconds in enumerate([2.0, 2.5, 2.6, 4.0, 4.1], start=1):
+        clock.now = seconds
+        progress.step(step, {"reward/mean": step / 8, "policy/loss": 0.5, "time/step": 1.0})
+    progress.close()
+    progress.close()
+    lines = out.getvalue().splitlines()
+    steps = [dict(part.split("=", 1) for part in line.split()) for line in lines[:-1]]
+    assert [s["step"] for s in steps] == ["1/5", "4/5", "5/5"]  # the first, one a second, the last
+    assert steps[0] == {"step": "1/5", "reward": "0.125", "loss": "0.5", "left": "0:00:08"}
+    assert steps[-1]["left"] == "0:00:00"
+    assert lines[-1] == "5 of 5 steps, in 0:00:04 (0.82 s a step); reward 0.125 -> 0.625; loss 0.5 -> 0.5"
+
+
+def test_a_resumed_run_counts_from_its_checkpoint():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(10, first=8, stream=out, clock=clock)
+    clock.now = 3.0
+    progress.step(9, {})
+    progress.close()
+    assert out.getvalue().splitlines() == [
+        "step=9/10 left=0:00:03",
+        "9 of 10 steps, 1 of them now, in 0:00:03 (3 s a step)",
+    ]
+
+
+def test_the_line_held_back_is_shown_at_the_end():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(10, stream=out, clock=clock)
+    progress.step(1, {})
+    progress.step(2, {})
+    progress.close()
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step=1/10", "step=2/10", "2"]
+
+
+def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
+    out = io.StringIO()
+    Progress(1, stream=out).note("x " * 100 + "[bold]a[/bold]")
+    assert out.getvalue() == "note: " + "x " * 100 + "[bold]a[/bold]\n"
+    quiet = Progress(3, quiet=True)
+    quiet.step(0, {"reward": 1.0})
+    quiet.step(1, {"reward": 1.0})
+    quiet.note("careful")
+    quiet.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "note: careful\n"
+
+
+@pytest.mark.parametrize("metric", ["reward/mean", "reward"])
+def test_bar_in_a_terminal(metric, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    progress = Progress(2, stream=out)
+    progress.step(1, {metric: 0.25, "policy/loss": float("nan")})
+    progress.note("hello")
+    progress.step(2, {metric: 0.5})
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "2/2" in text
+    assert "reward 0.5" in text
+    assert "loss nan" in text
+    assert "note: hello" in text
+    assert "reward 0.25 -> 0.5" in text.splitlines()[-1]
+    assert "step=" not in text
+
+
+def test_a_run_without_steps():
+    out = io.StringIO()
+    progress = Progress(0, stream=out)
+    progress.step(0, {"eval/pass@1": 0.5})
+    progress.close()
+    assert out.getvalue().splitlines()[0] == "step=0/0 pass@1=0.5 left=0:00:00"

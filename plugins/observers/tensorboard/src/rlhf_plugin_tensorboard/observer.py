@@ -1,0 +1,98 @@
+"""Event files written with TensorBoard's own writer: no torch, no TensorFlow."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import ComponentConfig, Observer, RunInfo
+from rlhf.observe import Sample, first_samples, redact
+from rlhf.types import Group
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.metadata import create_summary_metadata
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+class TensorBoardConfig(ComponentConfig):
+    folder: str = "tensorboard"
+    """Folder for the event files, inside the run directory."""
+    samples: int = 4
+    """Samples shown per table; 0 = no tables."""
+    samples_every: int = 10
+    """Steps between tables."""
+
+
+class TensorBoardObserver(Observer):
+    """Every metric of a step as a scalar, a few samples as a text table, the config (redacted) as text.
+
+    A resumed run marks its first step as a restart, at which TensorBoard forgets the steps that the killed process had
+    logged after its last checkpoint: none shows twice.
+    """
+
+    name = "tensorboard"
+    source = "https://www.tensorflow.org/tensorboard"
+    Config = TensorBoardConfig
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        super().__init__(config)
+        self._writer: EventFileWriter | None = None
+
+    def run_started(self, info: RunInfo) -> None:
+        self._writer = EventFileWriter(str(info.output / self.config.folder))
+        # Of a run that starts over without a checkpoint everything is forgotten, the evaluation at step 0 included.
+        restart = info.first_step + 1 if info.first_step else 0
+        self._add(Event(step=restart, session_log=SessionLog(status=SessionLog.START)))
+        config = json.dumps(redact(info.config), indent=1, default=str)
+        indented = "\n".join(f"    {line}" for line in config.splitlines())
+        self._add(Event(step=restart, summary=Summary(value=[_text("config", indented)])))
+        self._writer.flush()
+
+    def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
+        if self.config.samples and (step - 1) % self.config.samples_every == 0:
+            table = _table(first_samples(groups, self.config.samples))
+            self._add(Event(step=step, summary=Summary(value=[_text("rollouts", table)])))
+
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+        assert self._writer is not None
+        self._writer.flush()  # a killed process loses nothing that metrics.jsonl has
+
+    def run_ended(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        assert self._writer is not None
+        self._writer.add_event(event)
+
+
+def _text(tag: str, markdown: str) -> Any:
+    tensor = TensorProto(
+        dtype=DT_STRING,
+        string_val=[markdown.encode(errors="replace")],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
+    return Summary.Value(tag=tag, metadata=create_summary_metadata(None, None), tensor=tensor)
+
+
+def _table(samples: Sequence[Sample]) -> str:
+    rows = ["| reward | prompt | completion | rewards | status | tokens |", "|---|---|---|---|---|---|"]
+    for s in samples:
+        cells = [s.reward, s.prompt, s.completion, s.rewards, s.status, s.tokens]
+        rows.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """A model's text shown as text: no HTML, no Markdown table breaks."""
+    return html.escape(text).replace("|", "\\|").replace("\r", "").replace("\n", " ⏎ ")

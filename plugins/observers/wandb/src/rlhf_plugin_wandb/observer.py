@@ -1,0 +1,115 @@
+"""Metrics, a table of samples and the resolved config, to Weights & Biases; a resumed run continues the same run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import wandb
+from rlhf.errors import ConfigError
+from rlhf.interfaces import ComponentConfig, Observer, RunInfo
+from rlhf.observe import first_samples, redact
+from rlhf.types import Group
+
+_COLUMNS = ["step", "group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]
+_KEY = "WANDB_API_KEY"
+
+
+class WandbConfig(ComponentConfig):
+    """The API key is no option: it comes from the environment (``WANDB_API_KEY``) or ``wandb login``."""
+
+    project: str = "rlhf"
+    entity: str | None = None
+    """User or team; the account's default where empty."""
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Where absent: ``WANDB_MODE`` of the environment, else online. ``wandb sync`` uploads offline runs."""
+    samples: int = 4
+    """Samples shown per table; 0 = no tables."""
+    samples_every: int = 10
+    """Steps between tables."""
+
+
+class WandbObserver(Observer):
+    """Logs the line of every step as it is in ``metrics.jsonl``, plotted over ``step``.
+
+    Nothing but the run's own numbers leaves the machine: the config is redacted, and W&B's capture of the command line,
+    the terminal, the source code and the git remote is off.
+    """
+
+    name = "wandb"
+    source = "https://docs.wandb.ai/ref/python/"
+    Config = WandbConfig
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        super().__init__(config)
+        self._run: Any = None
+        self._run_id = ""
+        self._table: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._run_id = str(state.get("run_id", ""))
+
+    def run_started(self, info: RunInfo) -> None:
+        resuming = bool(self._run_id)
+        self._run_id = self._run_id or wandb.util.generate_id()
+        settings = wandb.Settings(
+            console="off",
+            save_code=False,
+            disable_git=True,
+            x_disable_meta=True,  # holds the command line
+        )
+        try:
+            self._run = wandb.init(
+                project=self.config.project,
+                entity=self.config.entity,
+                group=self.config.group,
+                tags=list(self.config.tags) or None,
+                mode=self.config.mode,
+                name=info.name,
+                id=self._run_id,
+                resume="allow" if resuming else None,
+                dir=info.output,
+                config={**redact(info.config), "total_steps": info.total_steps},
+                settings=settings,
+            )
+        except wandb.errors.Error as cause:
+            raise ConfigError(
+                f"observer 'wandb' could not start: {_without_key(str(cause))} Set {_KEY} in the environment, run "
+                f'`wandb login`, or log without network: [[observer]] use = "wandb", mode = "offline".'
+            ) from None  # the cause's traceback may hold the key
+        self._run.define_metric("*", step_metric="step")
+
+    def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
+        if not self.config.samples or (step - 1) % self.config.samples_every:
+            return
+        rows = [
+            [step, s.group, s.sample, s.source, s.prompt, s.completion, s.reward, s.rewards, s.status, s.tokens]
+            for s in first_samples(groups, self.config.samples)
+        ]
+        self._table = wandb.Table(columns=_COLUMNS, data=rows)
+
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        line: dict[str, Any] = {"step": step, **metrics}
+        if self._table is not None:
+            line["rollouts"], self._table = self._table, None
+        self._run.log(line)
+
+    def checkpoint_saved(self, step: int, path: os.PathLike[str]) -> None:
+        self._run.summary["checkpoint/step"] = step
+
+    def run_ended(self, status: str) -> None:
+        if self._run is not None:
+            self._run.summary["status"] = status
+            self._run.finish(exit_code=1 if status == "failed" else 0)
+            self._run = None
+
+
+def _without_key(text: str) -> str:
+    key = os.environ.get(_KEY)
+    return text.replace(key, "<hidden>") if key else text
