@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import PluginNotFound, RlhfError
+from rlhf.errors import PluginNotFound, RlhfError, did_you_mean
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 
@@ -100,12 +100,10 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
     reference = parse_reference(KINDS[0], ref)
     kinds = list(dict.fromkeys(e.kind for e in plugins.list() if e.name == reference.name and e.kind in KINDS))
     if not kinds:
-        from rlhf.errors import did_you_mean
-
         names = sorted({e.name for e in plugins.list()})
         raise PluginNotFound(
-            f"no plugin named {reference.name!r}.{did_you_mean(reference.name, names)} `rlhf plugins list` shows what is "
-            f"installed. Try: pip install rlhf-plugin-{reference.name.replace('_', '-')}"
+            f"no plugin named {reference.name!r}.{did_you_mean(reference.name, names)} `rlhf plugins list` shows "
+            f"what is installed. Try: pip install rlhf-plugin-{reference.name.replace('_', '-')}"
         )
     return [plugins.resolve(k, ref) for k in kinds]
 
@@ -117,9 +115,8 @@ def _new(args: argparse.Namespace) -> int:
     from rlhf_cli.scaffold import write_plugin
 
     folder = write_plugin(args.name, args.kind, args.output)
-    _write(
-        f"{folder}\n\nNext:\n  pip install -e {folder}\n  pytest {folder}\n  rlhf plugins show {args.name} --kind {args.kind}"
-    )
+    then = [f"pip install -e {folder}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
+    _write("\n  ".join([f"wrote {folder}; next:", *then]))
     return 0
 
 

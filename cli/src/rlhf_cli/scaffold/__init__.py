@@ -1,0 +1,95 @@
+"""``rlhf plugins new``: a distribution with one working plugin, its tests, and nothing to fill in before it runs.
+
+The files under ``templates/`` are what is written, with names in place of ``@NAME@``, ``@CLASS@`` and the like.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from rlhf import __version__
+from rlhf.errors import ConfigError
+from rlhf.plugins.references import check_kind
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+THIRD_PARTIES = {
+    "advantage": ["torch"],
+    "loss": ["torch"],
+    "algorithm": ["torch"],
+    "generator": ["torch"],
+    "trainer": ["torch", "transformers", "safetensors"],
+}
+"""What the written source imports beyond ``rlhf``."""
+SELECT = {
+    "algorithm": '`--algo @NAME@`, or in the run file `[algorithm] use = "@NAME@"`',
+    "reward": '`--reward @NAME@`, or in the run file `[[reward]] use = "@NAME@"`',
+    "advantage": '`[algorithm.advantage] use = "@NAME@"` in the run file',
+    "loss": '`[algorithm.loss] use = "@NAME@"` in the run file',
+    "observer": '`[[observer]] use = "@NAME@"` in the run file',
+    "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
+}
+SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
+
+
+def write_plugin(name: str, kind: str, output: Path) -> Path:
+    """Write the distribution ``rlhf-plugin-NAME`` into the folder ``output``; returns its folder.
+
+    Raises ConfigError: no such kind, a name that is none, or a folder that exists already.
+    """
+    check_kind(kind)
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be a plugin's name: a letter, then lower case letters, digits and '_'")
+    distribution = f"rlhf-plugin-{name.replace('_', '-')}"
+    folder = output / distribution
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; remove it, or choose another name or --output")
+    package = f"rlhf_plugin_{name}"
+    names = _names(name, kind, distribution, package)
+    files = {
+        "pyproject.toml": _template("pyproject.toml"),
+        "README.md": _template("README.md"),
+        f"src/{package}/__init__.py": _template("init.py"),
+        f"src/{package}/{kind}.py": _template(f"{kind}.py"),
+        f"tests/test_{name}.py": _template(f"test_{kind}.py") + _template("test_common.py"),
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(_fill(text, names), encoding="utf-8")
+    return folder
+
+
+def _names(name: str, kind: str, distribution: str, package: str) -> dict[str, str]:
+    camel = "".join(part.capitalize() for part in name.split("_"))
+    classes = {kind: camel + kind.capitalize()}
+    if kind == "algorithm":
+        classes["loss"] = camel + "Loss"
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    core = f"rlhf-core>={major}.{minor},<{major}.{minor + 1}"
+    return {
+        "NAME": name,
+        "KIND": kind,
+        "KIND_TITLE": kind.capitalize(),
+        "DIST": distribution,
+        "PACKAGE": package,
+        "MODULE": kind,
+        "CLASS": classes[kind],
+        "LOSS_CLASS": classes.get("loss", ""),
+        "DEPENDENCIES": ", ".join(f'"{r}"' for r in [core, *THIRD_PARTIES.get(kind, [])]),
+        "ENTRY_POINTS": "".join(f'[project.entry-points."rlhf.{k}"]\n{name} = "{package}"\n\n' for k in classes),
+        "HOOKS": "\n\n".join(_hook(k, cls, package, kind) for k, cls in classes.items()),
+        "SELECT": _fill(SELECT.get(kind, SELECT_SECTION), {"NAME": name, "KIND": kind}),
+    }
+
+
+def _hook(kind: str, cls: str, package: str, module: str) -> str:
+    return f"\n@hookimpl\ndef rlhf_register_{kind}():\n    from {package}.{module} import {cls}\n\n    return [{cls}]"
+
+
+def _template(name: str) -> str:
+    return (resources.files(__name__) / "templates" / f"{name}.template").read_text(encoding="utf-8")
+
+
+def _fill(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"@([A-Z_]+)@", lambda match: names[match[1]], text)

@@ -1,0 +1,134 @@
+import argparse
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import rlhf
+from rlhf.errors import ConfigError, PluginNotFound, TrainingError
+from rlhf_cli.main import COMMANDS, main
+
+HEAVY = ("torch", "transformers", "datasets", "numpy")
+
+
+def imported(*words):
+    """Exit code and the heavy packages that ``rlhf WORDS`` imports."""
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: sys.stderr.write('HEAVY:' + ','.join(m for m in {HEAVY} if m in sys.modules)))\n"
+        f"from rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr.rpartition("HEAVY:")[2], done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), ("plugins", "--help"), ("plugins", "list"), ("plugins", "list", "--json")]
+)
+def test_light_commands_import_nothing_heavy(words):
+    code, heavy, out = imported(*words)
+    assert (code, heavy) == (0, "")
+    assert out
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_no_command_is_a_usage_error(capsys):
+    assert main([]) == 2
+    assert "usage: rlhf" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"rlhf {rlhf.__version__}\n"
+
+
+def test_unknown_command(capsys):
+    assert main(["plugin", "list"]) == 2
+    assert capsys.readouterr().err == (
+        f"rlhf: no command 'plugin'; commands are {', '.join(COMMANDS)}. Did you mean 'plugins'?\n"
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """command(run, **attributes): ``rlhf probe`` calls ``run(args)``."""
+
+    def install(run, **attributes):
+        module = ModuleType("rlhf_cli.probe", "Probe the dispatcher.\n\nMore.")
+        module.add_arguments = lambda parser: parser.add_argument("--known", type=int)
+        module.run = run
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, "rlhf_cli.probe", module)
+        monkeypatch.setitem(COMMANDS, "probe", "probe")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("bad value"), 2), (PluginNotFound("no such"), 2), (TrainingError("nan"), 1)]
+)
+def test_our_errors_are_one_message_and_an_exit_code(command, capsys, error, code):
+    def run(args):
+        raise error
+
+    command(run)
+    assert main(["probe"]) == code
+    assert capsys.readouterr().err == f"rlhf: {error}\n"
+    with pytest.raises(type(error)):
+        main(["probe", "--traceback"])
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback(command):
+    command(lambda args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["probe"])
+
+
+def test_interrupt(command, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    command(run)
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "rlhf: interrupted\n"
+    with pytest.raises(KeyboardInterrupt):
+        main(["--traceback", "probe"])
+
+
+def test_unknown_arguments_are_refused_unless_the_command_takes_overrides(command, capsys):
+    seen: list[argparse.Namespace] = []
+    command(lambda args: seen.append(args) or 0)
+    with pytest.raises(SystemExit, match="2"):
+        main(["probe", "--algorithm.loss.clip", "0.2"])
+    assert "unrecognized arguments: --algorithm.loss.clip 0.2" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["probe", "--kno", "3"])  # no abbreviations: they would change meaning as flags are added
+    command(lambda args: seen.append(args) or 0, OVERRIDES=True)
+    assert main(["probe", "--known", "3", "--algorithm.loss.clip", "0.2"]) == 0
+    assert (seen[0].known, seen[0].overrides) == (3, ["--algorithm.loss.clip", "0.2"])
+
+
+def test_help_of_a_command_is_its_docstring(command, capsys):
+    command(lambda args: 0)
+    with pytest.raises(SystemExit, match="0"):
+        main(["probe", "--help"])
+    out = capsys.readouterr().out
+    assert "Probe the dispatcher." in out
+    assert "More." not in out
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from rlhf_cli.main import main; sys.exit(main(['plugins', 'list']))"
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run([sys.executable, "-uc", code], stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert b"Traceback" not in done.stderr

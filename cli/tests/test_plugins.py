@@ -1,0 +1,160 @@
+import json
+import sys
+
+import pytest
+from rlhf.plugins import Plugins
+from rlhf_cli.main import main
+
+REWARD = '''
+from rlhf import hookimpl
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import RewardResult, RoleSpec
+
+class Inner(ComponentConfig):
+    weight: float = 0.5
+
+class Probe(Reward):
+    """Scores by probing."""
+    name = "probe"
+    source = "Someone et al. 2026"
+
+    class Config(ComponentConfig):
+        path: str
+        """Where to
+        look."""
+        limit: int | None = 3
+        inner: Inner = Inner()
+
+    def roles(self):
+        return (RoleSpec("judge", head="scalar"),)
+
+    async def score(self, group):
+        return [RewardResult(1.0) for _ in group.trajectories]
+
+@hookimpl
+def rlhf_register_reward():
+    return [Probe]
+'''
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """installed(name, source): a distribution with the reward ``name``, found beside what is really installed."""
+
+    def add(name, source):
+        module = f"throwaway_{name}"
+        info = tmp_path / f"rlhf_plugin_{name}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlhf-plugin-{name}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[rlhf.reward]\n{name} = {module}\n")
+        (tmp_path / f"{module}.py").write_text(source)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    discover = Plugins.discover
+    monkeypatch.setattr(Plugins, "discover", lambda: discover([str(tmp_path)]))
+    yield add
+    for module in [m for m in sys.modules if m.startswith("throwaway_")]:
+        del sys.modules[module]
+
+
+def run(capsys, *words):
+    code = main(["plugins", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_list_is_a_table(installed, capsys):
+    installed("probe", REWARD)
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert out == (
+        "KIND    NAME   DISTRIBUTION       VERSION  STATUS\n"
+        "reward  probe  rlhf-plugin-probe  0.1.0    ok\n"
+    )  # fmt: skip
+
+
+def test_list_json_and_kind(installed, capsys):
+    installed("probe", REWARD)
+    row = {"kind": "reward", "name": "probe", "distribution": "rlhf-plugin-probe", "version": "0.1.0", "status": "ok"}
+    assert json.loads(run(capsys, "list", "reward", "--json")[1]) == [row]
+    assert json.loads(run(capsys, "list", "loss", "--json")[1]) == []
+    assert run(capsys, "list", "loss")[1] == "KIND  NAME  DISTRIBUTION  VERSION  STATUS\n"
+    code, _, err = run(capsys, "list", "rewad")
+    assert code == 2
+    assert "no kind of plugin is called 'rewad'" in err
+
+
+def test_list_check_imports_each_and_fails_if_any_is_broken(installed, capsys):
+    installed("probe", REWARD)
+    assert run(capsys, "list", "--check")[0] == 0
+    installed("dead", "import no_such_thing")
+    assert run(capsys, "list")[0] == 0, "without --check nothing is imported"
+    code, out, _ = run(capsys, "list", "--check", "--json")
+    assert code == 1
+    status = {row["name"]: row["status"] for row in json.loads(out)}
+    assert status["probe"] == "ok"
+    assert status["dead"].startswith(
+        "failed to import 'throwaway_dead': ModuleNotFoundError: No module named 'no_such_"
+    )
+
+
+def test_show_says_what_it_is(installed, capsys):
+    installed("probe", REWARD)
+    code, out, _ = run(capsys, "show", "probe", "--json")
+    assert code == 0
+    (shown,) = json.loads(out)
+    assert shown["file"].endswith("throwaway_probe.py")
+    assert {k: shown[k] for k in ("kind", "name", "distribution", "version", "summary", "source", "class")} == {
+        "kind": "reward",
+        "name": "probe",
+        "distribution": "rlhf-plugin-probe",
+        "version": "0.1.0",
+        "summary": "Scores by probing.",
+        "source": "Someone et al. 2026",
+        "class": "throwaway_probe.Probe",
+    }
+    assert shown["options"] == [
+        {"name": "path", "type": "str", "required": True, "default": None, "doc": "Where to look."},
+        {"name": "limit", "type": "int | None", "required": False, "default": 3, "doc": ""},
+        {"name": "inner.weight", "type": "float", "required": False, "default": 0.5, "doc": ""},
+    ]
+    assert shown["declares"]["calls"] == "async def: on the event loop"
+    assert shown["declares"]["roles"].startswith("depends on its options (")
+
+
+def test_show_for_people(installed, capsys):
+    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    out = run(capsys, "show", "probe", "--kind", "reward")[1]
+    for line in [
+        "reward probe  (rlhf-plugin-probe 0.1.0)", "Scores by probing.", "source  Someone et al. 2026",
+        "  path: str  = 'x'", "      Where to look.", "  roles: (name=judge, head=scalar, trained=False)",
+    ]:  # fmt: skip
+        assert line in out.splitlines()
+
+
+def test_show_reads_files_too(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, row):\n    '''Mine.'''\n    return 1.0\n")
+    assert "reward mine  (file)" in run(capsys, "show", f"file:{tmp_path / 'mine.py'}", "--kind", "reward")[1]
+    code, _, err = run(capsys, "show", f"file:{tmp_path / 'mine.py'}")
+    assert (code, err.endswith("could be of any kind: add --kind, e.g. --kind reward\n")) == (2, True)
+
+
+def test_show_an_unknown_name(installed, capsys):
+    installed("probe", REWARD)
+    code, _, err = run(capsys, "show", "prob")
+    assert code == 2
+    assert err == (
+        "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed. "
+        "Try: pip install rlhf-plugin-prob\n"
+    )
+
+
+def test_show_every_kind_that_has_the_name(installed, tmp_path, capsys):
+    both = REWARD + "from rlhf.interfaces import Observer\nclass Watch(Observer):\n    name = 'probe'\n"
+    installed("probe", both + "@hookimpl\ndef rlhf_register_observer():\n    return [Watch]\n")
+    with (tmp_path / "rlhf_plugin_probe-0.1.0.dist-info" / "entry_points.txt").open("a") as file:
+        file.write("[rlhf.observer]\nprobe = throwaway_probe\n")
+    assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--json")[1])] == ["reward", "observer"]
+    assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--kind", "observer", "--json")[1])] == [
+        "observer"
+    ]
