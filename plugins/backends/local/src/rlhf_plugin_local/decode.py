@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from rlhf.errors import ModelError
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from rlhf.errors import ModelError
 from rlhf_plugin_local.cache import LayerKV, SlotCache, Step
 
 NAME = "rlhf_sampling"
@@ -63,6 +63,8 @@ def _attention(
                 f"{type(module).__name__} passes {name!r} to its attention, which sampling in process does not "
                 "implement. Use another generator (vllm)."
             )
+    if not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} attends to later tokens; sampling needs a causal language model.")
     plan = _plan.get()
     window = sliding_window or plan.windows.get(getattr(module, "layer_idx", -1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -144,7 +146,7 @@ def _causal_blocks(
 
 
 class Decoder:
-    """A causal language model of transformers, as the generator uses it. Keeps a reference, changes nothing for good."""
+    """A causal language model of transformers, as the generator uses it: a reference, nothing changed for good."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
-
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Generator
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.types import GenerationRequest, Turn
+from torch import nn
+
 from rlhf_plugin_local.decode import Decoder
 from rlhf_plugin_local.loop import SamplingLoop
 from rlhf_plugin_local.sampling import check_sampling
@@ -108,7 +108,8 @@ class TransformersGenerator(Generator):
         own = next(module.parameters()).dtype
         wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.config.dtype)
         if wanted is None:
-            wanted = getattr(source, "compute_dtype", None) or own
+            bf16 = getattr(getattr(source, "precision", None), "bf16", False)
+            wanted = torch.bfloat16 if bf16 else own
         if wanted == torch.float32 and own != torch.float32:
             raise ConfigError(
                 f"generator.dtype is 'fp32' but the trainer's weights are {own}; allowed: 'auto' or 'bf16', or fp32 "
@@ -121,10 +122,11 @@ class TransformersGenerator(Generator):
         vocabulary = self._decoder.vocabulary
         if not request.ids:
             raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
-        if not 0 <= min(request.ids) <= max(request.ids) < vocabulary:
+        low, high = min(request.ids), max(request.ids)
+        if low < 0 or high >= vocabulary:
             raise ConfigError(
-                f"request {i} has token {max(request.ids, key=lambda t: abs(t - 0.5))}; the model's ids are 0 to "
-                f"{vocabulary - 1}. Use the model's own tokenizer."
+                f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
+                "model's own tokenizer."
             )
         need = len(request.ids) + request.sampling.max_new_tokens
         for limit, what, cure in (
@@ -134,5 +136,6 @@ class TransformersGenerator(Generator):
             if limit is not None and need > limit:
                 raise ConfigError(
                     f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
-                    f"{request.sampling.max_new_tokens}) but {what} {limit}. {cure} max_new_tokens or shorten the prompt."
+                    f"{request.sampling.max_new_tokens}) but {what} {limit}. {cure} max_new_tokens or "
+                    "shorten the prompt."
                 )

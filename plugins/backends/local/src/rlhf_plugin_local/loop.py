@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rlhf.types import GenerationRequest, Turn
 from torch import Tensor
 
-from rlhf.types import GenerationRequest, Turn
 from rlhf_plugin_local.cache import LayerKV, SlotCache, Step
 from rlhf_plugin_local.decode import Decoder
 from rlhf_plugin_local.rows import Rows

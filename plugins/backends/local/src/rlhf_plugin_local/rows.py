@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from rlhf.errors import ModelError
+from rlhf.types import GenerationRequest, Turn
 from torch import Tensor
 
-from rlhf.types import GenerationRequest, Turn
 from rlhf_plugin_local.sampling import Draw, Uniforms, draw
 from rlhf_plugin_local.stops import StopScanner
 
@@ -121,7 +122,8 @@ class Rows:
         self.logprobs[rows_B, step_B] = logprob_B
         self.last[where] = token_B
         stopped_B = (token_B[:, None] == self.stop_ids[where]).any(-1)
-        done_B = (stopped_B | (step_B + 1 >= self.limit[where])) & (alive_B > 0)
+        broken_B = ~logprob_B.isfinite()
+        done_B = (stopped_B | broken_B | (step_B + 1 >= self.limit[where])) & (alive_B > 0)
         self.step[where] += alive_B
         ended = {}
         names = slots or range(self.used)
@@ -131,6 +133,13 @@ class Rows:
                 if row is not None and row.scanner is not None and row.scanner.feed(token):
                     ended[slot] = "stop"
         done = done_B.nonzero()[:, 0]
+        if broken_B[done].any():
+            index = next(self.rows[names[i]].index for i in done.tolist() if broken_B[i])
+            raise ModelError(
+                f"the model's logits are not finite (NaN or infinity) at step {self.clock} of sampling, first in "
+                f"request {index}. The weights are damaged or the arithmetic overflowed: look at the last "
+                "update's gradient norm, or sample in fp32."
+            )
         for i, stopped in zip(done.tolist(), stopped_B[done].tolist(), strict=True):
             ended.setdefault(names[i], "stop" if stopped else "length")
         return sorted(ended.items())

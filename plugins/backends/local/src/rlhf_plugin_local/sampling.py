@@ -26,10 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from rlhf.errors import ConfigError
 from rlhf.types import Sampling
+from torch import Tensor
 
 BLOCK = 512
 """Vocabularies up to this size take the CDF in one level; it is also the block length of the two-level CDF."""
@@ -102,6 +101,8 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
     Args:
         logits_BV: any floating dtype; computed in fp32.
         uniform_B: double, in [0, 1).
+
+    A row whose logits hold NaN, +inf or nothing but -inf gets a log-prob that is not finite.
     """
     z_BV = logits_BV.float() / p.temperature_B[:, None]
     top_B1 = z_BV.amax(-1, keepdim=True)
@@ -156,11 +157,12 @@ def _inverse_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
     rows_B = torch.arange(len(block_B), device=block_B.device)
     before_B = torch.where(block_B > 0, cdf_BK[rows_B, (block_B - 1).clamp_min(0)], 0.0)
     cdf_BC = blocks_BKC[rows_B, block_B].cumsum(-1, dtype=torch.float64)
-    return block_B * BLOCK + _first_above(cdf_BC, target_B - before_B)
+    return (block_B * BLOCK + _first_above(cdf_BC, target_B - before_B)).clamp_(max=V - 1)
 
 
 def _first_above(cdf_BK: Tensor, target_B: Tensor) -> Tensor:
     """First index with ``cdf > target``, where a target that rounding lifted to the total counts as just below it."""
     last_B = cdf_BK[:, -1]
     target_B = torch.minimum(target_B, torch.nextafter(last_B, torch.zeros_like(last_B)))
-    return torch.searchsorted(cdf_BK, target_B[:, None], right=True)[:, 0]
+    # The clamps are for rows of NaN, which the caller recognises by their log-prob.
+    return torch.searchsorted(cdf_BK, target_B[:, None], right=True)[:, 0].clamp_(max=cdf_BK.shape[1] - 1)

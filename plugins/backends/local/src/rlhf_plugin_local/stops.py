@@ -13,7 +13,7 @@ class StopScanner:
 
     Text is decoded incrementally: of a few tokens of context with and without the new ones, so the cost per token
     does not grow with the sample. A stop string is found wherever it lies: inside one token, at its end, or over many.
-    Text that ends inside a multi-byte character waits for the tokens that complete it.
+    A multi-byte character that is cut by a token's end waits for the tokens that complete it.
     """
 
     __slots__ = ("_context", "_decode", "_ids", "_keep", "_read", "_stops", "_tail")
@@ -33,9 +33,9 @@ class StopScanner:
         self._ids.append(token)
         old = self._decode(self._ids[self._context : self._read])
         text = self._decode(self._ids[self._context :])
-        if text.endswith(REPLACEMENT) or len(text) <= len(old):
-            return False
-        window = self._tail + text[len(old) :]
-        self._context, self._read = self._read, len(self._ids)
-        self._tail = window[-self._keep :] if self._keep else ""
+        new = text[len(old) :]
+        window = self._tail + new.rstrip(REPLACEMENT)
+        if new and not new.endswith(REPLACEMENT):
+            self._context, self._read = self._read, len(self._ids)
+            self._tail = window[-self._keep :] if self._keep else ""
         return any(stop in window for stop in self._stops)

@@ -1,0 +1,225 @@
+"""Sampling in process: what is sampled, how much is computed, and that the module is left alone."""
+
+import pytest
+import torch
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_local.generator import TransformersGenerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EOS = 1
+Config = TransformersGenerator.Config
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return AutoModelForCausalLM.from_pretrained(path).train()
+
+
+@pytest.fixture(scope="module")
+def decode(path):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def build(model, decode):
+    def make(**options):
+        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator.load(model, 3)
+        return generator
+
+    return make
+
+
+def requests(prompts=5, samples=4, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    out = []
+    for p in range(prompts):
+        ids = tuple(torch.randint(3, 90, (2 + 5 * p,), generator=g).tolist())
+        out += [
+            GenerationRequest(ids, 100 * p + s, Sampling(**{"max_new_tokens": 24, **options})) for s in range(samples)
+        ]
+    return out
+
+
+def sample(generator, wanted):
+    found = dict(generator.generate(wanted))
+    assert sorted(found) == list(range(len(wanted)))
+    return [found[i] for i in range(len(wanted))]
+
+
+def same(a, b, tolerance=2e-6):
+    """Equal tokens, and log-probs equal up to rounding."""
+    assert [t.ids for t in a] == [t.ids for t in b]
+    return (
+        max(abs(x - y) for s, t in zip(a, b, strict=True) for x, y in zip(s.logprobs, t.logprobs, strict=True))
+        <= tolerance
+    )
+
+
+@torch.no_grad()
+def full_logprobs(model, request, turn, temperature):
+    ids = torch.tensor([[*request.ids, *turn.ids]])
+    logits = model.eval()(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
+    model.train()
+    return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_logprobs_equal_a_full_forward_pass(build, model, temperature):
+    wanted = requests(temperature=temperature)
+    for request, turn in zip(wanted, sample(build(max_batch=6), wanted), strict=True):
+        want = full_logprobs(model, request, turn, temperature)
+        assert (torch.tensor(turn.logprobs) - want).abs().max() < 1e-5
+        assert turn.temperature == temperature
+        assert turn.versions == ((0, 3),)
+        assert turn.sampled
+
+
+def test_greedy_is_the_argmax_of_every_step(build, model):
+    wanted = requests(samples=1, temperature=0.0, ignore_eos=True)
+    for request, turn in zip(wanted, sample(build(), wanted), strict=True):
+        ids = torch.tensor([[*request.ids, *turn.ids]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == turn.ids
+        assert turn.temperature == 1.0
+        assert (torch.tensor(turn.logprobs) - full_logprobs(model, request, turn, 1.0)).abs().max() < 1e-5
+
+
+def test_a_rerun_is_bit_equal_and_another_seed_is_not(build):
+    wanted = requests()
+    generator = build(max_batch=7)
+    first, again = sample(generator, wanted), sample(generator, wanted)
+    assert first == again
+    assert len({tuple(t.ids) for t in first}) == len(first)
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 16])
+def test_neighbours_and_admission_do_not_enter(build, max_batch):
+    wanted = requests(ignore_eos=True)
+    wanted = [
+        GenerationRequest(r.ids, r.seed, Sampling(max_new_tokens=2 + 7 * (i % 5), ignore_eos=True))
+        for i, r in enumerate(wanted)
+    ]
+    together = sample(build(), wanted)
+    assert same(together, sample(build(max_batch=max_batch), wanted))
+    assert same(together, [sample(build(), [r])[0] for r in wanted])
+
+
+def test_order_of_requests_does_not_enter(build):
+    wanted = requests()
+    back = sample(build(max_batch=4), wanted[::-1])[::-1]
+    assert same(sample(build(max_batch=4), wanted), back)
+
+
+@pytest.mark.parametrize("max_batch", [64, 3])
+def test_each_distinct_prompt_is_computed_once(build, max_batch):
+    generator = build(max_batch=max_batch)
+    wanted = requests(prompts=4, samples=6)
+    mixed = [wanted[6 * p + s] for s in range(6) for p in range(4)]
+    sample(generator, mixed)
+    assert generator.work["prefill_tokens"] == sum(len(ids) for ids in {r.ids for r in wanted})
+
+
+def test_prompts_are_prefilled_in_packs(build):
+    whole, packs = build(), build(prefill_tokens=10)
+    wanted = requests()
+    assert same(sample(whole, wanted), sample(packs, wanted))
+    assert whole.work["prefill_tokens"] == packs.work["prefill_tokens"]
+
+
+def test_finished_rows_leave_the_batch(build):
+    lengths = [1 + 4 * i for i in range(20)]
+    wanted = [
+        GenerationRequest((5, 6, 7), i, Sampling(max_new_tokens=n, ignore_eos=True)) for i, n in enumerate(lengths)
+    ]
+    generator = build()
+    turns = sample(generator, wanted)
+    assert [len(t.ids) for t in turns] == lengths
+    assert {t.finish for t in turns} == {"length"}
+    least = sum(n - 1 for n in lengths)  # the first token comes from prefill
+    assert least <= generator.work["row_steps"] <= 1.15 * least
+    assert generator.work["row_steps"] < 0.65 * len(lengths) * max(lengths)
+    assert generator.work["sampled_tokens"] == sum(lengths)
+
+
+def test_waiting_requests_fill_rows_as_they_free_up(build):
+    lengths = [40, 4, 4, 4, 4, 4, 4, 4, 4]
+    wanted = [
+        GenerationRequest((5, 6 + i), i, Sampling(max_new_tokens=n, ignore_eos=True)) for i, n in enumerate(lengths)
+    ]
+    generator = build(max_batch=2)
+    order = [i for i, _ in generator.generate(wanted)]
+    assert sorted(order) == list(range(9))
+    assert generator.work["steps"] <= 40  # one row decodes 39 steps; the others pass beside it
+
+
+def test_long_samples_continue_their_stream(build, model):
+    wanted = [GenerationRequest((9, 8), 5, Sampling(max_new_tokens=n, ignore_eos=True)) for n in (300, 150, 20)]
+    turns = sample(build(), wanted)
+    assert turns[0].ids[:150] == turns[1].ids
+    assert turns[1].ids[:20] == turns[2].ids
+    assert (torch.tensor(turns[0].logprobs) - full_logprobs(model, wanted[0], turns[0], 1.0)).abs().max() < 1e-5
+    assert len(set(turns[0].ids[100:])) > 10
+
+
+def test_no_requests_no_samples(build):
+    assert list(build().generate([])) == []
+
+
+# ------------------------------------------------------------------------------------------ endings
+
+
+def test_end_tokens_end_a_turn_and_are_part_of_it(build, decode):
+    free = sample(build(), requests(max_new_tokens=60, ignore_eos=True))
+    ended = sample(build(), requests(max_new_tokens=60))
+    assert any(EOS in t.ids for t in free)
+    for a, b in zip(free, ended, strict=True):
+        n = a.ids.index(EOS) + 1 if EOS in a.ids else 60
+        assert b.ids == a.ids[:n]
+        assert b.finish == ("stop" if EOS in a.ids else "length")
+        assert b.text == decode(a.ids[:n])
+        assert "<eos>" not in b.text
+
+
+def test_stop_tokens_of_one_request_do_not_end_another(build):
+    free = sample(build(), requests(prompts=2, ignore_eos=True))
+    wanted = requests(prompts=2, ignore_eos=True)
+    token = free[0].ids[7]
+    unused = next(i for i in range(99) if i not in free[0].ids)
+    own = Sampling(max_new_tokens=24, ignore_eos=True, stop_token_ids=(token, unused))
+    got = sample(build(), [GenerationRequest(wanted[0].ids, wanted[0].seed, own), *wanted[1:]])
+    assert got[0].ids == free[0].ids[: free[0].ids.index(token) + 1]
+    assert got[0].finish == "stop"
+    assert same(free[1:], got[1:])
+
+
+@pytest.mark.parametrize("max_batch", [256, 3])
+def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build, max_batch):
+    free = sample(build(), requests(ignore_eos=True))
+    stops = tuple(t.text[5:8] for t in free[::2])
+    got = sample(build(max_batch=max_batch), requests(ignore_eos=True, stop=stops))
+    stopped = 0
+    for a, b in zip(free, got, strict=True):
+        ends = [a.text.index(s) + len(s) for s in stops if s in a.text]
+        if ends:
+            stopped += 1
+            assert b.finish == "stop"
+            assert b.text == a.text[: min(ends)]
+            assert b.text.endswith(stops)
+        else:
+            assert (b.ids, b.finish) == (a.ids, "length")
+        assert b.ids == a.ids[: len(b.ids)]
+    assert stopped >= len(stops)
+
+
+def test_one_token_turns(build):
+    for turn in sample(build(), requests(max_new_tokens=1)):
+        assert len(turn.ids) == len(turn.logprobs) == 1

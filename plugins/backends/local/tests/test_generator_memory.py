@@ -1,0 +1,78 @@
+"""The key-value cache grows with need and keeps its bound."""
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_local.cache import SlotCache
+from rlhf_plugin_local.generator import TransformersGenerator
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def sample(model, wanted, **options):
+    generator = TransformersGenerator(TransformersGenerator.Config(**options), eos_token_ids=[1], decode=lambda ids: "")
+    generator.load(model, 0)
+    found = dict(generator.generate(wanted))
+    return [found[i] for i in range(len(wanted))], generator.work
+
+
+def forced(length, new, seed=0):
+    return GenerationRequest(
+        tuple(3 + (i * 7 + seed) % 80 for i in range(length)), seed, Sampling(new, ignore_eos=True)
+    )
+
+
+def early(length, budget, seed=0):
+    """May sample ``budget`` tokens but ends at once: every token is a stop token."""
+    ids = tuple(3 + (i * 7 + seed) % 80 for i in range(length))
+    return GenerationRequest(ids, seed, Sampling(budget, stop_token_ids=tuple(range(99))))
+
+
+def test_positions_that_are_never_sampled_are_never_allocated(model):
+    _, work = sample(model, [early(6, 4000, i) for i in range(8)])
+    assert work["peak_cache_tokens"] <= 8 * 128
+
+
+def test_no_more_positions_than_rows_can_use(model):
+    _, work = sample(model, [forced(10, 20, i) for i in range(8)])
+    assert work["peak_cache_tokens"] == 8 * 29  # the last token is never fed
+
+
+def test_growing_keeps_what_rows_hold(model):
+    wanted = [forced(5, 40 + 60 * i, i) for i in range(5)]
+    turns, work = sample(model, wanted)
+    alone = [sample(model, [r])[0][0] for r in wanted]
+    assert [t.ids for t in turns] == [t.ids for t in alone]
+    # As rows finish the longest ones keep growing alone: far from 5 rows of the longest.
+    assert work["peak_cache_tokens"] < 0.7 * 5 * (5 + 280)
+
+
+def test_rows_times_positions_stay_within_the_bound(model, monkeypatch):
+    sizes = []
+    reserve = SlotCache.reserve
+
+    def watch(self, like, slots, capacity, used):
+        sizes.append(slots * capacity)
+        return reserve(self, like, slots, capacity, used)
+
+    monkeypatch.setattr(SlotCache, "reserve", watch)
+    wanted = [forced(4 + 9 * (i % 4), 10 + 30 * (i % 3), i) for i in range(24)]
+    free, _ = sample(model, wanted)
+    assert max(sizes) > 400
+    sizes.clear()
+    bounded, _ = sample(model, wanted, max_cache_tokens=400)
+    assert max(sizes) <= 400
+    assert [t.ids for t in bounded] == [t.ids for t in free]
+
+
+def test_a_request_that_cannot_fit_is_refused(model):
+    words = (
+        r"request 1 may need 60 tokens \(prompt 20 \+ max_new_tokens 40\) but generator.max_cache_tokens is 50. Raise"
+    )
+    with pytest.raises(ConfigError, match=words):
+        sample(model, [forced(5, 5), forced(20, 40)], max_cache_tokens=50)

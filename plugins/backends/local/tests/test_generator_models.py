@@ -1,0 +1,98 @@
+"""Architectures: what the cache and the attention function serve, and what they refuse."""
+
+import pytest
+import torch
+from rlhf.errors import ModelError
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_local.generator import TransformersGenerator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+MODELS = {
+    "qwen3": {"head_dim": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "phi3": {"sliding_window": 9},
+    "gemma2": {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "num_hidden_layers": 7},
+    "olmo2": {},
+    "cohere2": {"sliding_window": 6, "num_hidden_layers": 4},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+}
+
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZE, **options})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def generator(model, **options):
+    made = TransformersGenerator(TransformersGenerator.Config(**options), eos_token_ids=[1], decode=str)
+    made.load(model, 0)
+    return made
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind):
+    model = make(kind, **MODELS[kind]).eval()
+    prompts = [tuple(3 + (7 * i + p) % 50 for i in range(3 + 8 * p)) for p in range(3)]
+    wanted = [GenerationRequest(ids, s, Sampling(25, 1.2, ignore_eos=True)) for ids in prompts for s in range(3)]
+    found = dict(generator(model, max_batch=5).generate(wanted))
+    used = set()
+    for i, request in enumerate(wanted):
+        ids = torch.tensor([[*request.ids, *found[i].ids]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1].float() / 1.2
+        want = logits.log_softmax(-1).gather(1, torch.tensor(found[i].ids)[:, None])[:, 0]
+        assert (torch.tensor(found[i].logprobs) - want).abs().max() < 1e-5
+        used |= set(found[i].ids)
+    assert len(used) > 15
+    assert model.config._attn_implementation == "eager"
+
+
+def test_long_prompts_with_windows_are_computed_in_blocks(monkeypatch):
+    monkeypatch.setattr("rlhf_plugin_local.decode.QUERIES", 16)
+    for kind in ("mistral", "gemma2", "gpt_oss"):
+        test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("mamba", {"state_size": 4}, "layers of type linear_attention"),
+        ("rwkv", {}, "recurrent state"),
+        ("lfm2", {"full_attn_idxs": [1]}, "layers of type conv"),
+        ("qwen3_next", {"head_dim": 8, "num_hidden_layers": 4, "num_experts": 2}, "layers of type linear_attention"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "does not take its attention function"),
+    ],
+)
+def test_models_whose_cache_is_something_else_are_refused(kind, options, words):
+    with pytest.raises(ModelError, match=f"{words}.*cannot sample from it. Use another generator"):
+        generator(make(kind, **options))
+
+
+def test_attention_to_later_tokens_is_refused():
+    model = make("gemma3_text", head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(ModelError, match="attends to later tokens"):
+        list(generator(model).generate([GenerationRequest((3, 4), 0, Sampling(2))]))
+
+
+def test_a_module_that_is_no_language_model_is_refused():
+    with pytest.raises(ModelError, match="PreTrainedModel"):
+        generator(torch.nn.Linear(2, 2))

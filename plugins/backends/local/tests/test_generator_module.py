@@ -1,0 +1,210 @@
+"""The borrowed module is as it was, whatever happens; what is refused."""
+
+import pytest
+import torch
+from rlhf.errors import ConfigError, ModelError
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_local.generator import TransformersGenerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EOS = 1
+Config = TransformersGenerator.Config
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return AutoModelForCausalLM.from_pretrained(path).train()
+
+
+@pytest.fixture(scope="module")
+def decode(path):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def build(model, decode):
+    def make(**options):
+        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator.load(model, 3)
+        return generator
+
+    return make
+
+
+def requests(prompts=5, samples=4, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    out = []
+    for p in range(prompts):
+        ids = tuple(torch.randint(3, 90, (2 + 5 * p,), generator=g).tolist())
+        out += [
+            GenerationRequest(ids, 100 * p + s, Sampling(**{"max_new_tokens": 24, **options})) for s in range(samples)
+        ]
+    return out
+
+
+def sample(generator, wanted):
+    found = dict(generator.generate(wanted))
+    assert sorted(found) == list(range(len(wanted)))
+    return [found[i] for i in range(len(wanted))]
+
+
+def state(model):
+    return (
+        [m.training for m in model.modules()],
+        model.config._attn_implementation,
+        model.config.use_cache,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        {n: (p.requires_grad, p._version, p.data_ptr()) for n, p in model.named_parameters()},
+    )
+
+
+@pytest.fixture
+def mixed(model):
+    """A module with one part in evaluation mode and gradients on some parameters."""
+    model.model.layers[0].eval()
+    model.zero_grad()
+    model(torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    yield model
+    model.train()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_module_is_as_found_at_every_sample_and_after(build, mixed, dtype):
+    before, grads = state(mixed), [p.grad.clone() for p in mixed.parameters()]
+    for _ in build(dtype=dtype, max_batch=4).generate(requests()):
+        assert state(mixed) == before
+    assert state(mixed) == before
+    assert all(torch.equal(p.grad, g) for p, g in zip(mixed.parameters(), grads, strict=True))
+
+
+def test_a_consumer_that_stops_early_leaves_the_module_as_found(build, mixed):
+    before = state(mixed)
+    stream = build(max_batch=2).generate(requests())
+    next(stream)
+    assert state(mixed) == before
+    stream.close()
+    assert state(mixed) == before
+
+
+def test_a_consumer_may_train_between_samples(build, mixed):
+    for _ in build(max_batch=4).generate(requests()):
+        mixed(torch.tensor([[3, 4, 5]]), use_cache=False).logits.sum().backward()
+
+
+@pytest.mark.parametrize("after", [1, 6])
+def test_an_error_while_sampling_leaves_the_module_as_found(build, mixed, after):
+    before, calls = state(mixed), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == after:
+            raise RuntimeError("out of order")
+
+    hook = mixed.model.norm.register_forward_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="out of order"):
+            list(build().generate(requests()))
+    finally:
+        hook.remove()
+    assert state(mixed) == before
+    assert list(build().generate(requests(1, 1)))
+
+
+def test_it_samples_from_the_live_weights(model, build):
+    generator = build()
+    before = sample(generator, requests(1))
+    with torch.no_grad():
+        saved = model.model.norm.weight.clone()
+        model.model.norm.weight.mul_(0.3)
+    try:
+        proof = generator.load(model, 4)
+        after = sample(generator, requests(1))
+    finally:
+        with torch.no_grad():
+            model.model.norm.weight.copy_(saved)
+    assert proof.version == 4
+    assert after[0].versions == ((0, 4),)
+    assert [t.ids for t in before] != [t.ids for t in after]
+
+
+def test_bf16_follows_a_trainer_that_computes_in_it(model, decode):
+    class Precision:
+        bf16 = True
+
+    class Trainer:
+        module = model
+        precision = Precision
+
+    def logprobs(source, **options):
+        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator.load(source, 0)
+        return torch.tensor([t.logprobs[0] for t in sample(generator, requests(max_new_tokens=1, temperature=0.0))])
+
+    auto, fp32 = logprobs(Trainer), logprobs(Trainer, dtype="fp32")
+    assert torch.equal(auto, logprobs(model, dtype="bf16"))
+    assert torch.equal(fp32, logprobs(model))
+    assert 0 < (auto - fp32).abs().max() < 0.1
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_weights_that_change_during_sampling_are_refused(build, model):
+    generator = build(max_batch=2)
+    stream = generator.generate(requests())
+    next(stream)
+    generator.load(model, 4)
+    with pytest.raises(ModelError, match=r"weights changed from version 3 to 4.*close generate\(\) before load"):
+        list(stream)
+
+
+def test_sampling_needs_weights(decode):
+    with pytest.raises(ModelError, match=r"no weights yet; call load\(trainer, version\)"):
+        TransformersGenerator(None, eos_token_ids=[EOS], decode=decode).generate(requests())
+
+
+def test_a_source_without_a_module_is_refused(build):
+    with pytest.raises(ModelError, match="samples from a module in this process; list offers none"):
+        build().load([], 1)
+
+
+def test_requests_are_checked_before_anything_is_computed(build):
+    generator = build()
+    good, bad = (
+        requests(1, 1)[0],
+        [
+            (GenerationRequest((), 0, Sampling()), "request 1 has no tokens"),
+            (GenerationRequest((3, 500), 0, Sampling()), "request 1 has token 500; the model's ids are 0 to 9"),
+            (GenerationRequest((-1, 3), 0, Sampling()), "request 1 has token -1"),
+            (GenerationRequest((3,), 0, Sampling(top_p=0.0)), "top_p is 0.0"),
+            (
+                GenerationRequest((3,), 0, Sampling(max_new_tokens=5000)),
+                "may need 5001 tokens .* max_position_embeddings = 4096",
+            ),
+        ],
+    )
+    for request, words in bad:
+        with pytest.raises(ConfigError, match=words):
+            generator.generate([good, request])
+    assert not generator.work
+
+
+def test_logits_that_are_not_finite_are_an_error(build, model):
+    with torch.no_grad():
+        saved = model.model.norm.weight.clone()
+        model.model.norm.weight[0] = float("nan")
+    try:
+        with pytest.raises(ModelError, match=r"logits are not finite .* request 0"):
+            list(build().generate(requests(1)))
+    finally:
+        with torch.no_grad():
+            model.model.norm.weight.copy_(saved)
