@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from rlhf.errors import ModelError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlhf.errors import ModelError
+from rlhf_plugin_local.matmul_attention import LONGEST, Bucket, buckets, matmul_attention
 
 NAME = "rlhf_packed"
 
@@ -56,7 +58,8 @@ def current_route() -> Route:
     route = _route.get()
     if route is None:
         raise ModelError(
-            "the model uses packed attention but no lengths are given: call it inside rlhf_plugin_local.attention.packed"
+            "the model uses packed attention but no lengths are given: call it inside "
+            "rlhf_plugin_local.attention.packed(lens)"
         )
     return route
 
@@ -77,16 +80,27 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return current_route()(module, q, k, v, mask, **options)
 
 
-class PackedAttention:
-    """One causal ``scaled_dot_product_attention`` per run of consecutive sequences of equal length.
+@dataclass(frozen=True, slots=True)
+class _Options:
+    scaling: float
+    dropout: float
+    window: int | None
+    softcap: float | None
 
-    Bit-equal to one sequence at a time in fp32 on CPU (gradients differ by the order of summation). Under bf16 on CPU
-    q, k and v are computed with in fp32: the backward of the bf16 kernel is several times slower there.
+
+class PackedAttention:
+    """The attention of one packed row: each sequence causal and alone.
+
+    On a CPU short sequences go through :mod:`rlhf_plugin_local.matmul_attention`; others take one
+    ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
+    kernel is several times slower there). In fp32 on a CPU the result is bit-equal to one sequence at a time;
+    gradients of weights differ by the order of summation.
     """
 
     def __init__(self, lens: Sequence[int]) -> None:
+        self.lens = list(lens)
         self.tokens = sum(lens)
-        self.runs = [(length, len(list(same))) for length, same in groupby(lens)]
+        self._plans: dict[int, tuple[list[Bucket], list[tuple[int, int, int]]]] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def __call__(
@@ -104,6 +118,30 @@ class PackedAttention:
         is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        self._check(module, q, k, mask, s_aux, is_causal)
+        on_cpu, dtype = q.device.type == "cpu", v.dtype
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+        options = _Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
+        short = LONGEST.get(dtype, 0) if on_cpu and not dropout and softcap is None and k.shape == v.shape else 0
+        with torch.autocast(q.device.type, enabled=False):
+            where, runs = self._plan(short)
+            parts: list[Tensor] = []
+            if where:
+                flat = (x[0].transpose(0, 1).to(dtype) for x in (q, k, v))
+                out_NHD = matmul_attention(*flat, where, options.scaling, sliding_window)
+                if not runs:
+                    return out_NHD[None], None
+                parts.append(out_NHD)
+            inner = torch.float32 if on_cpu else dtype
+            qi, ki, vi = (x.to(inner) for x in (q, k, v))
+            for start, length, count in runs:
+                rows = slice(start, start + length * count)
+                out = self._run(*(_rows(x, rows, count, length) for x in (qi, ki, vi)), options)
+                parts.append(out.transpose(1, 2).reshape(length * count, q.shape[1], v.shape[-1]).to(dtype))
+            return self._join(parts, bool(where), runs)[None], None
+
+    def _check(self, module: Any, q: Tensor, k: Tensor, mask: Any, s_aux: Any, is_causal: bool | None) -> None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if mask is not None or s_aux is not None or not causal:
             what = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
@@ -113,49 +151,59 @@ class PackedAttention:
                 f"packed attention is set up for one row of {self.tokens} tokens but got queries {tuple(q.shape)} and "
                 f"keys {tuple(k.shape)} [batch, heads, tokens, head size]"
             )
-        dtype = q.dtype
-        if dtype == torch.bfloat16 and q.device.type == "cpu":
-            q, k, v = q.float(), k.float(), v.float()
-        parts, start = [], 0
-        for length, count in self.runs:
-            rows = slice(start, start + length * count)
-            start = rows.stop
-            qr, kr, vr = (_rows(x, rows, count, length) for x in (q, k, v))
-            window = sliding_window if sliding_window is not None and sliding_window < length else None
-            if softcap is not None:
-                out = self._softcapped(qr, kr, vr, scaling, dropout, window, softcap)
-            else:
-                out = F.scaled_dot_product_attention(
-                    qr,
-                    kr,
-                    vr,
-                    attn_mask=None if window is None else self._band(length, window, q.device),
-                    is_causal=window is None,
-                    dropout_p=dropout,
-                    scale=scaling,
-                    enable_gqa=q.shape[1] != k.shape[1],
-                )
-            parts.append(out.transpose(1, 2).reshape(1, length * count, q.shape[1], v.shape[-1]))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out.to(dtype), None
 
-    def _softcapped(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float,
-    ) -> Tensor:
+    def _plan(self, short: int) -> tuple[list[Bucket], list[tuple[int, int, int]]]:
+        """(buckets of sequences up to ``short``, runs (first token, length, count) of the others)."""
+        if short not in self._plans:
+            starts = [0, *accumulate(self.lens)][:-1]
+            pairs = list(zip(starts, self.lens, strict=True))
+            small = [(s, n) for s, n in pairs if n <= short]
+            runs: list[tuple[int, int, int]] = []
+            for start, length in pairs:
+                if length <= short:
+                    continue
+                if runs and runs[-1][1] == length and runs[-1][0] + length * runs[-1][2] == start:
+                    runs[-1] = (runs[-1][0], length, runs[-1][2] + 1)
+                else:
+                    runs.append((start, length, 1))
+            self._plans[short] = buckets([s for s, _ in small], [n for _, n in small]), runs
+        return self._plans[short]
+
+    def _join(self, parts: list[Tensor], short: bool, runs: list[tuple[int, int, int]]) -> Tensor:
+        """Runs take their rows of the first part, which has rows for all tokens where there were short sequences."""
+        if not short:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        pieces, end = [], 0
+        for (start, length, count), part in zip(runs, parts[1:], strict=True):
+            pieces += [parts[0][end:start], part]
+            end = start + length * count
+        return torch.cat([*pieces, parts[0][end:]])
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+        """[count, heads, T, D] of sequences of one length."""
+        length = q.shape[2]
+        window = options.window if options.window is not None and options.window < length else None
+        if options.softcap is not None:
+            return self._softcapped(q, k, v, options, window)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if window is None else self._band(length, window, q.device),
+            is_causal=window is None,
+            dropout_p=options.dropout,
+            scale=options.scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    def _softcapped(self, q: Tensor, k: Tensor, v: Tensor, options: _Options, window: int | None) -> Tensor:
         """``softcap * tanh(scores / softcap)`` before the softmax (Gemma 2), which sdpa cannot express."""
-        length, groups = q.shape[2], q.shape[1] // k.shape[1]
+        length, groups, cap = q.shape[2], q.shape[1] // k.shape[1], options.softcap
+        assert cap is not None
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = cap * torch.tanh(q @ k.transpose(2, 3) * (options.scaling / cap))
         scores = scores.masked_fill(~self._band(length, window or length, q.device), float("-inf"))
-        return F.dropout(scores.softmax(-1), dropout) @ v
+        return F.dropout(scores.softmax(-1), options.dropout) @ v
 
     def _band(self, length: int, window: int, device: torch.device) -> Tensor:
         """bool [T, T]: token i sees j where i - window < j <= i."""
