@@ -56,8 +56,6 @@ class WandbObserver(Observer):
         self._run_id = str(state.get("run_id", ""))
 
     def run_started(self, info: RunInfo) -> None:
-        resuming = bool(self._run_id)
-        self._run_id = self._run_id or wandb.util.generate_id()
         settings = wandb.Settings(
             console="off",
             save_code=False,
@@ -72,8 +70,8 @@ class WandbObserver(Observer):
                 tags=list(self.config.tags) or None,
                 mode=self.config.mode,
                 name=info.name,
-                id=self._run_id,
-                resume="allow" if resuming else None,
+                id=self._run_id or None,
+                resume="allow" if self._run_id else None,
                 dir=info.output,
                 config={**redact(info.config), "total_steps": info.total_steps},
                 settings=settings,
@@ -83,6 +81,7 @@ class WandbObserver(Observer):
                 f"observer 'wandb' could not start: {_without_key(str(cause))} Set {_KEY} in the environment, run "
                 f'`wandb login`, or log without network: [[observer]] use = "wandb", mode = "offline".'
             ) from None  # the cause's traceback may hold the key
+        self._run_id = self._run.id
         self._run.define_metric("*", step_metric="step")
 
     def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
