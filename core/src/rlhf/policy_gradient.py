@@ -114,7 +114,9 @@ class PolicyGradientConfig(ComponentConfig):
     """``openrlhf``: its defaults where ours differ (reward_clip -10 .. 10; KL 0.01 in the reward by k1). Fields that
     are given explicitly win."""
     kl: KLConfig = KLConfig()
+    """KL to the reference model."""
     shaping: ShapingConfig = ShapingConfig()
+    """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None
     """[low, high] for each trajectory's reward after the baseline; off where absent."""
     epochs: int = Field(default=1, ge=1)

@@ -1,0 +1,169 @@
+"""KL estimators and controllers, ratios, corrections, shaping: by hand, and finite for anything."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from rlhf.errors import TrainingError
+from rlhf.ops.correction import CorrectionConfig, correction_weights
+from rlhf.ops.kl import ESTIMATORS, KLController, k1, k2, k3, kl_estimate
+from rlhf.ops.ratios import bounded, clipped_surrogate, token_ratio
+from rlhf.ops.shaping import overlong_penalty, stop_properly
+
+FAR = [-1e4, -300.0, -88.8, -50.0, -10.0, -3.0, 3.0, 10.0, 88.8, 300.0, 1e4]
+
+
+def test_estimators_by_hand():
+    d = torch.tensor([0.5, -1.0, 0.0])
+    assert k1(d).tolist() == [0.5, -1.0, 0.0]
+    assert k2(d).tolist() == [0.125, 0.5, 0.0]
+    assert k3(d).tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2, 0.0])
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_gradient_is_finite_and_never_silent(name, far):
+    """Defect 2: clamping the result gave NaN below -88 and zero gradient where the drift is largest."""
+    lp = torch.tensor([far], requires_grad=True)
+    value = kl_estimate(lp, torch.zeros(1), name)
+    value.sum().backward()
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(lp.grad).all()
+    assert lp.grad.abs().item() >= 0.5
+    assert name == "k1" or lp.grad.item() * far > 0, "the gradient points back to the reference"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-1e4, 1e4), st.floats(-1e4, 1e4))
+def test_k3_is_convex_and_nonnegative(a, b):
+    x, y = torch.tensor([a, b]).double()
+    values = k3(torch.stack([x, y, (x + y) / 2]))
+    assert (values >= 0).all()
+    assert values[2] <= (values[0] + values[1]) / 2 * (1 + 1e-9) + 1e-9
+
+
+def test_estimators_agree_in_expectation():
+    """Over all tokens of two distributions: E[k1] = E[k3] = KL exactly, E[k2] nearly."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).double() * 0.3
+    p, q = torch.log_softmax(logits, 1)
+    exact = (p.exp() * (p - q)).sum()
+    means = {k: float((p.exp() * f(p - q)).sum()) for k, f in ESTIMATORS.items()}
+    assert means["k1"] == pytest.approx(float(exact))
+    assert means["k3"] == pytest.approx(float(exact))
+    assert means["k2"] == pytest.approx(float(exact), rel=0.2)
+
+
+def test_adaptive_controller_by_hand_and_over_a_restart():
+    """kl 2x the target: e is clipped to 0.2; beta 0.1 * (1 + 0.2 * 64 / 1000) = 0.10128 (defect 18: lost on resume)."""
+    c = KLController(0.1, target=0.05, horizon=1000)
+    assert c.update(0.1, 64) == pytest.approx(0.10128)
+    assert c.update(0.045, 10) == pytest.approx(0.10128 * (1 - 0.1 * 10 / 1000))
+    again = KLController(0.1, target=0.05, horizon=1000)
+    again.load_state_dict(c.state_dict())
+    assert again.update(0.2, 3) == c.update(0.2, 3)
+    fixed = KLController(0.1)
+    assert fixed.update(100.0, 64) == 0.1
+
+
+def test_controller_refuses_what_would_break_it():
+    with pytest.raises(TrainingError, match="horizon must be above 200"):
+        KLController(0.1, target=0.1, horizon=100).update(1.0, 1000)
+    with pytest.raises(TrainingError, match="finite"):
+        KLController(0.1, target=0.1).update(float("nan"), 1)
+
+
+# ------------------------------------------------------------------------------------------ ratios
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.floats(allow_nan=False, width=32))
+def test_bounded_log_ratio(value):
+    x = torch.tensor([value], requires_grad=True)
+    b = bounded(x)
+    b.sum().backward()
+    assert b.item() == pytest.approx(min(max(value, -20.0), 20.0))
+    assert torch.isfinite(x.grad).all()
+    assert math.isinf(value) or x.grad.item() == 1.0
+
+
+def test_surrogate_by_hand():
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])
+    A = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
+    values, clipped = clipped_surrogate(ratio, A, 0.2, 0.3)
+    assert values.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -2.0])
+    assert clipped.tolist() == [True, False, False, True, False]
+    values, clipped = clipped_surrogate(torch.tensor([9.0, 9.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2, dual_clip=3.0)
+    assert values.tolist() == pytest.approx([3.0, -1.2])
+    assert clipped.tolist() == [True, True]
+
+
+def test_ratio_is_one_on_policy():
+    lp = torch.tensor([-3.0, -700.0])
+    assert token_ratio(lp, lp).tolist() == [1.0, 1.0]
+
+
+# -------------------------------------------------------------------------------------- correction
+
+
+def weights(d, config, sequence=None):
+    gen = torch.full((len(d),), -2.0)
+    index = torch.zeros(len(d), dtype=torch.int64) if sequence is None else torch.tensor(sequence)
+    return correction_weights(gen + torch.tensor(d), gen, index, int(index.max()) + 1, config).tolist()
+
+
+LN = math.log
+
+
+def test_presets_by_hand():
+    d = [LN(8.0), LN(1.0), LN(0.25), LN(2.0)]
+    sequence = [0, 0, 1, 1]  # geometric means 2.83 and 0.71; products 8 and 0.5
+    assert weights(d, CorrectionConfig(preset="tis"), sequence) == pytest.approx([5.0, 1.0, 0.5, 2.0])
+    assert weights(d, CorrectionConfig(preset="icepop"), sequence) == pytest.approx([0.0, 1.0, 0.0, 2.0])
+    assert weights(d, CorrectionConfig(preset="mis", low=0.4), sequence) == pytest.approx([0.0, 0.0, 0.5, 0.5])
+    narrow = CorrectionConfig(preset="seq_mask_tis", low=0.5, high=2.5)
+    assert weights(d, narrow, sequence) == pytest.approx([0.0, 0.0, 0.5, 2.0])
+    mean = CorrectionConfig(level="sequence_mean", mode="truncate", low=0.9, high=2.0)
+    assert weights(d, mean, sequence) == pytest.approx([2.0, 2.0, 0.9, 0.9])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=6),
+    st.one_of(
+        st.sampled_from(["tis", "icepop", "seq_mask_tis", "mis"]),
+        st.tuples(
+            st.sampled_from(["token", "sequence_mean", "sequence_product"]), st.sampled_from(["truncate", "mask"])
+        ),
+    ),
+)
+def test_weights_are_zero_or_within_the_band(d, what):
+    """Defect 1: sequence-masked weights were not clamped; inf and 0 x inf were possible."""
+    config = CorrectionConfig(preset=what) if isinstance(what, str) else CorrectionConfig(level=what[0], mode=what[1])
+    for w in weights(d, config):
+        assert w == 0.0 or 0.5 - 1e-6 <= w <= 5.0 + 1e-6
+
+
+def test_weights_carry_no_gradient():
+    old = torch.tensor([-1.0], requires_grad=True)
+    index = torch.zeros(1, dtype=torch.int64)
+    assert not correction_weights(old, torch.tensor([-1.5]), index, 1, CorrectionConfig(preset="tis")).requires_grad
+
+
+# ----------------------------------------------------------------------------------------- shaping
+
+
+def test_overlong_by_hand():
+    lengths = torch.tensor([0, 80, 81, 90, 100, 150])
+    assert overlong_penalty(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
+    assert overlong_penalty(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5, -0.5])
+
+
+def test_stop_properly_by_hand():
+    r, cut = torch.tensor([1.0, 1.0, -2.0]).double(), torch.tensor([False, True, True])
+    assert stop_properly(r, cut, 0.25).tolist() == [1.0, 0.25, -0.5]
+    assert stop_properly(r, cut, 0.0).tolist() == [1.0, 0.0, 0.0]
+    assert stop_properly(r, cut, -1.5).tolist() == [1.0, -1.5, -1.5]

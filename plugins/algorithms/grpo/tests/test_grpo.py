@@ -1,0 +1,52 @@
+"""GRPO and Dr. GRPO."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import TrainingError
+from rlhf.policy_gradient import KLConfig
+from rlhf.testing import fabricate
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf.types import Update
+from rlhf_plugin_grpo import GRPO, DrGRPO
+
+
+class TestGRPO(AlgorithmContract):
+    algorithm = GRPO
+    configs = (GRPO.Config(), GRPO.Config(kl=KLConfig(coef=0.04, where="loss"), minibatches=2))
+
+
+class TestDrGRPO(AlgorithmContract):
+    algorithm = DrGRPO
+
+
+def test_one_optimizer_step_needs_no_second_forward():
+    algorithm = TestGRPO().build(GRPO.Config())
+    assert algorithm.annotations(0) == []
+    assert algorithm.updates(0) == [Update("policy", "loss", live={"old_logprobs": "logprobs"})]
+    assert [r.name for r in algorithm.needs().roles] == ["policy"]
+
+
+def test_dr_grpo_has_the_constant_denominator():
+    """Defect 24: Dr. GRPO kept the token mean."""
+    reduce = TestDrGRPO().build(DrGRPO.Config()).loss.reduce()["policy"]
+    assert (reduce.how, reduce.constant) == ("seq_sum_constant", 256.0)
+    step = TestDrGRPO().step(DrGRPO.Config())
+    weights = step.batch.tok["loss_mask"]
+    assert weights.any()
+
+
+def test_dr_grpo_refuses_answers_beyond_the_constant():
+    algorithm = TestDrGRPO().build(DrGRPO.Config())
+    groups = fabricate.groups(0, multi_turn=False)
+    turn = groups[0].trajectories[0].turns[-1]
+    turn.ids, turn.logprobs = [1] * 300, [-1.0] * 300
+    with pytest.raises(TrainingError, match="300 own tokens"):
+        algorithm.loss.prepare(algorithm.assemble(groups))
+
+
+def test_group_of_equal_rewards_teaches_nothing():
+    algorithm = TestGRPO().build(GRPO.Config())
+    batch, metrics = algorithm.credit(algorithm.assemble(fabricate.groups(0, equal_rewards=True)))
+    assert not batch.tok["advantages"].any()
+    assert metrics["reward/groups_all_equal"] == 1.0

@@ -1,0 +1,35 @@
+"""REINFORCE++ with and without baseline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.policy_gradient import KLConfig
+from rlhf.testing import fabricate
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf_plugin_reinforce_pp import ReinforcePP, ReinforcePPBaseline
+
+
+class TestReinforcePP(AlgorithmContract):
+    algorithm = ReinforcePP
+    configs = (ReinforcePP.Config(), ReinforcePP.Config(kl=KLConfig(coef=0.01), epochs=2))
+
+
+class TestReinforcePPBaseline(AlgorithmContract):
+    algorithm = ReinforcePPBaseline
+    configs = (ReinforcePPBaseline.Config(), ReinforcePPBaseline.Config(kl=KLConfig(coef=0.1, where="loss")))
+
+
+@pytest.mark.parametrize("suite", [TestReinforcePP, TestReinforcePPBaseline])
+def test_advantages_are_whitened_over_tokens(suite):
+    algorithm = suite().build(suite.algorithm.Config())
+    batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(3)))
+    own = batch.tok["advantages"][batch.tok["loss_mask"]].double()
+    assert own.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert own.var(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert torch.all(batch.tok["advantages"][~batch.tok["loss_mask"]] == 0)
+
+
+def test_one_sample_per_prompt_is_enough_only_without_baseline():
+    assert TestReinforcePP().build(ReinforcePP.Config()).needs().group_min == 1
+    assert TestReinforcePPBaseline().build(ReinforcePPBaseline.Config()).needs().group_min == 2
