@@ -176,3 +176,15 @@ def test_malformed_turns_are_refused(main, turns, message):
 def test_a_context_without_room_to_answer_is_an_error(main):
     with pytest.raises(RolloutError, match=r"data.max_tokens = 1"):
         run(main, rows(1), max_tokens=1)
+
+
+def test_a_limit_admits_the_next_sample_when_one_ends(main):
+    generator = CountingGenerator()
+    rollouts = Rollouts(Turns(), generator, PlainTemplate(), OneForAll(), main, limit=3)
+    groups = rollouts.run(rows(1, 2, 1), 0, settings())
+    assert all(t.status == "ok" for g in groups for t in g.trajectories)
+    assert max(len(w) for w in generator.waves) == 3
+    first = generator.waves
+    generator.waves = []
+    rollouts.run(rows(1, 2, 1), 0, settings())
+    assert generator.waves == first

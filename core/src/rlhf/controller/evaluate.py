@@ -39,18 +39,16 @@ def evaluate_rollouts(
     return {f"eval/{name}": value for name, value in metrics.items()}, groups
 
 
-def evaluate_loss(
-    algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example], step: int
-) -> Metrics:
+def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
     """The losses that the algorithm would train with, on held-out examples as one batch; nothing is learnt."""
     batch = algorithm.assemble(examples)
     if batch is None:
         return {}
-    for annotation in algorithm.annotations(step):
+    for annotation in algorithm.annotations(0):
         batch = roles[annotation.role].annotate(batch, [annotation])
     batch, _ = algorithm.credit(batch)
     metrics: Metrics = {}
-    for update in algorithm.updates(step):
+    for update in algorithm.updates(0):
         if not isinstance(update, Update):
             continue
         loss = algorithm.parts[update.loss]

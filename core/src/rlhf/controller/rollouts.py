@@ -55,18 +55,21 @@ class Rollouts:
         scorer: GroupScorer,
         main: MainThread,
         open_env: Callable[[], Env] | None = None,
+        limit: int | None = None,
     ) -> None:
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
+        self.limit = limit
+        """Samples that may be live at once, where the environment limits them."""
 
     def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
         """Blocks until every group is complete and scored. A failed sample raises, or is data, as configured."""
         return self.main.run(self._groups(rows, first_number, settings))
 
     async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
-        waves = Waves(self.generator, self.main)
-        for _ in range(len(rows) * settings.samples):
-            waves.enter()
+        numbers = range(first_number, first_number + len(rows))
+        samples = [(number, sample) for number in numbers for sample in range(settings.samples)]
+        waves = Waves(self.generator, self.main, samples, self.limit)
         tasks = [
             asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
         ]
@@ -95,6 +98,7 @@ class Rollouts:
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", *index)
         what = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
+        await waves.enter(index)
         try:
             with boundary(RolloutError, what):
                 async with asyncio.timeout(settings.deadline) as context.clock:

@@ -36,7 +36,6 @@ class Run:
     """Goes into every checkpoint: what must agree for a resume to be the same run."""
     algorithm: Algorithm
     roles: dict[str, Role]
-    saved_roles: tuple[str, ...]
     data: TrainData
     launcher: Launcher
     directory: RunDirectory
@@ -47,13 +46,14 @@ class Run:
     generator: Generator | None = None
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     observers: Mapping[str, Observer] = field(default_factory=dict)
-    evaluate: Callable[[int], Metrics] | None = None
+    evaluate: Callable[[], Metrics] | None = None
     best: BestTracker | None = None
     first_step: int = 0
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.seed = self.config.run.seed
+        self.saved_roles = tuple(name for name, role in self.roles.items() if role.spec.role.trained)
         self.stop = StopRequest()
         self.updates = 0
         self.status = "failed"
@@ -76,7 +76,7 @@ class Run:
         self._observe("run_started", info)
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             with self.timed("evaluate"):
-                self._log(0, self.evaluate(0))
+                self._log(0, self.evaluate())
         with self.stop:
             for step in range(self.first_step, self.total_steps):
                 self._times = {}
@@ -135,7 +135,7 @@ class Run:
         is_best = False
         if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
             with self.timed("evaluate"):
-                metrics |= self.evaluate(done)
+                metrics |= self.evaluate()
             if self.best is not None:
                 is_best, self._stopped_early = self.best.update(done, metrics)
         self._log(done, metrics)
@@ -144,13 +144,12 @@ class Run:
         if _due(done, section.every) or last or (is_best and section.save_best):
             self.save(done, best=is_best and section.save_best)
         if _due(done, section.export_every) and not last:
-            self.export(self.directory.exports(done))
+            self.directory.export(done, self.export, section.keep)
 
     def save(self, step: int, best: bool = False) -> None:
         """A complete checkpoint, or an error and the old ones intact."""
-        path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta)
-        if best:
-            self.store.mark_best(step)
+        mark = {"metric": self.best.metric, "value": self.best.value} if best and self.best is not None else None
+        path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta, mark)
         self._observe("checkpoint_saved", step, path)
 
     def export(self, path: Path) -> None:
@@ -167,7 +166,7 @@ class Run:
                         f"the run made {self.total_steps - self.first_step} steps and not one update: every step was "
                         "empty. Look at stream/filtered and stream/failed_groups in metrics.jsonl"
                     )
-                self.export(self.directory.model)
+                self.directory.publish_model(self.export)
         finally:
             for closer in (
                 lambda: self._observe("run_ended", self.status),

@@ -46,7 +46,8 @@ def read_state(run: Run, folder: Path) -> int:
     components = run.stateful()
     if set(components) != set(state["components"]):
         raise CheckpointError(
-            f"the checkpoint {folder} holds the state of {sorted(state['components'])}, this run has {sorted(components)}"
+            f"the checkpoint {folder} holds the state of {sorted(state['components'])}, this run has "
+            f"{sorted(components)}"
         )
     for name, component in components.items():
         component.load_state_dict(state["components"][name])

@@ -6,6 +6,8 @@ So the composition of every generated batch is a function of counters, never of 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf.controller.mainthread import MainThread
@@ -21,23 +23,40 @@ class _Waiting:
 
 
 class Waves:
-    """Used from the event loop only. Each live sample calls :meth:`enter` once, :meth:`generate` any number of times
-    and :meth:`leave` once."""
+    """Used from the event loop only. Each sample awaits :meth:`enter` once, :meth:`generate` any number of times and
+    calls :meth:`leave` once.
 
-    def __init__(self, generator: Generator, main: MainThread) -> None:
+    Args:
+        samples: the order of every sample that will come; they are admitted in this order.
+        limit: samples that may be live at once (an environment's concurrency); the next is admitted when one leaves.
+    """
+
+    def __init__(
+        self, generator: Generator, main: MainThread, samples: Sequence[tuple[int, ...]], limit: int | None = None
+    ) -> None:
         self._generator, self._main = generator, main
+        self._turnstile = {order: asyncio.Event() for order in samples}
+        self._queue = deque(samples)
         self._busy = 0
         self._waiting: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        for _ in range(len(samples) if limit is None else min(limit, len(samples))):
+            self._admit_next()
 
-    def enter(self) -> None:
-        """A sample is live. Call for all samples before any of them runs."""
-        self._busy += 1
+    async def enter(self, order: tuple[int, ...]) -> None:
+        """Wait until the sample is admitted."""
+        await self._turnstile[order].wait()
 
     def leave(self) -> None:
         """A sample has ended, well or not."""
         self._busy -= 1
+        if self._queue:
+            self._admit_next()
         self._start_if_all_wait()
+
+    def _admit_next(self) -> None:
+        self._turnstile[self._queue.popleft()].set()
+        self._busy += 1
 
     async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
         """The sampled turn; waits until all other live samples wait too."""

@@ -1,0 +1,40 @@
+# Each target sets up .venv by itself; nothing but Python 3.11+ with venv is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint bench clean
+
+help:
+	@echo "make quickstart  train a tiny model on this machine and watch it learn"
+	@echo "make test        every test"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
+
+install: $(STAMP)
+
+$(STAMP): editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml plugins/*/*/pyproject.toml)
+	@echo "installing into $(VENV) ..."
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
+	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r editable.txt \
+		&& echo "installed in $$(( $$(date +%s) - start )) s"
+	@touch $(STAMP)
+
+quickstart: install
+	@$(BIN)/python examples/quickstart/quickstart.py
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,72 @@
+"""Flags that several commands share: the short ones, and dotted ones for every field of the run file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from rlhf.config import short_flags
+from rlhf.errors import ConfigError, did_you_mean
+
+HELP = {
+    "algo": "algorithm plugin",
+    "reward": "reward: plugin:NAME, file:PATH.py, model:PATH; may be given several times",
+    "model": "model to train: a folder or a hub name",
+    "data": "training data: a file, a folder or a hub name; may be given several times",
+    "eval-data": "held-out data; may be given several times",
+    "backend": "launcher, trainer and generator under one name",
+    "output": "run directory",
+    "seed": "seed of every random choice",
+    "steps": "controller steps",
+    "resume": "continue from the newest complete checkpoint in the run directory",
+}
+SEVERAL = ("reward", "data", "eval-data")
+
+
+def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """``--algo``, ``--reward``, ... as :func:`rlhf.config.short_flags` maps them."""
+    for name in short_flags():
+        if name in without:
+            continue
+        if name == "resume":
+            parser.add_argument("--resume", action="store_true", help=HELP["resume"])
+        else:
+            action = "append" if name in SEVERAL else "store"
+            parser.add_argument(f"--{name}", action=action, metavar=name.upper(), help=HELP[name])
+
+
+def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """(dotted path, text) of every short and dotted flag that was given.
+
+    ``renamed``: {short flag: dotted path} where a command means something else by it.
+    """
+    targets = {**short_flags(), **(renamed or {})}
+    found: list[tuple[str, str]] = []
+    for name, target in targets.items():
+        value = getattr(args, name.replace("-", "_"), None)
+        if value is None or value is False:
+            continue
+        texts = value if isinstance(value, list) else ["true" if value is True else value]
+        found += [(target, text) for text in texts]
+    return found + dotted(args.overrides, tuple(targets))
+
+
+def dotted(words: list[str], short: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """``["--a.b", "1", "--c.d=2"]`` as pairs."""
+    found: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) < 3:
+            raise ConfigError(f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3")
+        key, equals, value = word[2:].partition("=")
+        if "." not in key:
+            raise ConfigError(
+                f"no flag --{key}.{did_you_mean(key, short)} Fields of the run file are dotted: --run.seed 3"
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} needs a value, e.g. --{key} true")
+            value = rest.pop(0)
+        found.append((key, value))
+    return found

@@ -1,0 +1,52 @@
+"""Run an algorithm: `rlhf train run.toml`, or `rlhf train --algo NAME --model PATH --data FILE [--reward REF] ...`.
+
+Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags are
+laid over the file; `--dry-run` checks all that can be checked without loading a model and shows the resolved config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rlhf_cli.flags import add_short_flags, overrides
+
+OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
+    add_short_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rlhf.config import load
+    from rlhf.plugins import Plugins
+
+    config = load(args.run_file, overrides(args))
+    plugins = Plugins.discover()
+    if args.dry_run:
+        return _dry_run(config, plugins)
+    from rlhf.controller.build import train
+
+    finished = train(config, plugins)
+    sys.stdout.write(f"{finished.status}: {finished.directory.path}\n")
+    return 0
+
+
+def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
+    from rlhf.config import to_toml
+    from rlhf.controller.prepare import prepare
+
+    prepared = prepare(config, plugins)
+    sys.stdout.write(to_toml(prepared.config))
+    sys.stdout.write("\n# What this run would do\n")
+    sys.stdout.write(f"# steps: {prepared.total_steps}, {prepared.data.rows_per_epoch} rows per epoch\n")
+    for name, spec in prepared.specs.items():
+        kind = "trained" if spec.role.trained else "frozen"
+        updates = f", {spec.total_updates} optimizer steps" if spec.role.trained else ""
+        sys.stdout.write(f"# role {name}: {spec.path} ({spec.role.head} head, {kind}{updates})\n")
+    for plugin in prepared.plugins:
+        sys.stdout.write(f"# plugin {plugin}\n")
+    return 0

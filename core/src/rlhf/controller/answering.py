@@ -1,0 +1,98 @@
+"""The generator, the rewards and the environment put together: what turns rows into scored groups."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf.controller.mainthread import MainThread
+from rlhf.controller.rollouts import Rollouts, RolloutSettings
+from rlhf.controller.scoring import Scorer
+from rlhf.interfaces import Generator, Launcher
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import SCORES
+from rlhf.runfile import RunFile
+from rlhf.types import Sampling
+
+if TYPE_CHECKING:
+    from rlhf.controller.prepare import Prepared
+    from rlhf.controller.roles import Role
+
+
+@dataclass
+class Answering:
+    """Answers prompts with the policy of now."""
+
+    generator: Generator
+    rollouts: Rollouts
+    closers: list[Callable[[], None]]
+    """In the order in which they must be called."""
+
+
+def answering(prepared: Prepared, roles: Mapping[str, Role], launcher: Launcher) -> Answering:
+    """Build it from the parts that :func:`rlhf.controller.prepare.prepare` selected."""
+    policy = roles["policy"].group.worker
+    template = prepared.data.template
+    generator = launcher.launch_generator(
+        lambda: prepared.parts["generator"].build(eos_token_ids=policy.eos_token_ids, decode=template.decode)
+    )
+    main = MainThread()
+    scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
+    episodes = prepared.episodes
+    closers = [scorer.close, main.close]
+    if episodes is not None:
+        closers.insert(0, episodes.close)
+    main.run(scorer.setup())
+    assert prepared.rollout is not None
+    rollouts = Rollouts(
+        prepared.rollout,
+        generator,
+        template,
+        scorer,
+        main,
+        episodes.open if episodes is not None else None,
+        episodes.limit if episodes is not None else None,
+    )
+    return Answering(generator, rollouts, closers)
+
+
+def training_settings(config: RunFile) -> RolloutSettings:
+    """How training samples are drawn: ``[sampling]`` and ``[stream]``."""
+    s = config.sampling
+    drawn = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
+    return RolloutSettings(
+        drawn,
+        s.samples_per_prompt,
+        "sample",
+        config.run.seed,
+        config.data.max_tokens,
+        config.stream.rollout_deadline,
+        config.stream.on_failed_sample == "abort",
+    )
+
+
+def evaluation_settings(config: RunFile) -> RolloutSettings:
+    """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
+    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    drawn = Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
+    return RolloutSettings(
+        drawn,
+        config.eval.samples,
+        "eval",
+        config.run.seed,
+        config.data.max_tokens,
+        config.stream.rollout_deadline,
+        abort_on_failure=False,
+    )
+
+
+def _score_with_role(
+    roles: Mapping[str, Role], main: MainThread
+) -> Callable[[str, Sequence[Sequence[int]]], Awaitable[list[float]]]:
+    async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
+        batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
+        outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
+        return [float(v) for v in outputs["scores"].tolist()]
+
+    return score

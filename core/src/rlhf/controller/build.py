@@ -1,0 +1,131 @@
+"""From a checked run to one that is ready to step: the run directory, the models, the generator, the rewards."""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
+from rlhf.config import to_toml
+from rlhf.controller.answering import answering, evaluation_settings, training_settings
+from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf.controller.offline import offline
+from rlhf.controller.online import online
+from rlhf.controller.prepare import Prepared, prepare
+from rlhf.controller.roles import Role
+from rlhf.controller.run import Run
+from rlhf.controller.state import read_state
+from rlhf.controller.stream import Stream
+from rlhf.interfaces import Launcher
+from rlhf.observe.best import BestTracker
+from rlhf.observe.progress import Progress
+from rlhf.observe.rundir import RunDirectory
+from rlhf.plugins import Plugins
+from rlhf.runfile import ModelSection, RunFile
+
+
+def train(config: RunFile, plugins: Plugins | None = None) -> Run:
+    """Run a run file from its first step (or its newest checkpoint) to its end. Returns the closed run."""
+    prepared = prepare(config, plugins or Plugins.discover())
+    run = build(prepared)
+    try:
+        (online if prepared.online else offline)(run)
+    finally:
+        run.close()
+    return run
+
+
+def build(prepared: Prepared) -> Run:
+    """Claim the run directory, load the models, restore the newest checkpoint where the run resumes."""
+    if prepared.config.run.threads is not None:
+        torch.set_num_threads(prepared.config.run.threads)
+    directory = RunDirectory.create(prepared.config.run.output, prepared.config.run.resume)
+    try:
+        return _build(prepared, directory)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
+    """Load every role's model where the launcher puts it."""
+    config, roles = prepared.config, {}
+    for name, spec in prepared.specs.items():
+        trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
+        section = getattr(config, name) if name in ("policy", "critic", "reference") else config.roles.get(name)
+        group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
+        roles[name] = Role(spec, group, (section or ModelSection()).micro_tokens)
+    return roles
+
+
+def _build(prepared: Prepared, directory: RunDirectory) -> Run:
+    config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
+    progress = Progress(prepared.total_steps)
+    launcher = prepared.parts["launcher"].build()
+    roles = launch_roles(prepared, launcher)
+    policy = roles["policy"].group.worker
+    plugins = [p.manifest() for p in prepared.plugins]
+    device = str(getattr(policy, "device", "cpu"))
+    run = Run(
+        config=config,
+        meta=describe(config.model_dump(mode="json"), plugins, threads=torch.get_num_threads(), device=device),
+        algorithm=algorithm,
+        roles=roles,
+        data=data,
+        launcher=launcher,
+        directory=directory,
+        store=CheckpointStore(directory.path, config.checkpoint.keep, progress.note),
+        progress=progress,
+        total_steps=prepared.total_steps,
+        rewards={r.name: r.instance for r in prepared.rewards},
+        observers=prepared.observers,
+    )
+    rows = data.eval_rows(config.eval.max_rows)
+    if prepared.rollout is not None:
+        answers = answering(prepared, roles, launcher)
+        run.generator, run.closers = answers.generator, answers.closers
+        settings = evaluation_settings(config)
+        run.evaluate = lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0]
+        if prepared.online:
+            run.stream = Stream(
+                data,
+                answers.rollouts,
+                training_settings(config),
+                batch_size=config.data.batch_size,
+                total_steps=prepared.total_steps,
+                staleness=config.stream.staleness,
+                filter=config.stream.filter,
+                on_failed_sample=config.stream.on_failed_sample,
+                group_min=algorithm.needs().group_min,
+            )
+    elif rows:
+        examples = data.examples(rows)
+        run.evaluate = lambda: evaluate_loss(algorithm, roles, examples)
+    if not rows:
+        run.evaluate = None
+    if run.evaluate is not None:
+        run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
+    if config.run.resume:
+        _restore(run)
+    if run.generator is not None:
+        run.sync(run.first_step)
+    directory.write_config(to_toml(config))
+    directory.write_manifest(config.run.seed, plugins, run.first_step)
+    if note := getattr(policy, "precision_note", ""):
+        progress.note(f"precision: {note}")
+    return run
+
+
+def _restore(run: Run) -> None:
+    """Continue from the newest complete checkpoint, or from the start where none was saved before the run died."""
+    run.store.clean()
+    newest = run.store.newest()
+    if newest is None:
+        run.progress.note("no complete checkpoint to resume from: starting at step 0")
+        run.directory.cut(None)
+        return
+    for line in require_same_run(compare(newest.meta, run.meta), newest.path):
+        run.progress.note(line)
+    checkpoint = run.store.open(newest.step)
+    run.first_step = read_state(run, checkpoint.path)
+    run.directory.cut(run.first_step)
+    run.progress.note(f"resumed after step {run.first_step} from {checkpoint.path}")

@@ -1,0 +1,52 @@
+"""Warm-start a tiny model on flawed demonstrations, then let RLOO find the right answers. Run by `make quickstart`.
+
+Every step is an `rlhf` command that is printed before it runs, so each can be repeated and changed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNS = Path("runs/quickstart")
+
+
+def run(*command: str) -> None:
+    """Run a command with this Python's `rlhf`, showing it first; stop where it fails."""
+    print(f"\n$ {' '.join(command)}", flush=True)
+    words = [sys.executable, *(("-m", "rlhf_cli") if command[0] == "rlhf" else ()), *command[1:]]
+    if subprocess.run(words, check=False).returncode:
+        sys.exit(f"`{' '.join(command)}` failed; the message above says why")
+
+
+def accuracy(step: int | None = None) -> float:
+    """Held-out accuracy of the RLOO run: at its start, or of its last evaluation."""
+    lines = [json.loads(line) for line in (RUNS / "rloo" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "eval/pass@1" in line]
+    return evaluated[0 if step == 0 else -1]["eval/pass@1"]
+
+
+def main() -> None:
+    start = time.perf_counter()
+    shutil.rmtree(RUNS, ignore_errors=True)
+    run("python", str(HERE / "make_task.py"), str(RUNS / "task"))
+    run("rlhf", "train", str(HERE / "sft.toml"))
+    run("rlhf", "train", str(HERE / "rloo.toml"))
+    seconds = time.perf_counter() - start
+    print(
+        f"\nTrained in {seconds:.0f} s. The model is in {RUNS / 'rloo' / 'model'} (loads with transformers). Try next:\n"
+        f'  rlhf generate --model {RUNS / "rloo" / "model"} --prompt "47+38="\n'
+        f"  rlhf train examples/quickstart/rloo.toml --algo grpo --run.output runs/quickstart/grpo\n"
+        "  rlhf plugins list\n"
+        "  rlhf plugins new my_reward --kind reward\n"
+        f"held-out accuracy: {accuracy(0):.2f} -> {accuracy():.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
