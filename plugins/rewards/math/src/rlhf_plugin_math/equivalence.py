@@ -1,0 +1,119 @@
+"""Whether two answers are the same mathematical object."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rlhf_plugin_math.normalise import normalise, number
+
+POINTS = (Fraction(7, 5), Fraction(-13, 11), Fraction(29, 17))
+"""Where expressions with free symbols are compared: positive and negative, no roots of anything usual."""
+DIGITS = 30
+
+
+def equivalent(given: str, truth: str, tolerance: float = 0.0, max_chars: int = 300, max_bits: int = 10_000) -> bool:
+    """Equal as text, as numbers, element by element, or as expressions.
+
+    ``50%`` equals both 50 and 1/2, as data sets write either. Expressions are equal if their difference vanishes: by
+    SymPy's own automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: a false
+    agreement at fixed generic points is an answer built for it). Nothing is simplified, so cost stays bounded.
+    """
+    left, right = normalise(given), normalise(truth)
+    if not left or not right:
+        return False
+    if _text(left) == _text(right):
+        return True
+    a, b = number(left), number(right)
+    if a is not None and b is not None:
+        return _equal_numbers(a, b, tolerance)
+    if len(left) > max_chars or len(right) > max_chars:
+        return False
+    parts_a, parts_b = _parts(left), _parts(right)
+    if parts_a is not None and parts_b is not None:
+        return _equal_parts(parts_a, parts_b, tolerance, max_chars, max_bits)
+    if parts_a is not None or parts_b is not None or not (_formula(left) and _formula(right)):
+        return False
+    return _equal_expressions(left, right, max_bits)
+
+
+def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float) -> bool:
+    def readings(value: Fraction, percent: bool, other_percent: bool) -> set[Fraction]:
+        return {value, value / 100} if percent and not other_percent else {value}
+
+    pairs = ((x, y) for x in readings(*a, b[1]) for y in readings(*b, a[1]))
+    return any(x == y or abs(x - y) <= Fraction(tolerance) * abs(y) for x, y in pairs)
+
+
+def _equal_parts(
+    a: tuple[str, list[str], str], b: tuple[str, list[str], str], tolerance: float, max_chars: int, max_bits: int
+) -> bool:
+    """Tuples, intervals and sets: same brackets, equal elements in order (sets: in any order)."""
+    if (a[0], a[2]) != (b[0], b[2]) or len(a[1]) != len(b[1]):
+        return False
+    rest = list(b[1])
+    for element in a[1]:
+        candidates = rest if a[0] in ("{", "") else rest[:1]
+        match = next((c for c in candidates if equivalent(element, c, tolerance, max_chars, max_bits)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _parts(text: str) -> tuple[str, list[str], str] | None:
+    r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None without a top-level comma."""
+    text = text.replace("\\{", "{").replace("\\}", "}").strip()
+    opening, closing = "", ""
+    if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}":
+        opening, closing, text = text[0], text[-1], text[1:-1]
+    elements, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0)
+        if c == "," and depth == 0:
+            elements.append(text[start:i])
+            start = i + 1
+    elements.append(text[start:])
+    return (opening, [e.strip() for e in elements], closing) if len(elements) > 1 else None
+
+
+def _formula(text: str) -> bool:
+    """Whether it is worth parsing: a digit, an operator or a command, and no prose."""
+    words = re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", text)
+    known = {"sqrt", "sin", "cos", "tan", "exp", "ln", "log", "pi", "abs"}
+    return all(w in known for w in words) and bool(re.search(r"[\d+\-*/^\\|]|^[A-Za-z]$|π|√|pi", text))
+
+
+def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
+    import sympy  # here, because most answers are plain numbers and its import takes longer than all of them
+
+    from rlhf_plugin_math.expression import Unreadable, parse
+
+    try:
+        a, b = parse(left, max_bits), parse(right, max_bits)
+        difference = a - b
+        if difference == 0:
+            return True
+        symbols = sorted(difference.free_symbols, key=str)
+        for shift in range(len(POINTS)):
+            values = {s: sympy.Rational(*POINTS[(i + shift) % len(POINTS)].as_integer_ratio()) + i // len(POINTS)
+                      for i, s in enumerate(symbols)}  # fmt: skip
+            scale = 1 + abs(sympy.N(a, DIGITS, subs=values))
+            gap = sympy.N(difference, DIGITS, subs=values)
+            if not gap.is_number or not abs(gap) < sympy.Float(10) ** (5 - DIGITS) * scale:
+                return False
+            if not symbols:
+                break
+        return True
+    except (Unreadable, ArithmeticError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def _text(text: str) -> str:
+    """Without braces and spaces, but for spaces between digits: 1 2 is not 12."""
+    return (
+        re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]|\\(?=[{}])", "", text)
+        .replace("\\dfrac", "\\frac")
+        .replace("\\tfrac", "\\frac")
+        .casefold()
+    )

@@ -1,0 +1,160 @@
+"""LaTeX and plain formulas to SymPy by a small parser of our own.
+
+SymPy's own parsers evaluate Python and work everything out; a policy's text must do neither. What this grammar does not
+know is :class:`Unreadable`, and so is a power of numbers above a size limit, before it is computed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sympy
+
+TOKEN = re.compile(r"\s*(?:(\d+\.\d+|\.\d+|\d+)|([A-Za-z]+)|(.))", re.ASCII | re.DOTALL)
+FUNCTIONS = {
+    "sqrt": sympy.sqrt, "sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "exp": sympy.exp, "ln": sympy.log,
+    "log": lambda x: sympy.log(x, 10), "abs": sympy.Abs,
+}  # fmt: skip
+CONSTANTS = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "infty": sympy.oo, "oo": sympy.oo}
+MAX_DEPTH = 30
+
+
+class Unreadable(Exception):
+    """Not a formula of this grammar, or too large to work out."""
+
+
+def parse(text: str, max_bits: int) -> Any:
+    """A SymPy expression; raises :class:`Unreadable`."""
+    parser = _Parser(_plain(text), max_bits)
+    expression = parser.sum()
+    if parser.peek() is not None:
+        raise Unreadable(f"{parser.peek()!r} is left over")
+    return expression
+
+
+def _plain(text: str) -> str:
+    """LaTeX commands as plain operators and functions."""
+    text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"((\1)/(\2))", text)
+    text = re.sub(r"\\sqrt\s*(\d|[a-zA-Z](?![a-zA-Z]))", r"sqrt(\1)", text)
+    text = re.sub(r"\\(?:cdot|times)(?![a-zA-Z])|×|·", "*", text)
+    text = re.sub(r"\\div(?![a-zA-Z])|÷", "/", text)
+    text = text.replace("**", "^").replace("π", "pi").replace("√", "sqrt")
+    text = re.sub(r"\\(pi|sin|cos|tan|exp|ln|log|infty)(?![a-zA-Z])", r" \1 ", text)
+    text = re.sub(r"\|([^|]*)\|", r"abs(\1)", text)
+    return text.replace("\\frac", " frac ").replace("\\sqrt", " sqrt ").replace("{", "(").replace("}", ")")
+
+
+class _Parser:
+    """Recursive descent: sum, product (with products that are not written), power, atom."""
+
+    def __init__(self, text: str, max_bits: int) -> None:
+        self.tokens = [next(g for g in m.groups() if g is not None) for m in TOKEN.finditer(text) if m[0].strip()]
+        self.at, self.depth, self.max_bits = 0, 0, max_bits
+
+    def peek(self) -> str | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    def take(self, expected: str | None = None) -> str:
+        token = self.peek()
+        if token is None or (expected is not None and token != expected):
+            raise Unreadable(f"expected {expected or 'more'}, got {token!r}")
+        self.at += 1
+        return token
+
+    def sum(self) -> Any:
+        value = self.product()
+        while self.peek() in ("+", "-"):
+            value = value + self.product() if self.take() == "+" else value - self.product()
+        return value
+
+    def product(self) -> Any:
+        sign = 1
+        while self.peek() in ("+", "-"):
+            sign = -sign if self.take() == "-" else sign
+        value = sign * self.power()
+        while (token := self.peek()) is not None and token not in ("+", "-", ")", "]", ","):
+            if token in ("*", "/"):
+                self.take()
+                right = self._signed_power()
+                if token == "/" and right == 0:
+                    raise Unreadable("division by zero")
+                value = value * right if token == "*" else value / right
+            else:
+                value = value * self.power()
+        return value
+
+    def power(self) -> Any:
+        base = self.atom()
+        if self.peek() != "^":
+            return base
+        self.take()
+        return self._raise(base, self._signed_power())
+
+    def atom(self) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("nested too deeply")
+        try:
+            return self._atom()
+        finally:
+            self.depth -= 1
+
+    def _atom(self) -> Any:
+        token = self.take()
+        if token[0].isdigit() or token[0] == ".":
+            return sympy.Rational(token)
+        if token == "(":
+            value = self.sum()
+            self.take(")")
+            return value
+        if token == "frac":
+            self.take("(")
+            top = self.sum()
+            self.take(")")
+            self.take("(")
+            bottom = self.sum()
+            self.take(")")
+            if bottom == 0:
+                raise Unreadable("division by zero")
+            return top / bottom
+        if token in FUNCTIONS:
+            return self._function(token)
+        if token in CONSTANTS:
+            return CONSTANTS[token]
+        if len(token) == 1 and token.isalpha():
+            return sympy.Symbol(token)
+        raise Unreadable(f"{token!r} is not known")
+
+    def _function(self, name: str) -> Any:
+        root = 2
+        if name == "sqrt" and self.peek() == "[":
+            self.take()
+            digits = self.take()
+            self.take("]")
+            if not digits.isdigit() or not 0 < int(digits) <= 100:
+                raise Unreadable(f"a root of order {digits!r}")
+            root = int(digits)
+        argument = self.atom() if self.peek() == "(" else self.power()
+        return sympy.root(argument, root) if name == "sqrt" else FUNCTIONS[name](argument)
+
+    def _signed_power(self) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("nested too deeply")
+        try:
+            if self.peek() in ("+", "-"):
+                return -self._signed_power() if self.take() == "-" else self._signed_power()
+            return self.power()
+        finally:
+            self.depth -= 1
+
+    def _raise(self, base: Any, exponent: Any) -> Any:
+        if base.is_Rational and exponent.is_Rational:
+            bits = max(abs(base.p).bit_length(), base.q.bit_length())
+            if bits * abs(exponent) > self.max_bits:
+                raise Unreadable("a power too large to work out")
+        if base == 0 and exponent.is_negative:
+            raise Unreadable("division by zero")
+        return base**exponent

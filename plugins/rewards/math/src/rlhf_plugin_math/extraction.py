@@ -1,0 +1,87 @@
+"""Finds the final answer in a text. Every search is linear in the text's length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+NUMBER = re.compile(
+    r"""
+    (?<![\w.)\]}])-? (?:\$|\\\$)?       # a minus only where it is no subtraction
+    (?: \d{1,3}(?:,\d{3})+ | \d+ )      # 1,234 or 1234
+    (?: \.\d+ )?
+    (?: \s*/\s*\d+ )?                   # a fraction
+    (?: \s*\\?% )?
+    |
+    (?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*\\?%)?
+    |
+    -?\.\d+
+    """,
+    re.VERBOSE | re.ASCII,
+)
+_IS = re.compile(
+    r"\banswer\b[*_\s]*(?:is|are|:|=)[*_:\s]*([^\n]+)|^[ \t]*A:[ \t]*([^\n]+)", re.IGNORECASE | re.MULTILINE
+)
+
+
+MAX_CHARS = 1000
+"""Of a sentence with the answer that are looked at."""
+
+
+def extract_answer(text: str, places: Sequence[str]) -> str | None:
+    """The answer from the first of ``places`` that has one; None where none has."""
+    for place in places:
+        found = _PLACES[place](text)
+        if found is not None and found.strip():
+            return found.strip()
+    return None
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last complete ``\boxed{...}`` or ``\fbox{...}``."""
+    for start in sorted((m.end() for m in re.finditer(r"\\f?boxed?\s*\{", text)), reverse=True):
+        depth = 1
+        for i in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[start:i]
+        text = text[:start]  # never closed: the one before it cannot reach past here
+    return None
+
+
+def after_hash(text: str) -> str | None:
+    """The rest of the line after the last ``####``."""
+    _, mark, tail = text.rpartition("####")
+    return tail.strip().split("\n")[0] if mark else None
+
+
+def after_answer_is(text: str) -> str | None:
+    """What follows the last "answer is", "answer:" or a line's "A:", cut to its number where it is a sentence."""
+    found = None
+    for found in _IS.finditer(text):  # noqa: B007 - the last one counts
+        pass
+    if found is None:
+        return None
+    rest = (found[1] or found[2])[:MAX_CHARS].strip().strip("*_ ")
+    sentence = re.match(r"(.*?)[.!;]?(?:\s+[A-Za-z]{2,}.*)?$", rest.rstrip("."))
+    short = sentence[1] if sentence else rest
+    if re.search(r"\d", rest) and not re.search(r"\d", short):
+        number = NUMBER.search(rest)
+        return number[0] if number else rest
+    return short or rest
+
+
+def last_number(text: str) -> str | None:
+    """The last number, with its sign, fraction and percent sign."""
+    found = None
+    for found in NUMBER.finditer(text):  # noqa: B007 - the last one counts
+        pass
+    return None if found is None else found[0]
+
+
+_PLACES: dict[str, Callable[[str], str | None]] = {
+    "boxed": boxed,
+    "hash": after_hash,
+    "answer_is": after_answer_is,
+    "last_number": last_number,
+}

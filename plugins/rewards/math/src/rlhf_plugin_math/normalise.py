@@ -1,0 +1,91 @@
+"""One spelling for many: LaTeX, units, currency and punctuation that do not change what an answer is."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_DROP = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])|~|\\ |\u202f|\u00a0")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}(?:\s*\^\s*\{?[23]\}?)?")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree\b")
+_CURRENCY = re.compile(r"\\\$|\$|€|£|¥")
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,])", re.ASCII)
+_LATEX_THOUSANDS = re.compile(r"(?<=\d)\{,\}(?=\d{3})", re.ASCII)
+_TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)[A-Za-z\s/.^{}\d-]*$", re.ASCII)
+_NOT_UNITS = {"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "to", "e"}
+_SHORT_UNITS = set("mgshLlNJWVKCF")
+MAX_CHARS = 1000
+"""Longer answers are compared as they are: no final answer is that long, and some searches here are quadratic."""
+_NAMED = re.compile(r"[A-Za-z]\s*=\s*(?=\S)(?!=)")
+_FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s*[ ]\s*)?(\d+)\s*/\s*(\d+)", re.ASCII)
+_LATEX_FRACTION = re.compile(
+    r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.ASCII
+)
+_SCIENTIFIC = re.compile(
+    r"([+-]?\d+(?:\.\d+)?)\s*(?:(?:\\times|\\cdot|\*|x|×)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?|[eE]([+-]?\d{1,3}))",
+    re.ASCII,
+)
+_DECIMAL = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+
+
+def normalise(answer: str) -> str:
+    """The answer without decoration. Idempotent; keeps the percent sign, which :func:`number` reads."""
+    text = answer.strip().strip("*_`").strip()
+    if len(text) > MAX_CHARS:
+        return text
+    text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text)
+    text = _CURRENCY.sub("", text)
+    text = _DROP.sub(" ", text)
+    text = text.replace("−", "-").replace("–", "-").replace("\\%", "%").replace("²", "^2").replace("³", "^3")
+    text = _LATEX_THOUSANDS.sub("", text)
+    text = _THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
+    text = _DEGREES.sub("", text)
+    text = _TEXT.sub(lambda m: f" {m[1]} " if not re.search(r"\d", text.replace(m[0], "")) else " ", text)
+    text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:!").strip()
+    text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
+    text = _without_unit(text)
+    if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # a choice
+        text = text.strip("() ")
+    return text
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """(value, whether a percent sign follows it) of a plain number, fraction or mixed number; None for all else.
+
+    A percentage keeps the value before the sign: ``50%`` is (50, True).
+    """
+    text = text.strip()
+    while text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
+        text = text[1:-1].strip()
+    percent = text.endswith("%")
+    if percent:
+        text = text[:-1].strip()
+    if len(text) > 200:  # int() of long digit strings is quadratic
+        return None
+    if m := _DECIMAL.fullmatch(text):
+        return Fraction(text), percent
+    if m := _FRACTION.fullmatch(text):
+        return _mixed(m[1], m[2], m[3], m[4], percent)
+    if m := _LATEX_FRACTION.fullmatch(text):
+        return _mixed(m[1], m[2], m[3] or m[4], m[5] or m[6], percent)
+    if m := _SCIENTIFIC.fullmatch(text):
+        return Fraction(m[1]) * Fraction(10) ** int(m[2] or m[3]), percent
+    return None
+
+
+def _without_unit(text: str) -> str:
+    """``18 dollars`` -> ``18``, but ``2x`` and ``3 pi`` stay as they are."""
+    tail = _TAIL.search(text)
+    if tail is None or tail[2].lower() in _NOT_UNITS:
+        return text
+    if len(tail[2]) == 1 and not (tail[1] and tail[2] in _SHORT_UNITS):
+        return text
+    before = text[: tail.start()].strip()
+    return before if number(before) is not None else text
+
+
+def _mixed(sign: str, whole: str | None, top: str, bottom: str, percent: bool) -> tuple[Fraction, bool] | None:
+    if int(bottom) == 0:
+        return None
+    value = int(whole or 0) + Fraction(int(top), int(bottom))
+    return (-value if sign == "-" else value), percent

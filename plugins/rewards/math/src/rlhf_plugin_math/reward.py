@@ -1,0 +1,77 @@
+"""The reward: finds the final answer in a text and compares it with the row's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from rlhf.errors import RewardError
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import Group, RewardResult, Row
+
+from rlhf_plugin_math.equivalence import equivalent
+from rlhf_plugin_math.extraction import extract_answer
+
+Place = Literal["boxed", "hash", "answer_is", "last_number"]
+
+
+class MathConfig(ComponentConfig):
+    """Where the true answer is, where to look for the given one, and what each outcome is worth."""
+
+    column: str = "answer"
+    """Row column with the true answer: text or a number. Worked solutions that end in ``#### 72``, ``A: 72`` or
+    ``\\boxed{72}`` may stand there as they are. None: the reward is not applicable to that row."""
+    extract: tuple[Place, ...] = Field(("boxed", "hash", "answer_is", "last_number"), min_length=1)
+    """Where the answer is looked for, in this order: the last ``\\boxed{}``, after the last ``####``, after "the answer
+    is", "answer:" or a line's "A:", the last number. Give fewer to insist on a form."""
+    correct: float = 1.0
+    wrong: float = 0.0
+    no_answer: float = 0.0
+    """Where nothing was found in the places listed."""
+    tolerance: float = Field(0.0, ge=0.0)
+    """Relative difference up to which numbers are equal; 0 = exactly."""
+    max_chars: int = Field(300, ge=1)
+    """Answers longer than this are compared as text only."""
+    max_bits: int = Field(10_000, ge=64)
+    """Size up to which a power of numbers is worked out; an answer beyond it is compared as text only."""
+
+
+class MathReward(Reward):
+    """Plain ``def``, so it runs in a worker process: an answer that keeps the algebra busy for ever costs the deadline,
+    not the run."""
+
+    name = "math"
+    source = "Answer forms: Hendrycks et al. 2021, arXiv:2103.03874 (boxed); Cobbe et al. 2021, arXiv:2110.14168 (####)"
+    Config = MathConfig
+
+    def score(self, group: Group) -> list[RewardResult]:
+        truth = self._truth(group.row)
+        if truth is None:
+            return [RewardResult(None) for _ in group.trajectories]
+        return [self._grade(t.answer, truth) for t in group.trajectories]
+
+    def _grade(self, text: str, truth: str) -> RewardResult:
+        c = self.config
+        answer = extract_answer(text, c.extract)
+        if answer is None:
+            return RewardResult(c.no_answer, info={"extracted": None})
+        equal = equivalent(answer, truth, c.tolerance, c.max_chars, c.max_bits)
+        return RewardResult(c.correct if equal else c.wrong, info={"extracted": answer[:100]})
+
+    def _truth(self, row: Row) -> str | None:
+        column = self.config.column
+        if column not in row.columns:
+            raise RewardError(
+                f"reward {self.name!r}: the row has no column {column!r}; it has {sorted(row.columns)}. Set `column`."
+            )
+        value = row[column]
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise RewardError(
+                f"reward {self.name!r}: column {column!r} holds {type(value).__name__} {value!r}; "
+                "allowed: text or a number"
+            )
+        text = str(value)
+        marked = extract_answer(text, ("boxed", "hash", "answer_is"))
+        return text if marked is None else marked

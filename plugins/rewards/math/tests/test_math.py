@@ -1,0 +1,198 @@
+"""The math reward: extraction, equivalence, guards, and agreement with labelled solutions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rlhf.errors import RewardError
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_plugin_math import MathReward
+from rlhf_plugin_math.equivalence import equivalent
+from rlhf_plugin_math.extraction import extract_answer
+from rlhf_plugin_math.normalise import normalise
+
+ALL = ("boxed", "hash", "answer_is", "last_number")
+
+
+def group(*answers: str, **columns) -> Group:
+    row = Row(columns, "unit", 3)
+    turns = [[Turn([1], False, text="Q"), Turn([2], True, text=a)] for a in answers]
+    return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
+
+
+def values(config: dict, *answers: str, **columns) -> list[float | None]:
+    return [r.value for r in MathReward(MathReward.Config(**config)).score(group(*answers, **columns))]
+
+
+def test_it_is_found_by_name() -> None:
+    assert Plugins.discover().resolve("reward", "math").cls is MathReward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{3} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{4} and then \boxed{5", "4"),
+        (r"nested \boxed{\text{a {b} c}} end", r"\text{a {b} c}"),
+        ("He has 5+3 = 8.\n#### 1,234\nThanks!", "1,234"),
+        ("The answer is 42.", "42"),
+        ("The final answer is: **42 apples**.", "42"),
+        ("the answer is 5 because 2+3=5.", "5"),
+        ("Answer: x = 7", "x = 7"),
+        ("work 3*4=12\nA: 12", "12"),
+        ("Q: 1+1\nA: 2\nQ: 2+2\nA: 4", "4"),
+        ("First 12, then $1,250.50", "$1,250.50"),
+        ("16-3=13", "13"),
+        ("7-12", "12"),
+        ("it is -4", "-4"),
+        ("about 3/4 of it", "3/4"),
+        ("thus 25%", "25%"),
+        ("it costs 3.50.", "3.50"),
+        ("no number here", None),
+        ("", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_extraction(text: str, answer: str | None) -> None:
+    assert extract_answer(text, ALL) == answer
+
+
+def test_places_are_an_order_and_a_restriction() -> None:
+    text = "#### 5 and 7"
+    assert extract_answer(text, ("last_number", "hash")) == "7"
+    assert extract_answer(text, ("boxed",)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "truth"),
+    [
+        ("72", "72"), ("72.0", "72"), ("072", "72"), ("1,234,567", "1234567"), ("1{,}000", "1000"), ("$18", "18"),
+        (r"\$18.00", "18"), ("18 dollars", "18"), ("18.", "18"), ("**18**", "18"), ("-0", "0"), (".5", "0.5"),
+        ("1/2", "0.5"), (r"\frac{1}{2}", "1/2"), (r"\dfrac12", "0.5"), (r"-\frac{3}{4}", "-0.75"), ("2/4", "1/2"),
+        ("1 1/2", "1.5"), (r"1\frac{1}{2}", "3/2"), ("-2 1/4", "-2.25"), ("50%", "50"), ("50%", "0.5"), (r"50\%", "1/2"),
+        ("0.5", "50%"), ("5 km/h", "5"), (r"5\text{ cm}^2", "5"), ("5 cm^2", "5"), ("90^\\circ", "90"), ("90°", "90"),
+        ("7 m", "7"), ("x = 7", "7"), ("x=7", "x = 7"), (r"\(7\)", "7"), ("$7$", "7"), ("3e2", "300"),
+        (r"1.5 \times 10^3", "1500"), ("−5", "-5"), ("(C)", "C"), (r"\text{Monday}", "monday"), ("(7)", "7"),
+        ("(1, 2)", "(1,2)"), (r"\left(1,\frac12\right)", "(1, 0.5)"), ("[0,1)", "[0, 1)"), (r"\{2, 1\}", r"\{1,2\}"),
+        ("2, 1", "1, 2"), ("2x+1", "1+2x"), ("2(x+1)", "2x + 2"), ("(x+1)^2", "x^2+2x+1"), (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt2}"), (r"2\pi", r"\pi \cdot 2"), ("3pi/6", r"\frac{\pi}{2}"),
+        (r"\sqrt[3]{8}", "2"), ("2^{10}", "1024"), (r"\frac{x^2-1}{x-1}", "x+1"), ("sin(x)^2+cos(x)^2", "1"),
+        ("-x^2", "0-x*x"), ("2^-1", "1/2"), ("|x|", r"\sqrt{x^2}"), ("x*y/2", "y x / 2"),
+    ],
+)  # fmt: skip
+def test_equal(given: str, truth: str) -> None:
+    assert equivalent(given, truth)
+    assert normalise(normalise(given)) == normalise(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "truth"),
+    [
+        ("72", "73"), ("72", "-72"), ("7.2", "72"), ("1/3", "0.333"), ("12", "1 2"), ("50%", "5"), ("50%", "0.5%"),
+        ("(1, 2)", "(2, 1)"), ("(0,1)", "[0,1)"), ("(1, 2, 3)", "(1, 2)"), ("1, 1", "1, 2"), ("x", "y"), ("2x", "2"),
+        ("2 x", "2"), ("|x|", "x"), (r"\sqrt{x^2}", "x"), ("3 pi", "3"), ("A", "B"), ("1/0", "1/0+1"), ("", "5"),
+        ("5", ""), ("apples", "5"), ("x^2", "x^3"), (r"\frac{1}{0}", "0"), ("5 and 6", "5"), ("1,23", "123"),
+    ],
+)  # fmt: skip
+def test_not_equal(given: str, truth: str) -> None:
+    assert not equivalent(given, truth)
+
+
+def test_a_tolerance_is_relative_and_off_by_default() -> None:
+    assert equivalent("0.333", "1/3", tolerance=0.01)
+    assert not equivalent("0.333", "1/3", tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "9^9^9^9", "9^{9^{9}}", "(2^9999)^9999", "10^(10^10)", "(" * 500 + "1" + ")" * 500, "-" * 5000 + "1",
+        "2^" * 40 + "2", "9" * 100_000, "x" + "^x" * 120, "5 " + "a" * 900 + "!", "1" + ",1" * 20_000,
+        "\\boxed{" * 3000, "((((x+1)^50+1)^50+1)^50+y)^50", "1e999", "the answer is " + "a b" * 5000,
+    ],
+)  # fmt: skip
+def test_hostile_answers_cost_little(bomb: str) -> None:
+    """Seen elsewhere: SymPy that works for ever in a thread which no signal reaches."""
+    begin = time.perf_counter()
+    assert not equivalent(bomb, "7")
+    assert not equivalent(bomb, "x+7")
+    extract_answer(bomb, ALL)
+    assert time.perf_counter() - begin < 2.0
+
+
+def test_a_bomb_past_the_guards_ends_with_its_worker(tmp_path) -> None:
+    """With the size limit lifted, the power really is worked out, and the process is killed at the deadline."""
+    from rlhf.controller.scoring import ActiveReward, Scorer
+
+    config = MathReward.Config(max_bits=10**12)
+    resolved = Plugins.discover().resolve("reward", "math")
+    active = ActiveReward("math", resolved, MathReward(config), config, deadline=1.0)
+    bombs, fine = group("9^9^9", answer="x"), group("The answer is x.", answer="x")
+
+    async def scenario():
+        scorer = Scorer([active], workers=1)
+        try:
+            await scorer.setup()
+            await asyncio.gather(scorer.score(bombs), scorer.score(fine))
+        finally:
+            scorer.close()
+
+    bombs.trajectories[0].turns[1].text = r"\boxed{9^9^9}"
+    asyncio.run(scenario())
+    assert "score() took longer than its deadline of 1 s; its worker process was killed" in bombs.trajectories[0].error
+    assert fine.trajectories[0].reward == 1.0
+
+
+def test_values_and_the_truth_in_its_column() -> None:
+    config = {"correct": 1.0, "wrong": -0.5, "no_answer": -1.0}
+    assert values(config, "it is 72", "it is 71", "no idea", answer="steps 48+24=72\n#### 72") == [1.0, -0.5, -1.0]
+    assert values({}, "72", answer=72) == [1.0]
+    assert values({}, "0.5", answer=0.5) == [1.0]
+    assert values({}, "72", answer=None) == [None]
+    assert values({"column": "target"}, "72", target="72", answer="1") == [1.0]
+    assert values({"extract": ("boxed",), "no_answer": -1.0}, "72", r"\boxed{72}", answer="72") == [-1.0, 1.0]
+
+
+def test_a_missing_column_or_a_wrong_type_is_said() -> None:
+    with pytest.raises(RewardError, match=r"no column 'answer'; it has \['label'\]. Set `column`"):
+        values({}, "72", label="72")
+    with pytest.raises(RewardError, match=r"column 'answer' holds list \[72\]; allowed: text or a number"):
+        values({}, "72", answer=[72])
+
+
+def test_a_bad_config_is_refused() -> None:
+    with pytest.raises(ValidationError, match="boxed"):
+        MathReward.Config(extract=("boxes",))
+    with pytest.raises(ValidationError, match="tolerance"):
+        MathReward.Config(tolerance=-1.0)
+
+
+def data_file() -> Path | None:
+    places = [Path(p) for p in [os.environ.get("RLHF_DATA", "")] if p]
+    places += [p / "shared" / "data" for p in Path(__file__).resolve().parents]
+    return next((f for f in (p / "gsm8k_model_solutions.jsonl" for p in places) if f.is_file()), None)
+
+
+def test_agreement_with_labelled_gsm8k_solutions() -> None:
+    """4,000 solutions by four models, each labelled by its authors (openai/grade-school-math)."""
+    file = data_file()
+    if file is None:
+        pytest.skip("gsm8k_model_solutions.jsonl is neither in ../shared/data nor in the folder that RLHF_DATA names")
+    agree = total = 0
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        solutions = [v for v in row.values() if isinstance(v, dict)]
+        graded = values({}, *(s["solution"] for s in solutions), answer=row["ground_truth"])
+        for got, solution in zip(graded, solutions, strict=True):
+            agree += (got == 1.0) == solution["is_correct"]
+            total += 1
+    print(f"agreement with is_correct: {agree} of {total} = {agree / total:.4f}")
+    assert total >= 4000
+    assert agree / total >= 0.999
