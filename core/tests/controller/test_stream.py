@@ -1,0 +1,152 @@
+"""Staleness is exact, filters refill exactly what is missing, and a stream resumes with its ready batches."""
+
+import pytest
+from rlhf.controller.rollouts import RolloutSettings
+from rlhf.controller.stream import Stream, passes
+from rlhf.errors import TrainingError
+from rlhf.runfile import FilterSection
+from rlhf.types import Group, Row, Sampling, Trajectory, Turn
+
+
+class Counting:
+    """Rows 0, 1, 2, ... for ever."""
+
+    def __init__(self):
+        self.next = 0
+
+    def take(self, n):
+        rows = [Row({"id": i}, "s", i) for i in range(self.next, self.next + n)]
+        self.next += n
+        return rows
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Versioned:
+    version = 0
+
+
+class Recorded:
+    """Stands where the rollouts are: scores are given by row, and every call is kept."""
+
+    def __init__(self, score=lambda i: 0.5, fails=lambda i, s: False):
+        self.generator, self.calls = Versioned(), []
+        self.score, self.fails = score, fails
+
+    def run(self, rows, first_number, settings):
+        self.calls.append((self.generator.version, [r.index for r in rows], first_number))
+        groups = []
+        for n, row in enumerate(rows):
+            trajectories = []
+            for s in range(2):
+                t = Trajectory(row, [Turn([1], False), Turn([2], True, [-1.0])], (first_number + n, s))
+                t.reward = t.score = float(self.score(row.index))
+                if self.fails(row.index, s):
+                    t.status, t.reward, t.error = "failed", None, "broke"
+                trajectories.append(t)
+            groups.append(Group(row, first_number + n, trajectories))
+        return groups
+
+
+def stream(rollouts, **changes):
+    settings = RolloutSettings(Sampling(), 2, "sample", 0, 10, 1.0)
+    options = {"batch_size": 4, "total_steps": 6, **changes}
+    return Stream(Counting(), rollouts, settings, **options)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 10])
+def test_batch_k_is_generated_with_version_max_0_k_minus_s(staleness):
+    rollouts = Recorded()
+    s = stream(rollouts, staleness=staleness)
+    versions = []
+    for step in range(6):
+        s.start(step)
+        versions.append(s.take(step).version)
+        rollouts.generator.version = step + 1  # the update and the sync
+    assert versions == [max(0, k - staleness) for k in range(6)]
+    assert s.generated == 6, "nothing is generated beyond the last step"
+
+
+def test_a_generator_with_the_wrong_weights_is_an_error():
+    rollouts = Recorded()
+    s = stream(rollouts)
+    s.start(0)
+    s.take(0)
+    with pytest.raises(TrainingError, match=r"must be generated with weight version 1 .* holds version 0"):
+        s.start(1)
+
+
+def test_rejected_groups_are_replaced_exactly_and_accepted_ones_kept():
+    rollouts = Recorded(score=lambda i: [0, 1, 0.5][i % 3])
+    s = stream(rollouts, filter=FilterSection(low=0.0, high=1.0))
+    s.start(0)
+    ready = s.take(0)
+    assert [g.row.index for g in ready.groups] == [2, 5, 8, 11]
+    assert [len(rows) for _, rows, _ in rollouts.calls] == [4, 3, 2, 1, 1, 1], "asks for exactly what is missing"
+    assert ready.counts["prompts"] == 12
+    assert ready.counts["filtered"] == 8
+    assert ready.counts["short"] == 0
+
+
+def test_a_filter_that_never_fills_the_batch_trains_on_what_it_has():
+    s = stream(Recorded(score=lambda i: float(i == 0) / 2), filter=FilterSection(low=0.1, max_rounds=3))
+    s.start(0)
+    ready = s.take(0)
+    assert [g.row.index for g in ready.groups] == [0]
+    assert ready.counts["short"] == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "samples"),
+    [("drop_sample", [0, 1, 2, 3], [2, 1, 2, 2]), ("drop_group", [0, 2, 3, 4], [2, 2, 2, 2])],
+)
+def test_failed_samples_leave_alone_or_with_their_group(policy, rows, samples):
+    s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample=policy)
+    s.start(0)
+    ready = s.take(0)
+    assert [g.row.index for g in ready.groups] == rows
+    assert [len(g.trajectories) for g in ready.groups] == samples
+    assert ready.counts["failed_samples"] == 1
+
+
+def test_a_group_left_with_fewer_samples_than_needed_is_refilled():
+    s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample="drop_sample", group_min=2)
+    s.start(0)
+    assert [g.row.index for g in s.take(0).groups] == [0, 2, 3, 4]
+
+
+def test_ready_batches_come_back_after_a_resume():
+    rollouts = Recorded()
+    s = stream(rollouts, staleness=2)
+    s.start(0)
+    s.take(0)
+    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    again_rollouts = Recorded()
+    again = stream(again_rollouts, staleness=2)
+    again.load_state_dict(saved, groups)
+    for one, source in ((s, rollouts), (again, again_rollouts)):
+        source.generator.version = 1
+        one.start(1)
+    assert [(b.version, [g.number for g in b.groups]) for b in again.ready] == [
+        (b.version, [g.number for g in b.groups]) for b in s.ready
+    ]
+    assert again_rollouts.calls == rollouts.calls[3:], "nothing is generated twice"
+
+
+@pytest.mark.parametrize(
+    ("filter", "scores", "passed"),
+    [
+        ({"low": 0.0, "high": 1.0}, [0, 0], False),
+        ({"low": 0.0, "high": 1.0}, [1, 1], False),
+        ({"low": 0.0, "high": 1.0}, [0, 1], True),
+        ({"min_std": 0.0}, [0.3, 0.3], False),
+        ({"min_std": 0.0}, [0.3, 0.4], True),
+        ({"low": 0.0}, [], False),
+    ],
+)
+def test_the_filter_is_strict(filter, scores, passed):
+    assert passes(FilterSection(**filter), scores) is passed
