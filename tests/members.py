@@ -1,0 +1,83 @@
+"""The distributions of this repository, read from their pyproject.toml files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Member:
+    """One distribution's folder."""
+
+    folder: Path
+
+    @cached_property
+    def pyproject(self) -> dict[str, Any]:
+        return tomllib.loads((self.folder / "pyproject.toml").read_text())
+
+    @property
+    def project(self) -> dict[str, Any]:
+        return self.pyproject["project"]
+
+    @property
+    def name(self) -> str:
+        return self.project["name"]
+
+    @property
+    def package(self) -> str:
+        return self.pyproject["tool"]["flit"]["module"]["name"]
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "src" / self.package
+
+    @property
+    def requirements(self) -> list[Requirement]:
+        return [Requirement(text) for text in self.project.get("dependencies", [])]
+
+    @property
+    def entry_points(self) -> list[tuple[str, str, str]]:
+        """(kind, name, module)."""
+        groups = self.project.get("entry-points", {})
+        return [(g.removeprefix("rlhf."), n, module) for g, points in groups.items() for n, module in points.items()]
+
+    @property
+    def is_plugin(self) -> bool:
+        return self.folder.parent.parent.name == "plugins"
+
+
+MEMBERS = [Member(p.parent) for p in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")])]
+BY_NAME = {member.name: member for member in MEMBERS}
+PLUGINS = [member for member in MEMBERS if member.is_plugin]
+ROOT_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def name_of(member: Member) -> str:
+    """pytest id."""
+    return member.name
+
+
+def ours(requirements: list[Requirement]) -> list[Member]:
+    """Those requirements that are distributions of this repository."""
+    return [BY_NAME[n] for r in requirements if (n := canonicalize_name(r.name)) in BY_NAME]
+
+
+def required(member: Member) -> list[Member]:
+    """The member and the members it requires, transitively."""
+    found = {member.name: member}
+    queue = [member]
+    while queue:
+        for needed in ours(queue.pop().requirements):
+            if needed.name not in found:
+                found[needed.name] = needed
+                queue.append(needed)
+    return list(found.values())

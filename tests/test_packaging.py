@@ -1,0 +1,136 @@
+"""Every member distribution is small, of one version, complete and listed where installs look for it."""
+
+import re
+from collections import Counter
+
+import importlib_metadata
+import pytest
+import rlhf
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rlhf.plugins import Plugins
+from rlhf.plugins.entry import KINDS
+from rlhf_cli.main import main
+
+from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, ROOT_PROJECT, name_of, ours
+
+every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
+every_plugin = pytest.mark.parametrize("member", PLUGINS, ids=name_of)
+every_entry = pytest.mark.parametrize(
+    ("member", "kind", "name"),
+    [(m, kind, name) for m in PLUGINS for kind, name, _ in m.entry_points],
+    ids=lambda value: getattr(value, "name", value),
+)
+
+MAJOR, MINOR = (int(part) for part in rlhf.__version__.split(".")[:2])
+PIN = SpecifierSet(f">={MAJOR}.{MINOR},<{MAJOR}.{MINOR + 1}")
+
+
+def test_there_are_members():
+    assert {"rlhf-core", "rlhf-cli"} < set(BY_NAME)
+    assert PLUGINS
+
+
+@every_member
+def test_name_follows_the_folder(member):
+    folder = member.folder.name
+    expected = f"rlhf-plugin-{folder.replace('_', '-')}" if member.is_plugin else f"rlhf-{folder}"
+    assert member.name == expected
+    packages = {"rlhf-core": "rlhf", "rlhf-cli": "rlhf_cli"}
+    assert member.package == packages.get(member.name, f"rlhf_plugin_{folder}")
+    assert (member.source / "__init__.py").is_file()
+
+
+@every_member
+def test_one_version_for_all(member):
+    assert member.project["version"] == ROOT_PROJECT["version"] == rlhf.__version__
+
+
+@every_member
+def test_every_requirement_on_ours_has_the_lockstep_pin(member):
+    for requirement in member.requirements:
+        if requirement.name in BY_NAME:
+            assert requirement.specifier == PIN, f"{member.name}: {requirement}"
+    if member.name != "rlhf-core":
+        assert BY_NAME["rlhf-core"] in ours(member.requirements)
+
+
+@every_member
+def test_metadata_are_complete_and_tools_are_configured_at_the_root_only(member):
+    for key in ("requires-python", "license"):
+        assert member.project[key] == ROOT_PROJECT[key]
+    assert member.project["description"].endswith(".")
+    assert set(member.pyproject) == {"build-system", "project", "tool"}
+    assert set(member.pyproject["tool"]) == {"flit"}
+    assert member.pyproject["build-system"]["build-backend"] == "flit_core.buildapi"
+
+
+@every_member
+def test_readme_says_what_the_member_offers(member):
+    text = (member.folder / member.project["readme"]).read_text()
+    assert text.startswith(f"# {member.name}\n")
+    assert len(text.splitlines()) > 8, "what it is, how to select it, its options, its sources"
+    for _, name, _ in member.entry_points:
+        assert re.search(rf"\b{name}\b", text), f"README.md does not mention {name!r}"
+
+
+@every_plugin
+def test_entry_points_are_of_known_kinds(member):
+    assert member.entry_points
+    for kind, name, module in member.entry_points:
+        assert kind in KINDS
+        assert re.fullmatch("[a-z0-9_]+", name)
+        assert module == member.package
+
+
+@every_plugin
+def test_the_installed_metadata_are_those_of_the_folder(member):
+    """A stale editable install hides a new entry point: install the folder again."""
+    installed = importlib_metadata.distribution(member.name)
+    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in installed.entry_points]
+    assert sorted(points) == sorted(member.entry_points)
+    assert installed.version == member.project["version"]
+
+
+@every_entry
+def test_entry_point_resolves_to_a_class_of_its_name(member, kind, name):
+    resolved = Plugins.discover().resolve(kind, f"{member.name}/{name}")
+    assert resolved.cls.name == name
+    assert resolved.cls.__module__.split(".")[0] == member.package
+
+
+@every_entry
+def test_entry_point_can_be_shown(member, kind, name, capsys):
+    assert main(["plugins", "show", f"{member.name}/{name}", "--kind", kind]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{kind} {name}  ({member.name} {rlhf.__version__})")
+    assert "(no docstring)" not in out
+
+
+def test_no_two_members_offer_the_same_name():
+    counts = Counter((kind, name) for m in PLUGINS for kind, name, _ in m.entry_points)
+    assert [key for key, count in counts.items() if count > 1] == []
+
+
+def test_editable_txt_installs_every_member():
+    lines = (ROOT / "editable.txt").read_text().splitlines()
+    folders = [line.removeprefix("-e ./") for line in lines if line.startswith("-e ./")]
+    assert sorted(folders) == sorted(str(m.folder.relative_to(ROOT)) for m in MEMBERS)
+
+
+def test_the_root_requires_every_member_by_default_or_in_an_extra():
+    extras = ROOT_PROJECT["optional-dependencies"]
+    texts = [*ROOT_PROJECT["dependencies"], *(t for name, extra in extras.items() if name != "dev" for t in extra)]
+    requirements = [Requirement(text) for text in texts]
+    assert sorted(r.name for r in requirements) == sorted(BY_NAME), "each exactly once"
+    assert all(r.specifier == PIN for r in requirements)
+
+
+def test_the_default_run_file_works_with_the_default_install():
+    """The names that core falls back to are offered by distributions that the root requires."""
+    from rlhf.runfile import RunFile
+
+    default = {Requirement(text).name for text in ROOT_PROJECT["dependencies"]}
+    for kind in ("rollout", "trainer", "generator", "launcher"):
+        name = RunFile.model_fields[kind].default.use
+        assert Plugins.discover().resolve(kind, name).distribution in default
