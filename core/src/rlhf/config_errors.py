@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError, RlhfError, did_you_mean
 from rlhf.flags import item_of, model_of
 
 _TOML_NAMES: dict[type, str] = {
@@ -24,12 +24,12 @@ _RESERVED = frozenset({"options"})
 """Fields that no one writes: they hold what is not a field of the section."""
 
 
-def raise_problems(what: str, problems: Sequence[str]) -> None:
-    """Raises one ConfigError that lists every problem; nothing where there is none."""
+def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
+    """Raises one error that lists every problem; nothing where there is none."""
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise ConfigError("\n".join([f"{what} ({count}):", *(f"  {p}" for p in problems)]))
+    raise error("\n".join([f"{what} ({count}):", *(f"  {p}" for p in problems)]))
 
 
 def describe(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:

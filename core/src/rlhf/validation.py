@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
-from rlhf.interfaces import Algorithm, Rollout
+from rlhf.interfaces import Algorithm, Generator, Trainer
 from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection
 from rlhf.types import Needs, RoleSpec
 
@@ -14,20 +13,29 @@ CORRECTION = "correction"
 """In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
 
 
-def check(run: RunFile, algorithm: Algorithm, rollout: Rollout | None = None, rewards: Sequence[Any] = ()) -> None:
+def check(
+    run: RunFile,
+    algorithm: Algorithm,
+    *,
+    rollout_needs_env: bool = False,
+    reward_roles: Collection[RoleSpec] = (),
+    generator: type[Generator] | None = None,
+    trainer: type[Trainer] | None = None,
+) -> None:
     """Refuse a run that could only fail later or silently ignore something.
 
     Args:
-        rollout: the selected rollout (online runs).
-        rewards: the selected rewards, or what holds each as its ``instance``; their roles count as held by the run.
+        rollout_needs_env: ``Rollout.needs_env`` of the selected rollout (online runs).
+        reward_roles: roles that the selected rewards declare; the run holds them too.
+        generator, trainer: the selected classes, where their capabilities are to be checked.
 
     Raises ConfigError listing every problem and what to do about it.
     """
     needs = algorithm.needs()
-    roles = [role for r in rewards for role in getattr(r, "instance", r).roles()]
-    problems = _models(run, algorithm, needs, roles)
+    problems = _models(run, algorithm, needs, reward_roles)
     if algorithm.data == "prompts":
-        problems += _online(run, algorithm, needs, rollout is not None and rollout.needs_env)
+        problems += _online(run, algorithm, needs, rollout_needs_env)
+        problems += _capabilities(algorithm, needs, generator, trainer)
     else:
         problems += _offline(run, algorithm)
     raise_problems("these parts of the configuration do not fit together", problems)
@@ -111,4 +119,24 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
                 problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
     if algorithm.data != "demonstrations" and run.data.loss_on != "completion":
         problems.append(f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {what}. Remove it.")
+    return problems
+
+
+def _capabilities(
+    algorithm: Algorithm, needs: Needs, generator: type[Generator] | None, trainer: type[Trainer] | None
+) -> list[str]:
+    problems = []
+    if generator is not None and needs.generator_logprobs and "logprobs" not in generator.capabilities:
+        problems.append(
+            f"{algorithm.name} configured like this needs the log-probs of the generator, which generator "
+            f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
+        )
+    if generator is not None and trainer is not None:
+        pairs = [("accept:module", "export:module"), ("accept:tensors", "export:tensors")]
+        if not any(a in generator.capabilities and e in trainer.capabilities for a, e in pairs):
+            problems.append(
+                f"generator {generator.name!r} ({', '.join(sorted(generator.capabilities))}) cannot take weights from "
+                f"trainer {trainer.name!r} ({', '.join(sorted(trainer.capabilities))}): one must accept what the other "
+                "exports, 'module' or 'tensors'."
+            )
     return problems

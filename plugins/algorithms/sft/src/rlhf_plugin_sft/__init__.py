@@ -1,1 +1,56 @@
 """Supervised fine-tuning: completions, conversations, continued pre-training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+from rlhf.interfaces import Algorithm, Loss, Slot
+from rlhf.types import Needs, RoleSpec, Update
+
+from rlhf_plugin_sft.nll import NLL
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
+
+
+class SFT(Algorithm):
+    """Maximise the likelihood of demonstrations: one optimizer step per step, over all its rows.
+
+    Which tokens are trained on (the last answer, all answers, everything) is decided by ``data.loss_on`` when rows
+    are tokenised; a row in which no token is trained on is left out, a step without any trains nothing.
+    """
+
+    name = "sft"
+    source = "Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, section 3.5"
+    data = "demonstrations"
+    slots = {"loss": Slot("loss", "nll")}
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        from rlhf.ops.batch import SequenceData, UnitData, pack
+
+        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
+        units = [
+            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+            for example in examples
+            if any(any(s.loss_mask[1:]) for s in example.sequences)
+        ]
+        return pack(units) if units else None
+
+    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+        return [Update("policy", "loss")]
+
+
+@hookimpl
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
+    return [SFT]
+
+
+@hookimpl
+def rlhf_register_loss() -> list[type[Loss]]:
+    return [NLL]
