@@ -67,7 +67,7 @@ def test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind):
 
 
 def test_long_prompts_with_windows_are_computed_in_blocks(monkeypatch):
-    monkeypatch.setattr("rlhf_plugin_local.decode.QUERIES", 16)
+    monkeypatch.setattr("rlhf_plugin_local.sampling_attention.QUERIES", 16)
     for kind in ("mistral", "gemma2", "gpt_oss"):
         test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind)
 

@@ -1,114 +1,67 @@
-"""The key-value cache of the generator: one slot per row, written in place at each row's own position."""
+"""The key-value cache of the generator: one slot per row, written in place at each row's own position.
+
+It is filled and read by the attention routes of :mod:`rlhf_plugin_local.sampling_attention`, below the level of
+transformers' ``Cache``: a model that takes its attention function from ``AttentionInterface`` needs no more, and sees
+neither a cache argument nor a mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 LayerKV = tuple[Tensor, Tensor]
-"""Keys and values of some tokens in one layer: [H, N, D] each (D may differ between keys and values)."""
+"""Keys and values of one prompt in one layer: [N, H, D] each (D may differ between keys and values)."""
 
 
-@dataclass(slots=True)
-class Step:
-    """Where one decoding step writes and reads: the first ``rows`` slots, row r at ``position_S[r]``."""
+class SlotCache:
+    """Per layer keys and values, [slots, H, capacity, D] each, in the dtype the model makes them.
 
-    position_S: Tensor
-    length: int
-    """Positions that any of the rows attends to: the largest position + 1."""
-    _index: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def index(self, heads: int, capacity: int) -> Tensor:
-        """Flat index of (row, head, position) in [slots, H, capacity], int64 [S H]; built once for all layers."""
-        if (heads, capacity) not in self._index:
-            S, device = len(self.position_S), self.position_S.device
-            first_SH = torch.arange(S * heads, device=device).view(S, heads) * capacity
-            self._index[heads, capacity] = (first_SH + self.position_S[:, None]).flatten()
-        return self._index[heads, capacity]
-
-
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: [slots, H, capacity, D]. Memory exists from the first prompt on."""
-
-    is_compileable = False
+    Grows in rows and in positions as rows need it; what it holds at any time is exactly ``slots x capacity``.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.step: Step | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kw: object) -> tuple[Tensor, Tensor]:
-        """Write [S, H, 1, D] at each row's position; return views [S, H, length, D] of the first S slots."""
-        step, S, H = self.step, *key_states.shape[:2]
-        index = step.index(H, self.keys.shape[2])
-        out = []
-        for cache, new in ((self.keys, key_states), (self.values, value_states)):
-            cache.view(-1, cache.shape[3]).index_copy_(0, index, new.reshape(S * H, -1).to(cache.dtype))
-            out.append(cache[:S, :, : step.length])
-        return out[0], out[1]
-
-    def reserve(self, like: LayerKV, slots: int, capacity: int, used: int, dtype: torch.dtype | None) -> None:
-        """Be exactly [slots, H, capacity, D], keeping what the first ``used`` slots hold."""
-        for name, kv in zip(("keys", "values"), like, strict=True):
-            old = getattr(self, name)
-            new = kv.new_zeros(slots, kv.shape[0], capacity, kv.shape[2], dtype=dtype or kv.dtype)
-            if old is not None and used:
-                length = min(capacity, old.shape[2])
-                new[:used, :, :length] = old[:used, :, :length]
-            setattr(self, name, new)
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: :meth:`reserve` makes the memory before the first step."""
-
-    def get_seq_length(self) -> int:
-        return self.step.length - 1 if self.step else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class SlotCache(Cache):
-    """All layers. Grows in rows and in positions as rows need it; shrinks in rows whenever it grows in positions."""
-
-    def __init__(self, layers: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(layers=[SlotLayer() for _ in range(layers)])
-        self.dtype = dtype
-        """What keys and values are kept in; None: as the model makes them."""
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         self.slots = 0
         self.capacity = 0
-
-    def begin(self, step: Step) -> None:
-        """The next forward pass decodes one token for each of the step's rows."""
-        for layer in self.layers:
-            layer.step = step
 
     def reserve(self, like: Sequence[LayerKV] | None, slots: int, capacity: int, used: int) -> None:
         """Room for ``slots`` rows of ``capacity`` positions; the first ``used`` rows keep their content.
 
-        ``like`` gives shapes before the first allocation. Copies layer by layer: the peak is one layer above the sum.
+        ``like`` gives shapes at the first allocation. Copies layer by layer: the peak is one layer above the sum.
         """
-        for i, layer in enumerate(self.layers):
-            shapes = like[i] if layer.keys is None else (layer.keys[0], layer.values[0])
-            layer.reserve(shapes, slots, capacity, used, self.dtype)
+        if not self.keys:
+            for side, tensors in enumerate((self.keys, self.values)):
+                for layer in like or ():
+                    tensors.append(layer[side].new_zeros(slots, layer[side].shape[1], capacity, layer[side].shape[2]))
+        else:
+            length = min(capacity, self.capacity)
+            for tensors in (self.keys, self.values):
+                for i, old in enumerate(tensors):
+                    new = old.new_zeros(slots, old.shape[1], capacity, old.shape[3])
+                    new[:used, :, :length] = old[:used, :, :length]
+                    tensors[i] = new
         self.slots, self.capacity = slots, capacity
 
     def write_prompt(self, rows: list[int], prompt: Sequence[LayerKV]) -> None:
         """Copy a prompt's keys and values to the slots of its samples, from position 0."""
         contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
         where = slice(rows[0], rows[0] + len(rows)) if contiguous else rows
-        for layer, (key_HND, value_HND) in zip(self.layers, prompt, strict=True):
-            layer.keys[where, :, : key_HND.shape[1]] = key_HND.to(layer.keys.dtype)
-            layer.values[where, :, : value_HND.shape[1]] = value_HND.to(layer.values.dtype)
+        for i, layer in enumerate(prompt):
+            for cache, new_NHD in ((self.keys[i], layer[0]), (self.values[i], layer[1])):
+                cache[where, :, : len(new_NHD)] = new_NHD.transpose(0, 1)
 
-    def move(self, source: list[int], target: list[int], length: int) -> None:
-        """Copy the first ``length`` positions of slots ``source`` over slots ``target``."""
-        for layer in self.layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]
-            layer.values[target, :, :length] = layer.values[source, :, :length]
+    def write(self, layer: int, index_SH: Tensor, key_SHD: Tensor, value_SHD: Tensor) -> None:
+        """One token per row; ``index_SH`` is flat over (slot, head, position)."""
+        for cache, new_SHD in ((self.keys[layer], key_SHD), (self.values[layer], value_SHD)):
+            cache.view(-1, cache.shape[3]).index_copy_(0, index_SH, new_SHD.reshape(-1, cache.shape[3]).to(cache.dtype))
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Copy slots ``source`` over slots ``target``, whole: contiguous copies are far faster than parts of rows."""
+        for tensors in (self.keys, self.values):
+            for cache in tensors:
+                at = torch.tensor([source, target], device=cache.device)
+                cache.index_copy_(0, at[1], cache.index_select(0, at[0]))

@@ -11,7 +11,7 @@ import torch
 from rlhf.types import GenerationRequest, Turn
 from torch import Tensor
 
-from rlhf_plugin_local.cache import LayerKV, SlotCache, Step
+from rlhf_plugin_local.cache import LayerKV, SlotCache
 from rlhf_plugin_local.decode import Decoder
 from rlhf_plugin_local.rows import Rows
 
@@ -54,7 +54,7 @@ class SamplingLoop:
             self.prompts.setdefault(request.ids, _Prompt()).waiting += 1
         stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
         self.rows = Rows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
-        self.cache = SlotCache(decoder.layers, decoder.dtype)
+        self.cache = SlotCache()
         self._finished: list[tuple[int, Turn]] = []
 
     @property
@@ -81,8 +81,7 @@ class SamplingLoop:
         if length > self.cache.capacity:
             self._compact()
             self._grow(length, rows.used)
-        step = Step(rows.position[: rows.used], length)
-        logits_SV = self.decoder.step(rows.last[: rows.used], step, self.cache)
+        logits_SV = self.decoder.step(self.cache, rows.last[: rows.used], rows.position[: rows.used], length)
         self.work["steps"] += 1
         self.work["row_steps"] += rows.used
         self._take(rows.record(None, logits_SV))
@@ -95,7 +94,7 @@ class SamplingLoop:
     def _compact(self) -> None:
         source, target = self.rows.compact()
         if source:
-            self.cache.move(source, target, min(self.cache.capacity, self.rows.length()))
+            self.cache.move(source, target)
 
     # ------------------------------------------------------------------------------------ admission
 

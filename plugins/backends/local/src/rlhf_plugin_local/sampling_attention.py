@@ -1,0 +1,169 @@
+"""Attention while sampling: packed prompts, then one token per row over the slots of the cache.
+
+Both are routes of :mod:`rlhf_plugin_local.attention`, and both lay tokens out as one row [1, H, tokens, D], so the
+layers of the trainer's module, fused or not, run as they do in training; in a decoding step the "packed row" is one
+token of every sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from torch import Tensor
+from transformers import AttentionInterface
+
+from rlhf_plugin_local.attention import PackedAttention, current_route
+from rlhf_plugin_local.cache import LayerKV, SlotCache
+
+NAME = "rlhf_sampling"
+QUERIES = 512
+"""Queries per block where prompt attention is written out (windows, soft caps, sinks): bounds the score matrix."""
+
+AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
+
+
+class PromptAttention(PackedAttention):
+    """Each prompt of the packed row causal and alone; keeps keys and values by layer, ``kv[layer]``: [N, H, D]."""
+
+    def __init__(self, lens: list[int], windows: Mapping[int, int]) -> None:
+        super().__init__(lens)
+        self.windows = windows
+        self.kv: dict[int, LayerKV] = {}
+
+    def __call__(
+        self,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        _check(module, options)
+        window = sliding_window or self.windows.get(module.layer_idx)
+        self.kv[module.layer_idx] = (k[0].transpose(0, 1).to(v.dtype), v[0].transpose(0, 1))
+        if softcap is None and s_aux is None and (window is None or window >= max(self.lens)):
+            return super().__call__(module, q, k, v, mask, scaling, is_causal=True)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        split = (x.to(v.dtype).split(self.lens, 2) for x in (q, k, v))
+        parts = [_causal_blocks(*one, scale, window, softcap, s_aux) for one in zip(*split, strict=True)]
+        return torch.cat(parts, 2).transpose(1, 2), None
+
+
+class StepAttention(PackedAttention):
+    """One new token of each of S rows, slot s at ``position_S[s]``: written to the cache, then attending to all
+    positions of its slot up to its own."""
+
+    def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[int, int]) -> None:
+        """``length``: the largest position of a live row + 1; what is attended to at most."""
+        self.cache, self.position_S, self.length, self.windows = cache, position_S, length, windows
+        # Built once a step for all layers of a kind.
+        self._index: dict[int, Tensor] = {}
+        self._bias: dict[tuple[int | None, int], Tensor] = {}
+
+    def __call__(
+        self,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        layer, heads, S = module.layer_idx, k.shape[1], len(self.position_S)
+        window = sliding_window or self.windows.get(layer)
+        self.cache.write(layer, self._flat(heads), k[0].transpose(0, 1), v[0].transpose(0, 1))
+        key, value = (c[layer][:S, :, : self.length] for c in (self.cache.keys, self.cache.values))
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        query = q[0].transpose(0, 1)[:, :, None].to(key.dtype)
+        out_SH1D = _attend(query, key, value, self._hidden(window, heads, key.dtype), scale, softcap, s_aux)
+        return out_SH1D[None, :, :, 0], None
+
+    def _flat(self, heads: int) -> Tensor:
+        """Index of (row, head, position) in [slots, H, capacity], int64 [S H]."""
+        if heads not in self._index:
+            S, position_S = len(self.position_S), self.position_S
+            first_SH = torch.arange(S * heads, device=position_S.device).view(S, heads) * self.cache.capacity
+            self._index[heads] = (first_SH + position_S[:, None]).flatten()
+        return self._index[heads]
+
+    def _hidden(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """[S heads, 1, length]: 0 where a row's query sees the position, else -inf."""
+        if (window, heads) not in self._bias:
+            position_S1 = self.position_S[:, None]
+            at_L = torch.arange(self.length, device=position_S1.device)
+            hidden_SL = at_L > position_S1
+            if window is not None:
+                hidden_SL |= at_L <= position_S1 - window
+            bias_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=hidden_SL.device)
+            bias_SL.masked_fill_(hidden_SL, float("-inf"))
+            self._bias[window, heads] = bias_SL.repeat_interleave(heads, 0)[:, None]
+        return self._bias[window, heads]
+
+
+def _check(module: Any, options: Mapping[str, Any]) -> None:
+    if not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} attends to later tokens; sampling needs a causal language model.")
+    for name in ("position_bias", "indices", "block_indices"):
+        if options.get(name) is not None:
+            raise ModelError(
+                f"{type(module).__name__} passes {name!r} to its attention, which sampling in process does not "
+                "implement. Use another generator (vllm)."
+            )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[B, H, Q, D] queries over [B, K, L, D] keys, written out without repeated heads: query head h reads key head
+    ``h // (H / K)``. For one query a row this is faster on a CPU than the fused kernel with a mask. Softmax in fp32.
+
+    ``bias``: 0 or -inf, broadcastable to [B K, H / K x Q, L]; ``sinks`` [H]: logits that take mass and give nothing.
+    """
+    B, H, Q, D = query.shape
+    K, L = key.shape[1], key.shape[2]
+    with torch.autocast(query.device.type, enabled=False):
+        q = query.reshape(B * K, H // K * Q, D)
+        kT = key.reshape(B * K, L, D).transpose(1, 2)
+        if softcap is None:
+            score = torch.baddbmm(bias, q, kT, alpha=scale)
+        else:
+            score = torch.bmm(q, kT).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
+        if sinks is None:
+            weight = score.softmax(-1, dtype=torch.float32)
+        else:
+            sink = sinks.float().view(1, K, H // K, 1).expand(B, -1, -1, Q).reshape(B * K, H // K * Q, 1)
+            weight = torch.cat([score.float(), sink], -1).softmax(-1)[..., :-1]
+        return torch.bmm(weight.to(value.dtype), value.reshape(B * K, L, -1)).view(B, H, Q, -1)
+
+
+def _causal_blocks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention of one prompt [1, H, L, D], block of queries by block of queries."""
+    out = []
+    for start in range(0, q.shape[2], QUERIES):
+        stop = min(start + QUERIES, q.shape[2])
+        first = 0 if window is None else max(0, start - window + 1)
+        query_Q1 = torch.arange(start, stop, device=q.device)[:, None]
+        key_L = torch.arange(first, stop, device=q.device)
+        hidden_QL = key_L > query_Q1
+        if window is not None:
+            hidden_QL |= key_L <= query_Q1 - window
+        bias_QL = torch.zeros(hidden_QL.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden_QL, float("-inf"))
+        bias = bias_QL.repeat(q.shape[1] // k.shape[1], 1)[None]
+        out.append(_attend(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], bias, scale, softcap, sinks))
+    return torch.cat(out, 2)
