@@ -214,7 +214,7 @@ class PolicyGradient(Algorithm):
             updates.append(Update("critic", "value_loss", **passes))
         if step >= self.config.critic_warmup:
             coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
-            live = {} if self._stores_old else {"old_logprobs": "logprobs"}
+            live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
         return updates
 
@@ -267,8 +267,12 @@ class PolicyGradient(Algorithm):
         return self._uses_kl and self.config.kl.where == where
 
     @property
+    def _reads_old(self) -> bool:
+        return "old_logprobs" in self.loss.columns()
+
+    @property
     def _stores_old(self) -> bool:
         """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step the policy at
         its start is the policy now, so the live log-probs are taken, detached."""
         one_step = self.config.epochs * self.config.minibatches == 1
-        return self._kl_in("reward") or ("old_logprobs" in self.loss.columns() and not one_step)
+        return self._kl_in("reward") or (self._reads_old and not one_step)

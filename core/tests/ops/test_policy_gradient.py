@@ -1,0 +1,231 @@
+"""The base of the policy-gradient algorithms: needs, annotations, updates and adaption follow from the config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Advantage, Loss
+from rlhf.ops.kl_loss import WithKL
+from rlhf.ops.returns import gae, return_to_go
+from rlhf.policy_gradient import BOOTSTRAP, KLConfig, PolicyGradient, PolicyGradientConfig, ShapingConfig
+from rlhf.testing import fabricate
+from rlhf.types import Annotation, LossOutput, Reduce, Update
+
+
+class Plain(Advantage):
+    name = "plain"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        G_NA = return_to_go(R_NA, mask_NA, 1.0)
+        return G_NA, G_NA
+
+
+class Critic(Plain):
+    name = "with_critic"
+    needs_values = True
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return gae(R_NA, values_NA, mask_NA, boot_N, 1.0, 1.0)
+
+
+class Ratio(Loss):
+    name = "ratio"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def columns(self):
+        return ("advantages", "old_logprobs")
+
+    def reduce(self):
+        return {"policy": Reduce()}
+
+    def __call__(self, x):
+        return LossOutput({"policy": -(x["logprobs"] - x["old_logprobs"]).exp() * x["advantages"]})
+
+
+class NoRatio(Ratio):
+    generator_logprobs = True
+
+    def columns(self):
+        return ("advantages",)
+
+
+class Mine(PolicyGradient):
+    name = "mine"
+
+
+def build(advantage=Plain, loss=Ratio, **config):
+    return Mine(Mine.Config(**config), {"advantage": advantage(), "loss": loss(), "value_loss": Ratio()})
+
+
+OLD = Annotation("policy", "logprobs", "old_logprobs")
+REF = Annotation("reference", "logprobs", "ref_logprobs")
+VALUES = Annotation("critic", "values", "old_values")
+LIVE = {"old_logprobs": "logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "roles", "annotations", "updates"),
+    [
+        (build(), ["policy"], [], [Update("policy", "loss", live=LIVE)]),
+        (build(epochs=2), ["policy"], [OLD], [Update("policy", "loss", epochs=2)]),
+        (build(minibatches=3), ["policy"], [OLD], [Update("policy", "loss", minibatches=3)]),
+        (build(loss=NoRatio, epochs=2), ["policy"], [], [Update("policy", "loss", 2)]),
+        (build(kl=KLConfig(coef=0.1)), ["policy", "reference"], [OLD, REF], [Update("policy", "loss")]),
+        (
+            build(kl=KLConfig(coef=0.1, where="loss")),
+            ["policy", "reference"],
+            [REF],
+            [Update("policy", "loss", coef={"kl": 0.1}, live=LIVE)],
+        ),
+        (
+            build(Critic, bootstrap_truncated=True),
+            ["policy", "critic"],
+            [VALUES, Annotation("critic", BOOTSTRAP, "bootstrap")],
+            [Update("critic", "value_loss"), Update("policy", "loss", live=LIVE)],
+        ),
+    ],
+)
+def test_declarations_follow_from_the_config(algorithm, roles, annotations, updates):
+    assert [r.name for r in algorithm.needs().roles] == roles
+    assert algorithm.annotations(0) == annotations
+    assert algorithm.updates(0) == updates
+
+
+def test_generator_logprobs_are_needed_where_the_loss_says_so():
+    assert not build().needs().generator_logprobs
+    assert build(loss=NoRatio).needs().generator_logprobs
+    assert build(loss=NoRatio, kl=KLConfig(coef=1.0, where="loss")).needs().generator_logprobs
+
+
+def test_critic_warmup_is_exactly_n_steps():
+    """Defect 27."""
+    algorithm = build(Critic, critic_warmup=2)
+    roles = [[u.role for u in algorithm.updates(step)] for step in range(4)]
+    assert roles == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]
+
+
+@pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}])
+def test_options_of_a_critic_need_one(field):
+    with pytest.raises(ConfigError, match="does not use; leave it out"):
+        build(**field)
+
+
+def test_kl_as_a_loss_is_a_term_beside_any_loss():
+    algorithm = build(kl=KLConfig(coef=0.1, where="loss", estimator="k2"))
+    assert isinstance(algorithm.loss, WithKL)
+    assert algorithm.parts["loss"] is algorithm.loss
+    assert (algorithm.loss.name, algorithm.loss.estimator) == ("ratio", "k2")
+    assert algorithm.loss.columns() == ("advantages", "old_logprobs", "ref_logprobs")
+    assert set(algorithm.loss.reduce()) == {"policy", "kl"}
+    assert build(kl=KLConfig(where="loss")).loss.name == "ratio", "coef 0: nothing is added"
+
+
+def run_credit(algorithm, kl=0.5):
+    batch = algorithm.assemble(fabricate.groups(0))
+    lp = fabricate.values("logprobs", batch.tokens, 0)
+    batch = batch.with_column("tok", "old_logprobs", lp).with_column("tok", "ref_logprobs", lp - kl)
+    return algorithm.credit(batch)
+
+
+def test_adaptive_kl_in_the_reward_uses_the_actual_number_of_trajectories():
+    """12 trajectories, KL 0.5 against a target of 0.25: beta 0.1 * (1 + 0.2 * 12 / 100)."""
+    algorithm = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
+    batch, metrics = run_credit(algorithm)
+    assert batch.units == 12
+    assert metrics["kl/reference"] == pytest.approx(0.5, abs=1e-5)
+    assert algorithm.finish(0, metrics) == {"kl/coef": 0.1}
+    assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+    algorithm.finish(1, {})  # a step that learned nothing
+    assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+
+
+def test_adaptive_kl_as_a_loss_reads_the_updates_metric_and_travels():
+    algorithm = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
+    run_credit(algorithm)
+    algorithm.finish(0, {"policy/kl_reference": 0.225})
+    beta = 0.1 * (1 - 0.1 * 12 / 100)
+    assert algorithm.updates(1)[0].coef == {"kl": pytest.approx(beta)}
+    again = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
+    again.load_state_dict(algorithm.state_dict())
+    assert again.kl.beta == algorithm.kl.beta
+
+
+def test_fixed_kl_keeps_no_state():
+    algorithm = build(kl=KLConfig(coef=0.1))
+    assert algorithm.state_dict() == {}
+    algorithm.load_state_dict({})
+    with pytest.raises(ValueError, match="keeps no state"):
+        algorithm.load_state_dict({"kl": {"beta": 1.0}})
+
+
+def test_step_sources_reach_the_batch():
+    algorithm = build()
+    groups = fabricate.groups(0)
+    groups[0].trajectories[0].rewards["fabricated"].steps = ((1, 0, 3.0),)
+    assert not algorithm.assemble(groups).tok["step_reward"].any()
+    algorithm.step_sources = {"fabricated": 2.0}
+    assert algorithm.assemble(groups).tok["step_reward"].sum() == 6.0
+
+
+def test_shaping_applies_in_order_and_is_reported():
+    shaping = ShapingConfig(overlong_buffer=4, overlong_max=6, overlong_factor=2.0, stop_properly=0.5)
+    algorithm = build(shaping=shaping)
+    batch = algorithm.assemble(fabricate.groups(0))
+    _, metrics = algorithm.credit(batch)
+    expected = []
+    for r, n, cut in zip(*(batch.unit[k].tolist() for k in ("reward", "own_tokens", "truncated")), strict=True):
+        e = min(n - 2, 4)
+        r = r - 2.0 * e / 4 if e > 0 else r
+        expected.append(r * 0.5 if cut else r)
+    assert metrics["reward/shaped"] == pytest.approx(sum(expected) / len(expected))
+    assert metrics["reward/mean"] == pytest.approx(batch.unit["reward"].mean().item())
+
+
+def test_openrlhf_preset_gives_way_to_explicit_fields():
+    preset = PolicyGradientConfig(preset="openrlhf")
+    assert preset.reward_clip == (-10.0, 10.0)
+    assert (preset.kl.coef, preset.kl.chosen, preset.kl.where) == (0.01, "k1", "reward")
+    assert PolicyGradientConfig.model_validate({"preset": "openrlhf", "reward_clip": [-1.0, 1.0]}).reward_clip == (
+        -1,
+        1,
+    )
+    assert PolicyGradientConfig().reward_clip is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KLConfig(coef=0.1, where="loss", estimator="k1"), "zero expected gradient"),
+        (lambda: KLConfig(coef=0.1, where="loss", before_baseline=True), "would do nothing"),
+        (lambda: KLConfig(target=0.1), "coef > 0"),
+        (lambda: KLConfig(coef=0.1, horizon=5.0), "set target too"),
+        (lambda: KLConfig(coef=-0.1), "greater than or equal to 0"),
+        (lambda: KLConfig(coef=0.1, target=0.0), "greater than 0"),
+        (lambda: ShapingConfig(overlong_buffer=3), "belong together"),
+        (lambda: ShapingConfig(overlong_factor=0.5), "does nothing without"),
+        (lambda: ShapingConfig(overlong_buffer=9, overlong_max=8), "above overlong_max"),
+        (lambda: ShapingConfig(stop_properly=1.5), "less than or equal to 1"),
+        (lambda: PolicyGradientConfig(reward_clip=(1.0, -1.0)), "low < high"),
+        (lambda: PolicyGradientConfig(epochs=0), "greater than or equal to 1"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValidationError, match=message):
+        make()
+
+
+def test_k1_as_a_loss_has_no_expected_gradient():
+    """Why it is refused: under the policy's own distribution the gradients of k1 cancel, those of k2 do not."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    ref = torch.log_softmax(torch.randn(20, generator=torch.Generator().manual_seed(1)).double(), 0)
+    lp = torch.log_softmax(logits, 0)
+    p = lp.exp().detach()
+    (k1_grad,) = torch.autograd.grad((p * (lp - ref)).sum(), logits, retain_graph=True)
+    (k2_grad,) = torch.autograd.grad((p * (lp - ref) ** 2 / 2).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((lp.exp() * (lp - ref)).sum(), logits)
+    assert k1_grad.abs().max() < 1e-12
+    assert torch.allclose(k2_grad, exact)

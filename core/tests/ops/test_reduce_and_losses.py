@@ -1,0 +1,196 @@
+"""Weights of every reduction by hand, and what evaluating a loss adds to them: splits, errors, live columns, heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.interfaces import Loss
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import BUILTIN, ENTROPY, LOGPROBS, resolve_head
+from rlhf.ops.losses import LossInput, add_sums, evaluate, finish_sums, over_mask, required_columns
+from rlhf.ops.reduce import weigh, weights
+from rlhf.types import Head, LossOutput, Reduce
+
+
+def batch(lengths=((2,), (1, 1), (0,)), roles=None):
+    """Units of sequences with so many action tokens after one prompt token. By default: an answer of 2, an answer of
+    two sequences of 1, and an empty answer."""
+    units = []
+    for u, unit in enumerate(lengths):
+        sequences = []
+        for s, n in enumerate(unit):
+            role = roles[u][s] if roles else 0
+            sequences.append(SequenceData([1] * (n + 1), {"loss_mask": [False] + [True] * n}, role))
+        units.append(UnitData(sequences, {"bonus": float(u)}))
+    return pack(units)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        (Reduce("token_mean"), [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 1 / 4, 0]),
+        (Reduce("seq_mean_token_mean"), [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 1 / 4, 0]),
+        (Reduce("seq_mean_token_sum"), [0, 1 / 2, 1 / 2, 0, 1 / 2, 0, 1 / 2, 0]),
+        (Reduce("seq_sum_constant", constant=8.0), [0, 1 / 16, 1 / 16, 0, 1 / 16, 0, 1 / 16, 0]),
+        (Reduce("seq_mean"), [1 / 2, 1 / 2, 0, 0]),
+        (Reduce("unit_mean"), [1 / 2, 1 / 2, 0]),
+        (Reduce("unit_mean", coef=-3.0), [-3 / 2, -3 / 2, 0]),
+    ],
+)
+def test_weights_by_hand(reduce, expected):
+    """N = 4 tokens, S = 2 answers that are not empty (a rewritten context is one answer), U = 2."""
+    assert weights(batch(), reduce).tolist() == pytest.approx(expected)
+
+
+def test_long_and_short_answers():
+    b = batch(((1,), (3,)))
+    assert weights(b, Reduce("token_mean")).tolist() == pytest.approx([0, 0.25, 0, 0.25, 0.25, 0.25])
+    assert weights(b, Reduce("seq_mean_token_mean")).tolist() == pytest.approx([0, 1 / 2, 0, 1 / 6, 1 / 6, 1 / 6])
+
+
+def test_roles_restrict_a_term():
+    b = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
+    w = weights(b, Reduce("seq_mean_token_mean", roles=(1,)))
+    assert w.tolist() == pytest.approx([0, 0, 0, 1 / 4, 1 / 4, 0, 0, 0, 1 / 2])
+
+
+def test_nothing_under_the_mask_weighs_nothing():
+    for how in ("token_mean", "seq_mean", "unit_mean", "seq_mean_token_mean"):
+        assert not weights(batch(((0,), (0,))), Reduce(how)).any()
+
+
+# ------------------------------------------------------------------------------------- evaluating
+
+
+class Squares(Loss):
+    name = "squares"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def columns(self):
+        return ("bonus", "target")
+
+    def reduce(self):
+        return {
+            "per_token": Reduce("token_mean"),
+            "per_answer": Reduce("seq_mean", coef=0.5),
+            "per_unit": Reduce("unit_mean"),
+        }
+
+    def __call__(self, x):
+        lp = x["logprobs"]
+        per_unit = torch.zeros(x.units).index_add(0, x.unit_A, lp) * x["bonus"].float()
+        return LossOutput(
+            {"per_token": lp**2, "per_answer": x.mean_per_sequence(lp), "per_unit": per_unit},
+            {"lp": ("token", lp), "length": ("sequence", x.sum_per_sequence(torch.ones_like(lp)))},
+        )
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]], [[2, 0], [1]], [[1, 0, 2]]])
+def test_evaluate_is_split_invariant(parts):
+    """lp = (1, 2 | 3, 4): 30/4 + 0.5 (1.5 + 3.5)/2 + (3 * 0 + 7 * 1)/2 = 12.25, however it is split."""
+    b = weigh(batch(), Squares().reduce())
+    lp_N = torch.tensor([0.0, 1, 2, 0, 3, 0, 4, 0], requires_grad=True)
+    total, sums = torch.zeros(()), []
+    for units in parts:
+        micro = b.with_column("tok", "lp", lp_N).select(units)
+        value, part = evaluate(Squares(), micro, {"logprobs": micro.tok["lp"][micro.tok["loss_mask"]]}, {}, {})
+        total, sums = total + value, [*sums, part]
+    total.backward()
+    assert total.item() == pytest.approx(12.25)
+    assert lp_N.grad.tolist() == pytest.approx([0, 0.625, 1.125, 0, 2.125, 0, 2.625, 0])
+    metrics = finish_sums(add_sums(sums))
+    assert metrics["loss"] == pytest.approx(12.25)
+    assert metrics["loss/per_answer"] == pytest.approx(1.25)
+    assert metrics["lp"] == 2.5
+    assert metrics["length"] == pytest.approx(4 / 3)
+
+
+def case(call, columns=(), terms=None, live=None, b=None):
+    class Case(Squares):
+        def columns(self):
+            return columns
+
+        def reduce(self):
+            return terms or {"t": Reduce("token_mean")}
+
+        def __call__(self, x):
+            return call(x)
+
+    loss = Case()
+    b = weigh(b or batch(), loss.reduce())
+    return evaluate(loss, b, {"logprobs": torch.ones(int(b.tok["loss_mask"].sum()))}, {}, live or {})
+
+
+@pytest.mark.parametrize(
+    ("call", "columns", "message"),
+    [
+        (lambda x: LossOutput({"t": x["bonus"]}), (), "does not declare"),
+        (lambda x: LossOutput({"t": x["missing"]}), ("missing",), "must annotate it"),
+        (lambda x: LossOutput({"other": x["logprobs"]}), (), r"declares the terms \['t'\].*returned \['other'\]"),
+        (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), r"needs \(4,\) values, got \(\)"),
+        (lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("unit", x["logprobs"])}), (), r"metric 'm'.*needs \[3\]"),
+    ],
+)
+def test_a_loss_that_breaks_its_declarations(call, columns, message):
+    with pytest.raises(TrainingError, match=message):
+        case(call, columns)
+
+
+def test_live_columns_are_the_detached_output():
+    def call(x):
+        assert x.has("old")
+        assert not x.has("gone")
+        assert not x["old"].requires_grad
+        return LossOutput({"t": x["logprobs"] - x["old"]})
+
+    assert case(call, ("old", "gone"), live={"old": "logprobs"})[0] == 0.0
+
+
+def test_of_role_needs_every_unit_to_have_it():
+    pairs = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
+    x = LossInput(weigh(pairs, {"t": Reduce()}), {}, Squares(), "loss_mask", {}, {})
+    values_S = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert x.of_role(values_S, 0).tolist() == [1.0, 3.0]
+    assert x.of_role(values_S, 1).tolist() == [2.0, 4.0]
+    with pytest.raises(TrainingError, match="0 of 2 units"):
+        x.of_role(values_S, 2)
+
+
+def test_one_mask_for_all_terms():
+    class Two(Squares):
+        def reduce(self):
+            return {"a": Reduce(over="loss_mask"), "b": Reduce(over="other")}
+
+    with pytest.raises(TrainingError, match="must share one mask"):
+        over_mask(Two())
+    needed = required_columns(Squares(), [Head("h", lambda *a: None, over="steps", columns=("soft",))])
+    assert {"loss_mask", "steps", "soft", "bonus", "temperature", "weight/per_token"} <= set(needed)
+
+
+# ------------------------------------------------------------------------------------------ heads
+
+
+def test_heads_by_hand():
+    """Logits (0, ln 3): probabilities 1/4, 3/4. The trainer divides by the temperature before any head (defect 6)."""
+    logits, ids = torch.tensor([[0.0, 3.0]]).log1p() * torch.tensor([[1.0, 0.7924812]]), torch.tensor([1])
+    assert LOGPROBS.fn(logits, ids, {}, {}).tolist() == pytest.approx([-0.2876821], abs=1e-5)
+    assert ENTROPY.fn(logits, ids, {}, {}).tolist() == pytest.approx([0.5623351], abs=1e-5)
+    assert BUILTIN["values"].fn(torch.tensor([[4.0]]), ids, {}, {}).tolist() == [4.0]
+
+
+def test_entropy_of_certainty_is_zero_not_nan():
+    logits = torch.tensor([[0.0, -1e4, -1e30]], requires_grad=True)
+    entropy = ENTROPY.fn(logits, torch.tensor([0]), {}, {})
+    entropy.sum().backward()
+    assert entropy.item() == 0.0
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_resolve_head():
+    assert resolve_head("logprobs", "other").over == "other"
+    assert resolve_head("scores", "other").over == "last_token"
+    with pytest.raises(KeyError, match="no model output 'logprob'"):
+        resolve_head("logprob")

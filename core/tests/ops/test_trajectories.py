@@ -1,0 +1,129 @@
+"""Scored groups become a batch: which tokens, which rewards at which token, which columns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.ops.trajectories import assemble, compress, expand
+from rlhf.testing import fabricate
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+
+ROW = Row({"prompt": "?"}, "data", 3)
+
+
+def said(*ids, finish="stop", temperature=1.0, **kw):
+    return Turn(list(ids), True, [-0.5] * len(ids), finish=finish, temperature=temperature, **kw)
+
+
+def seen(*ids, **kw):
+    return Turn(list(ids), False, **kw)
+
+
+def trajectory(*turns, reward=1.0, sample=0, **kw):
+    return Trajectory(ROW, list(turns), (5, sample), reward=reward, **kw)
+
+
+def stepped(turn, token, value):
+    return trajectory(seen(1), said(2), rewards={"p": RewardResult(0.0, steps=((turn, token, value),))})
+
+
+def group(*trajectories):
+    return Group(ROW, 5, list(trajectories))
+
+
+def test_one_unit_a_trajectory_with_masks_and_columns():
+    batch = assemble([group(trajectory(seen(1, 2), said(3, 4, temperature=0.5), seen(5), said(6, finish="length")))])
+    assert batch.ids_N.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.tok["loss_mask"].tolist() == [False, False, True, True, False, True]
+    assert batch.tok["last_action"].tolist() == [False] * 5 + [True]
+    assert batch.tok["temperature"].tolist() == [1, 1, 0.5, 0.5, 1, 1]
+    assert batch.tok["gen_logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert {k: v.tolist() for k, v in batch.unit.items()} == {
+        "reward": [1.0], "score": [1.0], "group": [5], "sample": [0], "own_tokens": [3], "truncated": [True],
+    }  # fmt: skip
+
+
+def test_truncation_and_length_of_multi_turn():
+    """Defects 12 and 17: truncation was lost, and observations counted as the policy's tokens."""
+    cut = trajectory(seen(1), said(2), seen(7, 7, 7, 7), said(3, finish="length"))
+    fine = trajectory(seen(1), said(2, finish="length"), seen(7), said(3), sample=1)
+    batch = assemble([group(cut, fine)])
+    assert batch.unit["truncated"].tolist() == [True, False]
+    assert batch.unit["own_tokens"].tolist() == [2, 2]
+
+
+def test_rewritten_context_is_a_second_sequence_of_the_same_unit():
+    batch = assemble([group(trajectory(seen(1), said(2), seen(8, 9, fresh=True), said(3, 4)))])
+    assert (batch.units, batch.sequences, batch.answers) == (1, 2, 1)
+    assert batch.lens_B.tolist() == [2, 4]
+    assert batch.tok["last_action"].tolist() == [False] * 5 + [True]
+
+
+def test_tokens_nothing_depends_on_are_left_out():
+    batch = assemble([group(trajectory(seen(1), said(2), seen(5, 5, 5), seen(6, fresh=True)))])
+    assert batch.ids_N.tolist() == [1, 2]
+
+
+def test_who_enters():
+    failed = trajectory(seen(1), said(2), status="failed", sample=1)
+    unscored = trajectory(seen(1), said(2), reward=None, sample=2)
+    empty = trajectory(seen(1, 1), said(), sample=3)
+    batch = assemble([group(trajectory(seen(1), said(2)), failed, unscored, empty)])
+    assert batch.unit["sample"].tolist() == [0, 3]
+    assert batch.unit["own_tokens"].tolist() == [1, 0]
+    assert assemble([group(failed, unscored)]) is None
+    assert assemble([group(empty)]) is None
+    assert assemble([]) is None
+
+
+def test_step_rewards_count_once():
+    steps = {
+        "prm": RewardResult(0.0, steps=((1, 0, 2.0), (3, 1, -1.0))),
+        "outcome": RewardResult(1.0, steps=((1, 0, 9.0),)),
+    }
+    t = trajectory(seen(1), said(2, 3, reward=0.25), seen(4), said(5, 6, reward=4.0), reward=1.0, rewards=steps)
+    assert not assemble([group(t)]).tok["step_reward"].any()
+    placed = assemble([group(t)], {"prm": 0.5})
+    assert placed.tok["step_reward"].tolist() == [0, 1.0, 0, 0, 0, -0.5]
+    assert placed.unit["reward"].tolist() == [1.0]
+    both = assemble([group(t)], {"prm": 0.5, "env": 2.0})
+    assert both.tok["step_reward"].tolist() == [0, 1.0, 0.5, 0, 0, 7.5]
+
+
+def test_log_probs_only_where_every_sample_has_them():
+    bare = trajectory(seen(1), Turn([2], True), sample=1)
+    assert not assemble([group(trajectory(seen(1), said(2)), bare)]).has("gen_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("broken", "sources", "message"),
+    [
+        (trajectory(seen(1), said(2), reward=float("nan")), {}, "its reward is nan"),
+        (trajectory(seen(1), said(2), score=float("inf")), {}, "its score is inf"),
+        (trajectory(seen(1), Turn([2, 3], True, [-1.0])), {}, "needs 2 finite log-probs"),
+        (trajectory(seen(1), Turn([2], True, [float("-inf")])), {}, "of which 0 finite"),
+        (trajectory(seen(1), said(2, temperature=0.0)), {}, "temperature above 0"),
+        (trajectory(seen(1), said(2), Turn([3], True, [-1.0], fresh=True)), {}, "a sequence starts with the context"),
+        (stepped(0, 0, 1.0), {"p": 1.0}, "belongs to a token that the policy sampled"),
+        (stepped(1, 1, 1.0), {"p": 1.0}, "token 1 of turn 1"),
+        (stepped(4, 0, 1.0), {"p": 1.0}, "no such turn"),
+        (stepped(1, 0, float("nan")), {"p": 1.0}, "step reward of 'p' is nan"),
+    ],
+)
+def test_what_is_refused(broken, sources, message):
+    with pytest.raises(TrainingError, match=message) as error:
+        assemble([group(broken)], sources)
+    assert "sample 0 of group 5 (row 3 of 'data')" in str(error.value)
+
+
+def test_compress_and_expand_are_inverse():
+    batch = assemble(fabricate.groups(4))
+    values_N = torch.arange(batch.tokens).float() + 1
+    values_UA, mask_UA = compress(batch, values_N)
+    assert mask_UA.sum(1).tolist() == batch.unit["own_tokens"].tolist()
+    own = batch.tok["loss_mask"]
+    for u in range(batch.units):
+        assert values_UA[u][mask_UA[u]].tolist() == values_N[own & (batch.unit_N == u)].tolist()
+        assert not values_UA[u][~mask_UA[u]].any()
+    assert torch.equal(expand(batch, values_UA), torch.where(own, values_N, 0.0))
