@@ -26,7 +26,7 @@ from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.plugins import Resolved
-from rlhf.types import Group, RewardResult, Trajectory
+from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class Scorer:
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
         for reward in rewards:
             _check_place(reward)
+        _check_roles(rewards)
         self._pools = {r.name: WorkerPool(r.resolved, r.config, RewardError, size) for r in rewards if r.in_worker}
 
     async def setup(self) -> None:
@@ -208,6 +209,18 @@ def _check_place(reward: ActiveReward) -> None:
             f"{reward} keeps state but its score() is plain `def`, which runs in several worker processes that do not "
             "share it; write `async def score`"
         )
+
+
+def _check_roles(rewards: Sequence[ActiveReward]) -> None:
+    declared: dict[str, tuple[ActiveReward, RoleSpec]] = {}
+    for reward in rewards:
+        for spec in reward.instance.roles():
+            other, same = declared.setdefault(spec.name, (reward, spec))
+            if same != spec:
+                raise ConfigError(
+                    f"rewards {other.name!r} and {reward.name!r} declare the role {spec.name!r} differently: {same} and "
+                    f"{spec}. Give one of them another role, e.g. with its option `role`"
+                )
 
 
 def _where(group: Group, trajectory: Trajectory | None = None) -> str:

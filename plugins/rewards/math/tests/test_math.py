@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -12,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
+from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_math import MathReward
 from rlhf_plugin_math.equivalence import equivalent
@@ -76,9 +76,9 @@ def test_places_are_an_order_and_a_restriction() -> None:
         ("72", "72"), ("72.0", "72"), ("072", "72"), ("1,234,567", "1234567"), ("1{,}000", "1000"), ("$18", "18"),
         (r"\$18.00", "18"), ("18 dollars", "18"), ("18.", "18"), ("**18**", "18"), ("-0", "0"), (".5", "0.5"),
         ("1/2", "0.5"), (r"\frac{1}{2}", "1/2"), (r"\dfrac12", "0.5"), (r"-\frac{3}{4}", "-0.75"), ("2/4", "1/2"),
-        ("1 1/2", "1.5"), (r"1\frac{1}{2}", "3/2"), ("-2 1/4", "-2.25"), ("50%", "50"), ("50%", "0.5"), (r"50\%", "1/2"),
+        ("1 1/2", "1.5"), (r"1\frac{1}{2}", "3/2"), ("-2 1/4", "-2.25"), ("50%", "50"), ("50%", "0.5"),
         ("0.5", "50%"), ("5 km/h", "5"), (r"5\text{ cm}^2", "5"), ("5 cm^2", "5"), ("90^\\circ", "90"), ("90°", "90"),
-        ("7 m", "7"), ("x = 7", "7"), ("x=7", "x = 7"), (r"\(7\)", "7"), ("$7$", "7"), ("3e2", "300"),
+        (r"50\%", "1/2"), ("7 m", "7"), ("x = 7", "7"), ("x=7", "x = 7"), (r"\(7\)", "7"), ("$7$", "7"), ("3e2", "300"),
         (r"1.5 \times 10^3", "1500"), ("−5", "-5"), ("(C)", "C"), (r"\text{Monday}", "monday"), ("(7)", "7"),
         ("(1, 2)", "(1,2)"), (r"\left(1,\frac12\right)", "(1, 0.5)"), ("[0,1)", "[0, 1)"), (r"\{2, 1\}", r"\{1,2\}"),
         ("2, 1", "1, 2"), ("2x+1", "1+2x"), ("2(x+1)", "2x + 2"), ("(x+1)^2", "x^2+2x+1"), (r"2\sqrt{3}", r"\sqrt{12}"),
@@ -127,25 +127,10 @@ def test_hostile_answers_cost_little(bomb: str) -> None:
     assert time.perf_counter() - begin < 2.0
 
 
-def test_a_bomb_past_the_guards_ends_with_its_worker(tmp_path) -> None:
+def test_a_bomb_past_the_guards_ends_with_its_worker() -> None:
     """With the size limit lifted, the power really is worked out, and the process is killed at the deadline."""
-    from rlhf.controller.scoring import ActiveReward, Scorer
-
-    config = MathReward.Config(max_bits=10**12)
-    resolved = Plugins.discover().resolve("reward", "math")
-    active = ActiveReward("math", resolved, MathReward(config), config, deadline=1.0)
-    bombs, fine = group("9^9^9", answer="x"), group("The answer is x.", answer="x")
-
-    async def scenario():
-        scorer = Scorer([active], workers=1)
-        try:
-            await scorer.setup()
-            await asyncio.gather(scorer.score(bombs), scorer.score(fine))
-        finally:
-            scorer.close()
-
-    bombs.trajectories[0].turns[1].text = r"\boxed{9^9^9}"
-    asyncio.run(scenario())
+    bombs, fine = group(r"\boxed{9^9^9}", answer="x"), group("The answer is x.", answer="x")
+    score_groups("math", bombs, fine, options={"max_bits": 10**12}, deadline=1.0)
     assert "score() took longer than its deadline of 1 s; its worker process was killed" in bombs.trajectories[0].error
     assert fine.trajectories[0].reward == 1.0
 

@@ -62,7 +62,7 @@ def _equal_parts(
 
 
 def _parts(text: str) -> tuple[str, list[str], str] | None:
-    r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None without a top-level comma."""
+    r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None where no comma is."""
     text = text.replace("\\{", "{").replace("\\}", "}").strip()
     opening, closing = "", ""
     if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}":

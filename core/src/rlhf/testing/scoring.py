@@ -1,0 +1,45 @@
+"""Runs a reward as a run would: its own worker process where it is plain ``def``, deadline, checks and sums."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlhf.controller.scoring import ActiveReward, Scorer
+from rlhf.interfaces.reward import ScoreWithRole
+from rlhf.plugins import Plugins
+from rlhf.types import Group
+
+
+def score_groups(
+    ref: str,
+    *groups: Group,
+    options: dict[str, Any] | None = None,
+    deadline: float = 10.0,
+    score_with_role: ScoreWithRole | None = None,
+    plugins: Plugins | None = None,
+) -> None:
+    """Fill ``rewards``, ``reward``, ``score``, ``status`` and ``error`` of the groups' trajectories, one group after
+    another.
+
+    Args:
+        ref: a reference, as in a run file: a plugin's name or ``file:reward.py``.
+        options: the reward's own options.
+        deadline: seconds for one group; a plain ``def`` reward is killed then.
+        score_with_role: stands for the run's models, for rewards that declare a role.
+        plugins: where ``ref`` is looked up; by default what is installed.
+    """
+    resolved = (plugins or Plugins.discover()).resolve("reward", ref)
+    config = resolved.cls.Config.model_validate({**resolved.options, **(options or {})})
+    active = ActiveReward(resolved.name, resolved, resolved.cls(config), config, deadline=deadline)
+    asyncio.run(_score(active, groups, score_with_role))
+
+
+async def _score(active: ActiveReward, groups: tuple[Group, ...], score_with_role: ScoreWithRole | None) -> None:
+    scorer = Scorer([active], score_with_role=score_with_role, workers=1)
+    try:
+        await scorer.setup()
+        for group in groups:
+            await scorer.score(group)
+    finally:
+        scorer.close()

@@ -1,0 +1,49 @@
+"""Templates such as ``<think>{...}</think><answer>{...}</answer>``, matched in one pass over the text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+GAP = "{...}"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Literal pieces in order, some with a gap before them. White space between tags and at both ends is free."""
+
+    pieces: tuple[tuple[bool, str], ...]
+    """(a gap comes before it, literal)."""
+    open_end: bool
+    """The template ends with a gap."""
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Raises ValueError: no literal text, or two gaps side by side (where one ends would be a guess)."""
+        pieces: list[tuple[bool, str]] = []
+        gap = False
+        for part in re.split(r"(\{\.\.\.\}|<[^<>]*>)", text):
+            if part == GAP:
+                if gap:
+                    raise ValueError(f"template {text!r} has two gaps {GAP} side by side; put text between them")
+                gap = True
+            elif part.strip():
+                pieces.append((gap, part.strip()))
+                gap = False
+        if not pieces:
+            raise ValueError(f"template {text!r} has no text besides its gaps {GAP}, so everything would match")
+        return cls(tuple(pieces), gap)
+
+    def matches(self, text: str) -> bool:
+        """Every piece occurs exactly as often as in the template, in order, and every gap holds something."""
+        wanted = Counter(piece for _, piece in self.pieces)
+        if any(text.count(piece) != count for piece, count in wanted.items()):
+            return False
+        at = 0
+        for gap, piece in self.pieces:
+            found = text.find(piece, at)
+            if found < 0 or bool(text[at:found].strip()) != gap:
+                return False
+            at = found + len(piece)
+        return bool(text[at:].strip()) == self.open_end

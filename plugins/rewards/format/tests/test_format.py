@@ -1,0 +1,101 @@
+"""The format reward: templates in linear time, patterns in a process that can be killed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from pydantic import ValidationError
+from rlhf.plugins import Plugins
+from rlhf.testing.scoring import score_groups
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_plugin_format import FormatReward
+
+THINK = "<think>{...}</think><answer>{...}</answer>"
+
+
+def group(*answers: str) -> Group:
+    row = Row({}, "unit", 0)
+    turns = [
+        [
+            Turn([1], False, text="Q"),
+            Turn([2], True, text="first"),
+            Turn([3], False, text="|obs|"),
+            Turn([2], True, text=a),
+        ]
+        for a in answers
+    ]
+    return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
+
+
+def values(*answers: str, **config) -> list[float | None]:
+    return [r.value for r in FormatReward(FormatReward.Config(**config)).score(group(*answers))]
+
+
+def test_it_is_found_by_name() -> None:
+    assert Plugins.discover().resolve("reward", "format").cls is FormatReward
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("<think>a</think><answer>b</answer>", True),
+        (" <think>\na\n</think>\n\n<answer> b </answer>\n", True),
+        ("<think>a < b</think><answer>c > d</answer>", True),
+        ("<think></think><answer>b</answer>", False),
+        ("<think>a</think><answer> </answer>", False),
+        ("<think>a</think> so <answer>b</answer>", False),
+        ("well <think>a</think><answer>b</answer>", False),
+        ("<think>a</think><answer>b</answer> done", False),
+        ("<think>a</think><answer>b", False),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think>a<think>b</think><answer>c</answer>", False),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", False),
+        ("", False),
+    ],
+)
+def test_a_template(text: str, matches: bool) -> None:
+    assert values(text, template=THINK) == [float(matches)]
+
+
+def test_a_template_with_an_open_end() -> None:
+    assert values("Answer: 5", "Answer:", "5", template="Answer: {...}") == [1.0, 0.0, 0.0]
+    assert values("so #### 5", "#### 5", template="{...}####{...}") == [1.0, 0.0]
+
+
+def test_a_pattern_fully_or_anywhere() -> None:
+    assert values("12", "a12", "1\n2", pattern=r"\d.?\d") == [1.0, 0.0, 1.0]
+    assert values("12", "a12", "a", pattern=r"\d\d", mode="search", match=0.5, no_match=-0.5) == [0.5, 0.5, -0.5]
+
+
+def test_on_the_whole_completion() -> None:
+    assert values("x", pattern=r"first\|obs\|x", on="completion") == [1.0]
+    assert values("x", pattern=r"first\|obs\|x") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "exactly one of `template` and `pattern`"),
+        ({"template": "a{...}", "pattern": "a"}, "exactly one of"),
+        ({"pattern": "(a"}, r"`pattern` '\(a' is no regular expression: missing \)"),
+        ({"template": "{...}"}, "no text besides its gaps"),
+        ({"template": "a{...}{...}b"}, "two gaps .* side by side"),
+    ],
+)
+def test_a_bad_config_is_refused(config: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FormatReward.Config(**config)
+
+
+def test_a_template_takes_linear_time() -> None:
+    begin = time.perf_counter()
+    assert values("<think>" * 200_000, "<think>" + "</think" * 200_000, template=THINK) == [0.0, 0.0]
+    assert time.perf_counter() - begin < 1.0
+
+
+def test_a_pattern_that_backtracks_for_ever_is_killed() -> None:
+    slow, fine = group("a" * 64 + "c"), group("aaab")
+    score_groups("format", slow, fine, options={"pattern": r"(a+)+b"}, deadline=0.5)
+    assert "took longer than its deadline of 0.5 s; its worker process was killed" in slow.trajectories[0].error
+    assert fine.trajectories[0].reward == 1.0

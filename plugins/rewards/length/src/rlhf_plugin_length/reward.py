@@ -1,0 +1,43 @@
+"""The reward: nothing inside the wanted range of lengths, a penalty that grows with the distance outside."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import Group, RewardResult
+
+
+class LengthConfig(ComponentConfig):
+    """The range and the penalty: ``value = inside - min(at_most, per_token x tokens outside the range)``."""
+
+    low: int | None = Field(None, ge=0)
+    """Fewest tokens wanted."""
+    high: int | None = Field(None, ge=0)
+    """Most tokens wanted."""
+    per_token: float = Field(0.01, gt=0.0)
+    at_most: float = Field(1.0, gt=0.0)
+    """Largest penalty."""
+    inside: float = 0.0
+
+    @model_validator(mode="after")
+    def _range(self) -> LengthConfig:
+        if self.low is None and self.high is None:
+            raise ValueError("give `low`, `high` or both: without a range nothing is penalised")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"the range needs low <= high, got low = {self.low}, high = {self.high}")
+        return self
+
+
+class LengthReward(Reward):
+    """Counts the tokens that the policy itself sampled, over all turns: never the prompt, observations or tools."""
+
+    name = "length"
+    Config = LengthConfig
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        return [self._value(t.sampled_tokens) for t in group.trajectories]
+
+    def _value(self, tokens: int) -> RewardResult:
+        c = self.config
+        outside = max(0, (c.low or 0) - tokens, 0 if c.high is None else tokens - c.high)
+        return RewardResult(c.inside - min(c.at_most, c.per_token * outside), info={"tokens": tokens})

@@ -1,0 +1,91 @@
+"""The reward: what a reward model with a scalar head says at the last token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field
+from rlhf.errors import ConfigError, ModelError, RewardError
+from rlhf.interfaces import ComponentConfig, Reward, RewardContext
+from rlhf.interfaces.reward import ScoreWithRole
+from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+
+
+class ModelConfig(ComponentConfig):
+    """Which model, and what is done with its output."""
+
+    model: str = Field(min_length=1)
+    """Path or hub name of a sequence-classification model with one output. ``--reward model:PATH`` sets it."""
+    role: str = "reward_model"
+    """Name of the role that holds it (``[roles.NAME]`` configures that). A second reward model needs another."""
+    normalise: bool = False
+    """(output - mean) / std, with ``mean`` and ``std`` from the model's ``config.json``, where training left them."""
+
+
+class ModelReward(Reward):
+    """The model is a role of the run: placed, loaded and put to sleep like any other.
+
+    It reads the very tokens of the trajectory (from the last rewritten context on), so nothing is decoded and encoded
+    again; it must therefore have been trained with the policy's tokenizer and chat template.
+    """
+
+    name = "model"
+    source = "Ouyang et al. 2022, arXiv:2203.02155"
+    Config = ModelConfig
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        if config is None:
+            raise ConfigError(f"reward {self.name!r} needs `model`: a path or a hub name; or write --reward model:PATH")
+        super().__init__(config)
+        self._mean, self._std, self._vocabulary = 0.0, 1.0, math.inf
+        self._score: ScoreWithRole | None = None
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        return (RoleSpec(self.config.role, head="scalar", model=self.config.model),)
+
+    async def setup(self, context: RewardContext) -> None:
+        self._score = context.score_with_role
+        settings = _settings(self.config.model)
+        self._vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size") or math.inf
+        if self.config.normalise:
+            mean, std = settings.get("mean"), settings.get("std")
+            if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+                raise ModelError(
+                    f"reward {self.name!r}: normalise = true needs the numbers `mean` and `std` > 0 in the config.json "
+                    f"of {self.config.model!r}, got mean = {mean!r}, std = {std!r}. Set normalise = false, or train "
+                    "the reward model so that it saves them."
+                )
+            self._mean, self._std = float(mean), float(std)
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        if self._score is None:
+            raise RewardError(f"reward {self.name!r}: this run does not hold the role {self.config.role!r}")
+        ids = [_tokens(t) for t in group.trajectories]
+        largest = max(max(i) for i in ids)
+        if largest >= self._vocabulary:
+            raise RewardError(
+                f"reward {self.name!r}: token {largest} is outside the vocabulary of {self.config.model!r} "
+                f"({self._vocabulary} tokens); a reward model must share the policy's tokenizer"
+            )
+        outputs = await self._score(self.config.role, ids)
+        return [RewardResult((float(v) - self._mean) / self._std, info={"output": float(v)}) for v in outputs]
+
+
+def _tokens(trajectory: Trajectory) -> list[int]:
+    """The last context in full: prompt, observations and answers."""
+    start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
+    return [i for t in trajectory.turns[start:] for i in t.ids]
+
+
+def _settings(model: str) -> dict[str, Any]:
+    """The model's ``config.json``, from a folder or the hub."""
+    from transformers import PretrainedConfig  # here, so that importing the plugin stays light
+
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(model)
+    except Exception as cause:
+        raise ModelError(f"reward 'model': the config.json of {model!r} cannot be read: {cause}") from cause
+    if not settings:
+        raise ModelError(f"reward 'model': there is no config.json in {model!r}; give a folder or a hub name")
+    return settings

@@ -1,0 +1,87 @@
+"""The model reward, with a stand-in for the run's own forward pass (that one is tested with the run)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rlhf.errors import ConfigError, ModelError
+from rlhf.plugins import Plugins
+from rlhf.testing.scoring import score_groups
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_plugin_model import ModelReward
+
+
+@pytest.fixture
+def model(tmp_path):
+    def make(**settings) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 100, **settings}))
+        return str(tmp_path)
+
+    return make
+
+
+def group(*last: int) -> Group:
+    row = Row({}, "unit", 0)
+    turns = [[Turn([1, 2], False), Turn([3], True), Turn([4, 5], False, fresh=True), Turn([n], True)] for n in last]
+    return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
+
+
+def score(asked: Group, **config) -> list[tuple[str, list[int]]]:
+    """What the role was asked; the role answers with the sum of the tokens."""
+    seen: list[tuple[str, list[int]]] = []
+
+    async def score_with_role(role, ids):
+        seen.extend((role, list(i)) for i in ids)
+        return [float(sum(i)) for i in ids]
+
+    score_groups("model", asked, options=config, score_with_role=score_with_role)
+    return seen
+
+
+def test_it_asks_its_role_with_the_tokens_of_the_last_context(model) -> None:
+    asked = group(6, 7)
+    assert score(asked, model=model()) == [("reward_model", [4, 5, 6]), ("reward_model", [4, 5, 7])]
+    assert [t.reward for t in asked.trajectories] == [15.0, 16.0]
+
+
+def test_it_normalises_by_what_training_left(model) -> None:
+    asked = group(6)
+    score(asked, model=model(mean=5.0, std=2.0), normalise=True)
+    assert asked.trajectories[0].reward == 5.0
+    assert asked.trajectories[0].rewards["rm"].info == {"output": 15.0}
+
+
+@pytest.mark.parametrize("settings", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": "1", "std": 1.0}])
+def test_normalising_without_figures_is_refused(model, settings: dict) -> None:
+    with pytest.raises(ModelError, match=r"needs the numbers `mean` and `std` > 0 .* Set normalise = false"):
+        score(group(6), model=model(**settings), normalise=True)
+
+
+def test_another_tokenizer_is_refused_where_it_can_be_seen(model) -> None:
+    asked = group(6, 100)
+    score(asked, model=model())
+    assert "token 100 is outside the vocabulary" in asked.trajectories[0].error
+
+
+def test_a_model_that_is_not_there_is_said(tmp_path) -> None:
+    with pytest.raises(ModelError, match=r"config.json"):
+        score(group(6), model=str(tmp_path / "absent"))
+
+
+def test_the_role_is_declared(model) -> None:
+    resolved = Plugins.discover().resolve("reward", "model:somewhere")
+    (spec,) = resolved.cls(resolved.cls.Config(**resolved.options, role="judge")).roles()
+    assert (spec.name, spec.head, spec.model, spec.trained) == ("judge", "scalar", "somewhere", False)
+
+
+def test_without_a_model_it_says_what_to_write() -> None:
+    with pytest.raises(ConfigError, match="--reward model:PATH"):
+        ModelReward()
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, rlhf_plugin_model; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
