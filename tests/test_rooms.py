@@ -19,8 +19,8 @@ CORE = ROOT / "core" / "src" / "rlhf"
 CLI = ROOT / "cli" / "src" / "rlhf_cli"
 HEAVY = {"torch", "transformers", "datasets", "numpy", "pandas", "peft", "sympy"}
 
-HEAVY_MODULES = {"policy_gradient"}
-"""Modules directly in ``rlhf`` that may import torch; all others, and these rooms, stay light:"""
+HEAVY_MODULES = {"policy_gradient", "serialise"}
+"""Modules directly in ``rlhf`` that belong to runs, which may import torch; all others stay light."""
 LIGHT = {"interfaces", "plugins"} | {p.stem for p in CORE.glob("*.py")} - HEAVY_MODULES
 """What plugin authors and the command line import."""
 LIGHT_THIRD_PARTIES = {"pydantic", "pydantic_core", "pluggy", "packaging", "importlib_metadata", "tomli_w"}
