@@ -218,8 +218,8 @@ def _check_roles(rewards: Sequence[ActiveReward]) -> None:
             other, same = declared.setdefault(spec.name, (reward, spec))
             if same != spec:
                 raise ConfigError(
-                    f"rewards {other.name!r} and {reward.name!r} declare the role {spec.name!r} differently: {same} and "
-                    f"{spec}. Give one of them another role, e.g. with its option `role`"
+                    f"rewards {other.name!r} and {reward.name!r} declare the role {spec.name!r} differently: "
+                    f"{same} and {spec}. Give one of them another role, e.g. with its option `role`"
                 )
 
 

@@ -51,7 +51,7 @@ def test_it_normalises_by_what_training_left(model) -> None:
     asked = group(6)
     score(asked, model=model(mean=5.0, std=2.0), normalise=True)
     assert asked.trajectories[0].reward == 5.0
-    assert asked.trajectories[0].rewards["rm"].info == {"output": 15.0}
+    assert asked.trajectories[0].rewards["model"].info == {"output": 15.0}
 
 
 @pytest.mark.parametrize("settings", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": "1", "std": 1.0}])
