@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from rlhf.controller.episodes import Episodes
@@ -43,6 +44,8 @@ class Counter(Env):
             return None
         if action == "nan":
             return EnvStep(reward=float("nan"))
+        if action == "hotter":
+            return EnvStep(sampling=replace(self.sampling, temperature=2.0))
         return EnvStep(observation=action, reward=0.5, done=action == "done", info={"start": self.start})
 
     async def close(self):
@@ -125,6 +128,7 @@ def test_mixed_methods_are_refused() -> None:
 
 PLAIN = """
 import os
+from dataclasses import replace
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.types import EnvStep, Sampling
 
@@ -145,7 +149,8 @@ class Plain(Env):
             os._exit(1)
         self.state += 1
         return EnvStep(observation=f"{self.state}", reward=0.5, done=action == "done",
-                       sampling=Sampling(max_new_tokens=3, stop=(";",)), info={"pid": os.getpid()})
+                       sampling=replace(self.sampling or Sampling(), max_new_tokens=3, stop=(";",)),
+                       info={"pid": os.getpid()})
 
     def close(self):
         if self.config.log:
@@ -228,6 +233,23 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
     assert most == 2
     assert len(pids) == 2
     assert log.read_text() == "closed\n" * 6
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
+    async def scenario():
+        episodes = Episodes(in_process(Counter) if kind == "async" else plain, None, section())
+        episode = episodes.open()
+        episode.sampling = Sampling(max_new_tokens=7, top_k=5)
+        try:
+            await episode.reset(row(start=0), 0)
+            return (await episode.step("hotter")).sampling
+        finally:
+            await episode.close()
+            episodes.close()
+
+    changed = {"temperature": 2.0} if kind == "async" else {"max_new_tokens": 3, "stop": (";",)}
+    assert asyncio.run(scenario()) == replace(Sampling(max_new_tokens=7, top_k=5), **changed)
 
 
 def test_an_async_env_has_no_limit() -> None:

@@ -73,7 +73,7 @@ class Episode(Env):
             raise EnvError(f"{self._resolved}: reset() was called twice; an episode is opened afresh for every sample")
         if self._pool is not None:
             self._worker = await self._pool.acquire()
-            opening: str = await self._remote("reset", row, seed)
+            opening: str = await self._remote("reset", row, seed, self.sampling)
             return opening
         try:
             self._env = self._resolved.cls(self._config)
@@ -89,7 +89,7 @@ class Episode(Env):
         if self._env is not None:
             step: EnvStep = await self._local("step", action)
         else:
-            step = step_from_json(await self._remote("step", action))
+            step = step_from_json(await self._remote("step", action, self.sampling))
         self._steps += 1
         if self._steps >= self._section.max_turns and not step.done:
             step = replace(step, done=True, info={**step.info, "max_turns": True})
@@ -126,9 +126,11 @@ class Episode(Env):
             raise
 
     async def _local(self, method: str, *arguments: Any) -> Any:
+        assert self._env is not None
         deadline = self._section.deadline
         check = {"reset": check_observation, "step": check_step, "close": lambda result: None}[method]
         try:
+            self._env.sampling = self.sampling
             call: Any = getattr(self._env, method)(*arguments)
             return check(None if call is None else await within(call, deadline))
         except BaseException as error:

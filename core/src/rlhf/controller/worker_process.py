@@ -29,7 +29,7 @@ from rlhf.controller.results import (
     results_to_json,
     step_to_json,
 )
-from rlhf.types import Group, Row
+from rlhf.types import Group, Row, Sampling
 
 HEADER = struct.Struct("!Q")
 
@@ -51,11 +51,13 @@ class EnvHost:
         self._cls, self._config = cls, config
         self._env: Any = None
 
-    def reset(self, row: Row, seed: int) -> str:
+    def reset(self, row: Row, seed: int, sampling: Sampling | None) -> str:
         self._env = self._cls(self._config)
+        self._env.sampling = sampling
         return check_observation(self._env.reset(row, seed))
 
-    def step(self, action: str) -> Any:
+    def step(self, action: str, sampling: Sampling | None) -> Any:
+        self._env.sampling = sampling
         return step_to_json(check_step(self._env.step(action)))
 
     def close(self) -> None:

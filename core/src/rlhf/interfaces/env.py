@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable
 
 from rlhf.interfaces.component import Component
-from rlhf.types import EnvStep, Row
+from rlhf.types import EnvStep, Row, Sampling
 
 
 class Env(Component):
@@ -23,6 +23,10 @@ class Env(Component):
             async def step(self, action):
                 return EnvStep(reward=float(action == "yes"), done=True)
     """
+
+    sampling: Sampling | None = None
+    """How the policy's turns are sampled now; the rollout sets it before ``reset`` and before every ``step``. Frozen, and
+    each episode's own: an environment changes it by ``EnvStep(sampling=replace(self.sampling, ...))``."""
 
     @abstractmethod
     def reset(self, row: Row, seed: int) -> str | Awaitable[str]:

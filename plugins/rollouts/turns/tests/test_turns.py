@@ -62,6 +62,7 @@ class Scripted(Env):
 
     async def step(self, action):
         self.actions.append(action)
+        self.seen = [*getattr(self, "seen", []), self.sampling]
         return self.steps[len(self.actions) - 1]
 
 
@@ -147,4 +148,5 @@ def test_sampling_is_replaced_for_this_sample_from_its_next_turn() -> None:
     assert [t.text for t in turns_first if t.sampled] == ["aaaa", "bb"]
     assert [t.text for t in turns_second if t.sampled] == ["aaaa", "bbbb"]
     assert [s for _, s, _ in first.asked] == [shared, short]
+    assert (first.env.seen, second.env.seen) == ([shared, short], [shared, shared])
     assert [s for _, s, _ in second.asked] == [shared, shared]

@@ -30,8 +30,8 @@ class MultiTurn(Rollout):
 
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         env = await ctx.open_env()  # closed by the core when the sample ends, also after an error
+        sampling = env.sampling = ctx.sampling
         turns = ctx.encode_opening(row, await env.reset(row, seed))  # type: ignore[misc]
-        sampling = ctx.sampling
         turn_number = 0
         while True:
             now = within_budget(sampling, room(turns, ctx), "the prompt with the environment's opening")
@@ -46,5 +46,5 @@ class MultiTurn(Rollout):
                 turn.finish = "length"
                 return turns
             turns.append(observation)
-            sampling = step.sampling or sampling
+            sampling = env.sampling = step.sampling or sampling
             turn_number += 1
