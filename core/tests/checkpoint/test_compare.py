@@ -53,6 +53,7 @@ def test_another_run_is_refused_with_its_keys(change, key):
     [
         ({"run__steps": 20}, "run.steps"),
         ({"run__threads": 4}, "run.threads"),
+        ({"policy__micro_tokens": 99}, "policy.micro_tokens"),
         ({"checkpoint__every": 1}, "checkpoint.every"),
         ({"reward__0__deadline": 5.0}, "reward.0.deadline"),
         ({"stream__rollout_deadline": 5.0}, "stream.rollout_deadline"),

@@ -33,6 +33,8 @@ def test_killed_at_every_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path):
         newest = store.newest()
         assert newest.step in (2, 3), folder  # never lost, never half
         is_sound(store.open(newest.step), newest.step)
+        folders = [p for p in store.root.iterdir() if p.name.startswith("step-")]
+        assert len(folders) == len(store.complete()), folder  # what has the name of a checkpoint is one
         seen.add((newest.step, 1 in [c.step for c in store.complete()]))
 
         store.clean()

@@ -56,6 +56,20 @@ def test_half_characters_survive():
     assert loads(dumps(["\ud83d", "é"]).encode().decode()) == ["\ud83d", "é"]
 
 
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "best.json"
+    write_json(path, {"step": 1})
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, {"step": 2})
+    assert read_json(path) == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["best.json"]
+
+
 def test_files(tmp_path):
     path = tmp_path / "state.json"
     write_json(path, {"a": 0.1})

@@ -1,7 +1,6 @@
 import io
 import re
 
-import pytest
 from rlhf.observe import Progress
 
 
@@ -35,8 +34,10 @@ def test_plain_lines_can_be_parsed_and_are_rate_limited():
 
 def test_a_resumed_run_counts_from_its_checkpoint():
     out, clock = io.StringIO(), Clock()
-    progress = Progress(10, first=8, stream=out, clock=clock)
-    clock.now = 3.0
+    progress = Progress(10, stream=out, clock=clock)
+    clock.now = 60.0  # loading the checkpoint
+    progress.begin(8)
+    clock.now = 63.0
     progress.step(9, {})
     progress.close()
     assert out.getvalue().splitlines() == [
@@ -59,8 +60,8 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     Progress(1, stream=out).note("x " * 100 + "[bold]a[/bold]")
     assert out.getvalue() == "note: " + "x " * 100 + "[bold]a[/bold]\n"
     quiet = Progress(3, quiet=True)
-    quiet.step(0, {"reward": 1.0})
-    quiet.step(1, {"reward": 1.0})
+    quiet.step(0, {"reward/mean": 1.0})
+    quiet.step(1, {"reward/mean": 1.0})
     quiet.note("careful")
     quiet.close()
     captured = capsys.readouterr()
@@ -68,15 +69,22 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     assert captured.err == "note: careful\n"
 
 
-@pytest.mark.parametrize("metric", ["reward/mean", "reward"])
-def test_bar_in_a_terminal(metric, monkeypatch):
+def test_what_is_shown_has_several_names():
+    out = io.StringIO()
+    Progress(1, stream=out).step(
+        1, {"policy/kl_old": 0.5, "kl/reference": 0.25, "length/mean": 12.0, "eval/pass@1": 1.0}
+    )
+    assert out.getvalue() == "step=1/1 kl=0.25 length=12 pass@1=1 left=0:00:00\n"
+
+
+def test_bar_in_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     progress = Progress(2, stream=out)
-    progress.step(1, {metric: 0.25, "policy/loss": float("nan")})
+    progress.step(1, {"reward/mean": 0.25, "policy/loss": float("nan")})
     progress.note("hello")
-    progress.step(2, {metric: 0.5})
+    progress.step(2, {"reward/mean": 0.5})
     progress.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "2/2" in text

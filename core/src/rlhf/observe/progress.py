@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward/mean", "reward"),
-    "kl": ("kl/mean", "kl", "policy/kl", "policy/kl_ref"),
-    "length": ("length/mean", "length", "response_length"),
+    "reward": ("reward/mean",),
+    "kl": ("kl/reference", "policy/kl_reference", "policy/kl_old"),
+    "length": ("length/mean",),
     "loss": ("policy/loss", "loss"),
     "pass@1": ("eval/pass@1",),
     "eval loss": ("eval/loss",),
@@ -72,6 +72,13 @@ class Progress:
             )
             self._task = self._bar.add_task("", total=total, completed=first, numbers="")
             self._bar.start()
+
+    def begin(self, first: int) -> None:
+        """The steps start now, after ``first`` done before: loading models counts for no step's time."""
+        self.first = self.done = first
+        self._started = self._last_step = self._clock()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=first)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""

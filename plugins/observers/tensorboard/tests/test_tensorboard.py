@@ -5,10 +5,16 @@ import sys
 
 import pytest
 from rlhf.interfaces import RunInfo
+from rlhf.testing.observer import ObserverContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_tensorboard import rlhf_register_observer
 from rlhf_plugin_tensorboard.observer import TensorBoardConfig, TensorBoardObserver
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+class TestConforms(ObserverContract):
+    observer = TensorBoardObserver
+    configs = (TensorBoardConfig(), TensorBoardConfig(samples=0))
 
 
 def groups():

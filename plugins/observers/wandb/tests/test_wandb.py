@@ -10,6 +10,7 @@ import pytest
 import wandb
 from rlhf.errors import ConfigError
 from rlhf.interfaces import RunInfo
+from rlhf.testing.observer import ObserverContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_wandb import rlhf_register_observer
 from rlhf_plugin_wandb.observer import WandbConfig, WandbObserver
@@ -31,6 +32,11 @@ def private(tmp_path, monkeypatch):
     wandb.teardown()
 
 
+class TestConforms(ObserverContract):
+    observer = WandbObserver
+    configs = (WandbConfig(), WandbConfig(samples=0))
+
+
 def groups():
     row = Row({}, "gsm", 0)
     turns = [Turn([1], False, text="2+2?"), Turn([2], True, text="vier")]
@@ -48,6 +54,7 @@ def run(output, first, last, state=None):
         observer.step_finished(step, {"reward/mean": step / 4, "time/step": 0.5})
         observer.checkpoint_saved(step, Path(output) / "checkpoints")
     observer.run_ended("finished")
+    wandb.teardown()  # ends wandb's own process, which writes the last bytes
     return observer
 
 

@@ -20,10 +20,13 @@ class WandbConfig(ComponentConfig):
     """The API key is no option: it comes from the environment (``WANDB_API_KEY``) or ``wandb login``."""
 
     project: str = "rlhf"
+    """Where the run is listed."""
     entity: str | None = None
     """User or team; the account's default where empty."""
     group: str | None = None
+    """Runs of one group are shown together."""
     tags: tuple[str, ...] = ()
+    """Labels to filter runs by."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """Where absent: ``WANDB_MODE`` of the environment, else online. ``wandb sync`` uploads offline runs."""
     samples: int = 4
@@ -94,7 +97,7 @@ class WandbObserver(Observer):
         self._table = wandb.Table(columns=_COLUMNS, data=rows)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        line: dict[str, Any] = {"step": step, **metrics}
+        line: dict[str, Any] = {**metrics, "step": step}
         if self._table is not None:
             line["rollouts"], self._table = self._table, None
         self._run.log(line)
