@@ -76,8 +76,8 @@ def tiny_model(
     Args:
         path: folder, created where absent. A tokenizer that is already there is kept, and ``chars`` and
             ``chat_template`` are not read.
-        architecture: a ``model_type`` of transformers with a causal language model: ``qwen3``, ``qwen2``, ``llama``,
-            ``mistral``, ``gemma3_text``, ...
+        architecture: a ``model_type`` of transformers with a causal language model: ``qwen3``, ``llama``, ``mistral``,
+            ``gemma2``, ``gemma3_text``, ...
         head_dim: ``hidden // heads`` where absent.
         intermediate: width of the feed-forward layer, ``2 * hidden`` where absent.
         tied: whether the language-model head is the embedding.
@@ -89,9 +89,12 @@ def tiny_model(
         config: further fields of the architecture's config (``sliding_window=8``, ``attention_dropout=0.1``).
 
     Returns: ``path``.
+
+    Raises: ValueError for an architecture (``qwen2``) beside which transformers loads a tokenizer class of its own.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
     path = Path(path)
     if not (path / "tokenizer.json").exists():
@@ -118,7 +121,16 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(AutoConfig.for_model(architecture, **{**fields, **config}), dtype=torch.float32)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     model.save_pretrained(str(path))
+    if bars:
+        logging.enable_progress_bar()
+    if type(AutoTokenizer.from_pretrained(str(path))) is not type(tokenizer):  # decided by the model's config
+        raise ValueError(
+            f"transformers loads its own tokenizer class beside a model of architecture {architecture!r}, so a "
+            "character tokenizer does not survive: use 'qwen3' or 'llama'"
+        )
     return path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
-
 from rlhf.interfaces.component import ComponentConfig
 
 

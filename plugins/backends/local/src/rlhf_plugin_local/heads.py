@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 LAST_TOKEN = "last_token"
 

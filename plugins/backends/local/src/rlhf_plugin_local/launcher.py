@@ -15,13 +15,12 @@ class LocalGroup(WorkerGroup):
     size = 1
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        """For components that share this process (``export:module``)."""
+        self.worker = trainer
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(per_rank) != 1:
             raise CapabilityError(f"a local group has 1 rank, {method}() was called with arguments for {len(per_rank)}")
-        return [getattr(self.trainer, method)(*per_rank[0])]
+        return [getattr(self.worker, method)(*per_rank[0])]
 
 
 class LocalLauncher(Launcher):
@@ -33,8 +32,8 @@ class LocalLauncher(Launcher):
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> LocalGroup:
         if spec.world_size != 1:
             raise CapabilityError(
-                f"launcher 'local' has one rank, role {spec.role.name!r} asks for {spec.world_size}: use a launcher for "
-                "several processes"
+                f"launcher 'local' has one rank, role {spec.role.name!r} asks for {spec.world_size}: use a launcher "
+                "for several processes"
             )
         return LocalGroup(trainer(config, spec))
 

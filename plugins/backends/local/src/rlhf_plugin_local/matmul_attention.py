@@ -96,12 +96,13 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: under gradient checkpointing each access would compute the layer again
         tokens, heads, size = grad_NHD.shape
         covered = sum(int(bucket.valid_GP.sum()) for bucket in ctx.where) == tokens
         new = grad_NHD.new_empty if covered else grad_NHD.new_zeros  # other tokens' attention is computed elsewhere
         dq_NHD, dk_NKD, dv_NKD = (new(tokens, count, size) for count in (heads, ctx.key_heads, ctx.key_heads))
         for i, bucket in enumerate(ctx.where):
-            q, k, v, p, o = ctx.saved_tensors[5 * i : 5 * i + 5]
+            q, k, v, p, o = saved[5 * i : 5 * i + 5]
             do = _gather(grad_NHD, bucket, ctx.key_heads, zero_padding=True)
             _scatter(dv_NKD, torch.bmm(p.transpose(1, 2), do), bucket)
             ds = torch.bmm(do, v.transpose(1, 2)).float()

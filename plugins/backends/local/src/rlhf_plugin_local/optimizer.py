@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from rlhf.errors import CheckpointError
 from torch import Tensor, nn
 
-from rlhf.errors import CheckpointError
 from rlhf_plugin_local.config import TorchTrainerConfig
 
 Parameters = dict[str, nn.Parameter]

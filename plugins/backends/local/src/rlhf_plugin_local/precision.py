@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-
 from rlhf.errors import CapabilityError, ConfigError
 
 MIN_GAIN = 1.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rlhf.errors import ConfigError
+
 from rlhf_plugin_local.config import TorchTrainerConfig
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.errors import CheckpointError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from rlhf.errors import CheckpointError
 
 FORMAT = 1
 FACTS = "trainer.json"
@@ -54,9 +53,7 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as cause:
-        raise CheckpointError(
-            f"cannot read {str(file)!r}: {cause}. The checkpoint is incomplete or damaged."
-        ) from cause
+        raise CheckpointError(f"cannot read {str(file)!r}: {cause}. It is incomplete or damaged.") from cause
 
 
 @torch.no_grad()
@@ -70,7 +67,8 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
     for name, tensor in target.items():
         if tensor.shape != source[name].shape:
             raise CheckpointError(
-                f"{where} is of another model: {name!r} has shape {tuple(source[name].shape)}, here {tuple(tensor.shape)}"
+                f"{where} is of another model: {name!r} has shape {tuple(source[name].shape)}, "
+                f"here {tuple(tensor.shape)}"
             )
     for name, tensor in target.items():
         tensor.copy_(source[name])

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-
 from rlhf.errors import CapabilityError, ConfigError, TrainingError
-from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, Trainer
+from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums, Trainer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
 from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
 from rlhf.types import Head
+from torch import Tensor
+
 from rlhf_plugin_local import heads as head_ops
 from rlhf_plugin_local import state
 from rlhf_plugin_local.attention import attend_with, current_route, packed
@@ -41,7 +41,7 @@ class TorchTrainer(Trainer):
     )
 
     def __init__(self, config: TorchTrainerConfig | None, spec: ModelSpec) -> None:
-        super().__init__(config)
+        Component.__init__(self, config)
         if spec.world_size != 1:
             raise CapabilityError(
                 f"trainer 'torch' runs on one rank, role {spec.role.name!r} asks for {spec.world_size}: use a trainer "

@@ -1,0 +1,91 @@
+"""Tiny models, batches and losses of the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainer
+
+
+class Nll(Loss):
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]})
+
+
+class Squares(Loss):
+    """Values towards 1, for scalar heads."""
+
+    name = "squares"
+
+    def outputs(self):
+        return ("values",)
+
+    def reduce(self):
+        return {"squares": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"squares": (x["values"] - 1.0) ** 2})
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def nll() -> Nll:
+    return Nll()
+
+
+@pytest.fixture
+def squares() -> Squares:
+    return Squares()
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    def make(lens: Sequence[int], seed: int = 0, loss: Loss | None = None, **columns: Sequence[float]) -> Batch:
+        g = torch.Generator().manual_seed(seed)
+        units = [
+            UnitData(
+                [
+                    SequenceData(
+                        torch.randint(3, 90, (n,), generator=g).tolist(), {"loss_mask": [i >= 2 for i in range(n)]}
+                    )
+                ]
+            )
+            for n in lens
+        ]
+        batch = pack(units)
+        for name, values in columns.items():
+            batch = batch.with_column("tok", name, torch.tensor(values))
+        return batch if loss is None else weigh(batch, loss.reduce())
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
+    def make(path: Path | str = model_path, head: str = "lm", trained: bool = True, dtype: str = "fp32", **options):
+        spec = {k: options.pop(k) for k in ("gradient_checkpointing", "total_updates", "seed") if k in options}
+        config = TorchTrainerConfig(**{"lr": 1e-3, "device": "cpu", **options})
+        return TorchTrainer(config, ModelSpec(RoleSpec("policy", head, trained), str(path), dtype, **spec))
+
+    return make

@@ -1,0 +1,114 @@
+"""Outputs at the tokens of a mask: equal to plain statements over whole logits, without ever holding them."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, VALUES
+from rlhf.types import Head
+from rlhf_plugin_local import heads as head_ops
+
+
+def plain_logprobs(hidden_NH, weight, batch, temperature_N):
+    logits = hidden_NH @ weight.t()
+    out = torch.zeros(batch.tokens)
+    for t in batch.tok["loss_mask"].nonzero()[:, 0].tolist():
+        out[t] = (logits[t - 1] / temperature_N[t]).log_softmax(-1)[batch.ids_N[t]]
+    return out
+
+
+def setup(make_batch, vocabulary=97):
+    g = torch.Generator().manual_seed(0)
+    batch = make_batch([6, 9, 2, 4])
+    hidden = torch.randn(batch.tokens, 8, generator=g).requires_grad_()
+    weight = torch.randn(vocabulary, 8, generator=g).requires_grad_()
+    return batch, hidden, weight
+
+
+def compute(batch, hidden, weight, heads, chunk=10**6, tempered=True, logits=None):
+    return head_ops.compute(
+        hidden, batch, heads, logits or (lambda h: h @ weight.t()), tempered=tempered, chunk=chunk, head_fp32=True
+    )
+
+
+@pytest.mark.parametrize("chunk", [10**6, 3, 1])
+@pytest.mark.parametrize("tempered", [True, False])
+def test_logprobs_and_gradients_equal_whole_logits(make_batch, chunk, tempered):
+    batch, hidden, weight = setup(make_batch)
+    temperature_N = torch.linspace(0.5, 1.5, batch.tokens) if tempered else torch.ones(batch.tokens)
+    if tempered:
+        batch = batch.with_column("tok", "temperature", temperature_N)
+    expected = plain_logprobs(hidden, weight, batch, temperature_N)
+    gradients = torch.autograd.grad(expected.square().sum(), (hidden, weight))
+    got = compute(batch, hidden, weight, [LOGPROBS, ENTROPY], chunk)
+    assert list(got) == ["logprobs", "entropy"]
+    assert torch.allclose(head_ops.scatter(batch, LOGPROBS, got["logprobs"]), expected, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(got["logprobs"].square().sum(), (hidden, weight)), gradients, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_no_more_logits_than_a_chunk_exist(make_batch):
+    batch, hidden, weight = setup(make_batch)
+    rows, alive = [], []
+
+    def logits(h):
+        out = h @ weight.t()
+        alive.append(weakref.ref(out))
+        rows.append((h.shape[0], sum(ref() is not None for ref in alive)))
+        return out
+
+    out = compute(batch, hidden, weight, [LOGPROBS], chunk=4, logits=logits)["logprobs"]
+    tokens = int(batch.tok["loss_mask"].sum())
+    assert (sum(r for r, _ in rows), max(r for r, _ in rows)) == (tokens, 4)  # only the tokens under the mask
+    assert not any(ref() is not None for ref in alive)  # none is kept for the backward pass
+    out.sum().backward()
+    assert sum(r for r, _ in rows) == 2 * tokens  # computed again
+    assert max(live for _, live in rows) == 1
+
+
+def test_scores_are_read_off_the_last_token_and_values_before_theirs(make_batch):
+    batch, hidden, _ = setup(make_batch)
+    got = compute(batch, hidden, hidden, [VALUES, SCORES], tempered=False, logits=lambda h: h[:, :1])
+    ends = batch.lens_B.cumsum(0) - 1
+    assert torch.equal(got["scores"], hidden[ends, 0])
+    where = batch.tok["loss_mask"].nonzero()[:, 0]
+    assert torch.equal(got["values"], hidden[where - 1, 0])
+
+
+def test_temperature_is_not_for_scalar_heads(make_batch):
+    batch, hidden, _ = setup(make_batch)
+    batch = batch.with_column("tok", "temperature", torch.full((batch.tokens,), 0.5))
+    got = compute(batch, hidden, hidden, [VALUES], tempered=False, logits=lambda h: h[:, :1])
+    assert torch.equal(got["values"], hidden[batch.tok["loss_mask"].nonzero()[:, 0] - 1, 0])
+
+
+@pytest.mark.parametrize("chunk", [100, 2])
+def test_heads_of_plugins_get_columns_and_constants(make_batch, chunk):
+    batch, hidden, weight = setup(make_batch)
+    batch = batch.with_column("tok", "target", torch.arange(batch.tokens))
+    seen = Head(
+        "seen", lambda logits, ids, columns, constants: columns["target"] * constants["k"] + ids, columns=("target",),
+        constants={"k": 2},
+    )  # fmt: skip
+    where = batch.tok["loss_mask"].nonzero()[:, 0]
+    assert torch.equal(compute(batch, hidden, weight, [seen], chunk)["seen"], 2 * where + batch.ids_N[where])
+
+
+def test_a_mask_over_a_first_token_is_refused(make_batch):
+    batch, hidden, weight = setup(make_batch)
+    batch = batch.with_column("tok", "all", torch.ones(batch.tokens, dtype=torch.bool), over=None)
+    with pytest.raises(TrainingError, match="covers the first token"):
+        compute(batch, hidden, weight, [Head("x", LOGPROBS.fn, over="all")])
+    with pytest.raises(TrainingError, match="needs the token mask 'none'; the batch has"):
+        compute(batch, hidden, weight, [Head("x", LOGPROBS.fn, over="none")])
+
+
+def test_wrong_shapes_and_double_names_are_refused(make_batch):
+    batch, hidden, weight = setup(make_batch)
+    with pytest.raises(TrainingError, match=r"head 'bad' must return \[13, ...\], got \(\)"):
+        compute(batch, hidden, weight, [Head("bad", lambda logits, *_: logits.sum())])
+    with pytest.raises(TrainingError, match="share a name"):
+        compute(batch, hidden, weight, [LOGPROBS, LOGPROBS])

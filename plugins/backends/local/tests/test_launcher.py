@@ -1,0 +1,119 @@
+"""The local launcher, precision, schedules and options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import ModelSpec
+from rlhf.types import RoleSpec
+from rlhf_plugin_local import precision
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.launcher import LocalLauncher
+from rlhf_plugin_local.schedule import Schedule
+from rlhf_plugin_local.trainer import TorchTrainer
+
+
+def test_one_rank_in_this_process(model_path, make_batch):
+    spec = ModelSpec(RoleSpec("reference"), str(model_path), "fp32")
+    launcher = LocalLauncher()
+    group = launcher.launch_trainer(TorchTrainer, None, spec)
+    assert group.size == 1
+    [[out]] = group.call("forward", [([make_batch([4, 5])], ["logprobs"], "live")])
+    assert out["logprobs"].shape == (9,)
+    assert launcher.launch_generator(lambda: "built") == "built"
+    with pytest.raises(CapabilityError, match=r"1 rank, forward\(\) was called with arguments for 2"):
+        group.call("forward", [(), ()])
+    with pytest.raises(CapabilityError, match="one rank, role 'reference' asks for 2"):
+        launcher.launch_trainer(TorchTrainer, None, ModelSpec(spec.role, spec.path, world_size=2))
+
+
+def test_importing_the_plugin_imports_no_torch():
+    code = "import sys, rlhf_plugin_local; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hooks_return_classes_named_like_their_entry_points():
+    import rlhf_plugin_local as plugin
+
+    assert [c.name for c in plugin.rlhf_register_launcher()] == ["local"]
+    assert [c.name for c in plugin.rlhf_register_trainer()] == ["torch"]
+    assert [c.name for c in plugin.rlhf_register_generator()] == ["transformers"]
+
+
+def factors(total, **options):
+    schedule = Schedule(TorchTrainerConfig(**options), total)
+    return [round(schedule.factor(i), 4) for i in range(total)]
+
+
+def test_schedules():
+    assert factors(3) == [1, 1, 1]
+    assert factors(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
+    assert factors(4, schedule="cosine") == [1, 0.8536, 0.5, 0.1464]
+    assert factors(4, schedule="cosine_with_min") == [1, 0.8682, 0.55, 0.2318]
+    assert factors(4, schedule="cosine_with_min", min_lr_ratio=0.5) == [1, 0.9268, 0.75, 0.5732]
+    assert factors(6, schedule="linear", warmup_steps=2) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
+    assert factors(6, schedule="linear", warmup_ratio=0.3) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
+    assert Schedule(TorchTrainerConfig(schedule="linear"), 4).factor(9) == 0.0
+    with pytest.raises(ConfigError, match="schedule = 'cosine' needs the number of optimizer steps"):
+        Schedule(TorchTrainerConfig(schedule="cosine"), 0)
+    with pytest.raises(ConfigError, match=r"warmup_ratio = 0.1 needs"):
+        Schedule(TorchTrainerConfig(warmup_ratio=0.1), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
+        ({"min_lr_ratio": 0.1}, "has no effect with schedule = 'constant'"),
+        ({"learning_rate": 1.0}, "Extra inputs"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        TorchTrainerConfig(**options)
+
+
+def test_betas_may_be_a_toml_array():
+    assert TorchTrainerConfig(betas=[0.8, 0.9]).betas == (0.8, 0.9)
+
+
+def test_precision_asks_the_processor_and_measures(tmp_path, monkeypatch):
+    info = tmp_path / "cpuinfo"
+    info.write_text("model name : x\nflags : sse avx512f avx512_bf16 amx_tile\n")
+    assert precision.bf16_flags(info) == ("avx512_bf16",)
+    info.write_text("flags : sse avx2\n")
+    assert precision.bf16_flags(info) == ()
+    cpu = torch.device("cpu")
+    for flags, gain, name, note in (
+        ((), 9.0, "fp32", "has no bf16 arithmetic"),
+        (("amx_bf16",), 4.0, "bf16", "amx_bf16; its matrix product is 4.0 x fp32's"),
+        (("amx_bf16",), 1.1, "fp32", "1.1 x fp32's"),
+    ):
+        precision._automatic.cache_clear()
+        monkeypatch.setattr(precision, "bf16_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(precision, "measured_gain", lambda gain=gain: gain)
+        chosen = precision.choose_precision("auto", cpu)
+        assert chosen.name == name
+        assert note in chosen.note
+    precision._automatic.cache_clear()
+    assert precision.choose_precision("fp32", cpu).name == "fp32"
+    with pytest.raises(ConfigError, match="dtype = 'fp8' is not known"):
+        precision.choose_precision("fp8", cpu)
+
+
+def test_measured_gain_is_a_ratio():
+    assert 0.01 < precision.measured_gain(size=64, repeats=1) < 100
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so device = 'cuda' is not refused")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(CapabilityError, match="sees no GPU"):
+        precision.choose_device("cuda")
+    assert precision.choose_device("auto").type == "cpu"

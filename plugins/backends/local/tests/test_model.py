@@ -1,0 +1,96 @@
+"""Loading: heads, seeds, tied weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.testing.tiny import tiny_model, tiny_reward_model
+from rlhf.types import RoleSpec
+from rlhf_plugin_local.model import load_model
+from safetensors.torch import load_file, save_file
+
+CPU = torch.device("cpu")
+
+
+def load(path, head="lm", seed=0):
+    return load_model(ModelSpec(RoleSpec("critic", head), str(path), seed=seed), CPU)
+
+
+def test_weights_are_fp32_whatever_the_file_holds(tmp_path):
+    path = tiny_model(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    save_file({k: v.bfloat16() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    assert {p.dtype for p in load(path).module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_one_tensor(tmp_path, tied):
+    loaded = load(tiny_model(tmp_path, tied=tied))
+    assert (loaded.head.weight is loaded.body.embed_tokens.weight) == tied
+
+
+def test_a_fresh_scalar_head_is_seeded_and_leaves_random_state_alone(model_path):
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    a, b, c = load(model_path, "scalar"), load(model_path, "scalar"), load(model_path, "scalar", seed=1)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(a.head.weight, b.head.weight)
+    assert not torch.equal(a.head.weight, c.head.weight)
+    assert a.head.weight.shape == (1, 32)
+    assert 0 < a.head.weight.std() < 0.1
+    assert load(model_path, "classes:3").head.weight.shape == (3, 32)
+
+
+def test_a_reward_model_keeps_its_head(tmp_path):
+    path = tiny_reward_model(tmp_path)
+    assert torch.equal(load(path, "scalar").head.weight, load_file(path / "model.safetensors")["score.weight"])
+    with pytest.raises(ModelError, match="has 1 labels, but the role's head is 'classes:2'"):
+        load(path, "classes:2")
+
+
+def test_a_language_model_role_refuses_a_reward_model(tmp_path):
+    with pytest.raises(ModelError, match="lacks 1 weights of a Qwen3ForCausalLM"):
+        load(tiny_reward_model(tmp_path, tied=False))
+
+
+def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
+    with pytest.raises(ModelError, match=r"no folder '/nowhere/x' for the model of role 'critic'. Expected a folder"):
+        load("/nowhere/x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"(?s)cannot load the model .*empty.*Expected a folder"):
+        load(tmp_path / "empty")
+    path = tiny_model(tmp_path / "cut")
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load(path)
+    with pytest.raises(ModelError, match="head 'vector' is not known"):
+        load(path, "vector")
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(tmp_path):
+    path = tiny_model(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights .*layers.1.mlp.up_proj.weight"):
+        load(path)
+
+
+def test_final_softcapping_is_applied_and_unknown_scaling_refused(tmp_path):
+    soft = tiny_model(tmp_path / "soft", architecture="gemma2", final_logit_softcapping=2.0, query_pre_attn_scalar=8)
+    assert load(soft).softcap == 2.0  # checked against the model's own logits while loading
+    granite = tiny_model(tmp_path / "granite", architecture="granite", logits_scaling=4.0)
+    with pytest.raises(ModelError, match="does more to its logits than a linear head"):
+        load(granite)
+
+
+def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path, make_trainer):
+    path = tiny_model(tmp_path)
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    assert make_trainer(path).eos_token_ids == (7, 9, 1)

@@ -1,0 +1,243 @@
+"""The trainer: gradients, steps, skipped steps, frozen roles, dropout, checkpointing, EMA, coverage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import CapabilityError, TrainingError
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_plugin_local.trainer import TorchTrainer
+from transformers import AutoModelForCausalLM
+
+LENS = [6, 15, 9, 30, 4]
+
+
+def close(a: dict, b: dict, tolerance: float = 1e-5) -> None:
+    flat = [torch.cat([d[n].flatten() for n in a]) for d in (a, b)]
+    assert (flat[0] - flat[1]).norm() <= tolerance * flat[1].norm()
+
+
+def test_gradients_equal_a_plain_loop(model_path, make_trainer, make_batch, nll):
+    batch = make_batch(LENS, loss=nll)
+    trainer = make_trainer()
+    sums = trainer.accumulate([batch], nll, {}, {})
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    total, count = torch.zeros(()), int(batch.tok["loss_mask"].sum())
+    for b in range(batch.sequences):
+        ids = batch.select([b]).ids_N
+        logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        total = total - logp[:-1].gather(1, ids[1:, None])[1:].sum() / count  # the first two tokens are the prompt
+    total.backward()
+    assert sums["loss"][0] == pytest.approx(total.item(), rel=1e-6)
+    close(trainer.gradients(), {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_gradients_add_over_micro_batches(make_trainer, make_batch, nll):
+    batch, trainer = make_batch(LENS, loss=nll), make_trainer()
+    trainer.accumulate([batch], nll, {}, {})
+    whole = trainer.gradients()
+    trainer.zero_grad()
+    for units in ([1], [0, 4], [3, 2]):
+        trainer.accumulate([batch.select(units)], nll, {}, {})
+    close(trainer.gradients(), whole)
+
+
+def test_gradient_checkpointing_and_logit_chunks_change_nothing(make_trainer, make_batch, nll):
+    batch = make_batch(LENS, loss=nll)
+    found = []
+    for options in ({}, {"gradient_checkpointing": True}, {"logits_chunk": 500}):
+        trainer = make_trainer(**options)
+        trainer.accumulate([batch.select([0, 1]), batch.select([2, 3, 4])], nll, {}, {})
+        found.append(trainer.gradients())
+        assert trainer.module.training is False
+    assert trainer.module.model.gradient_checkpointing is False
+    close(found[1], found[0], 1e-6)
+    close(found[2], found[0], 1e-6)
+
+
+def test_gradient_checkpointing_computes_layers_again(make_trainer, make_batch, nll):
+    calls = {}
+    for on in (False, True):
+        trainer, n = make_trainer(gradient_checkpointing=on), []
+        trainer.module.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_, n=n: n.append(1))
+        trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
+        calls[on] = len(n)
+    assert calls == {False: 1, True: 2}
+
+
+def test_training_lowers_the_loss_and_reports_the_step(make_trainer, make_batch, nll):
+    batch, trainer = make_batch(LENS, loss=nll), make_trainer(lr=3e-3, schedule="linear", total_updates=4)
+    losses, rates = [], []
+    for _ in range(4):
+        sums, result = trainer.update([batch], nll, {}, {})
+        losses.append(sums["loss"][0])
+        rates.append(result.lr)
+        assert result.grad_norm > 0
+        assert not result.skipped
+    assert losses == sorted(losses, reverse=True)
+    assert rates == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make_batch, nll):
+    from rlhf_plugin_local.optimizer import clip
+
+    trainer = make_trainer(max_grad_norm=0.5)
+    trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
+    before = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
+    norm = clip(trainer.parameters, 0.5)
+    after = torch.cat([g.flatten() for g in trainer.gradients().values()]).norm()
+    assert norm == pytest.approx(float(before), rel=1e-5)
+    assert float(before) > 0.5
+    assert float(after) == pytest.approx(0.5, rel=1e-4)
+    assert clip(trainer.parameters, None) == pytest.approx(float(after))
+
+
+def test_a_non_finite_loss_skips_the_step(make_trainer, make_batch, nll):
+    class Broken(type(nll)):
+        def __call__(self, x):
+            return LossOutput({"nll": -x["logprobs"] * float("nan")})
+
+    batch, trainer = make_batch(LENS, loss=nll), make_trainer(ema_decay=0.5)
+    before = {n: t.clone() for n, t in trainer.weights()}
+    trainer.accumulate([batch.select([0])], nll, {}, {})  # a sound micro-batch before it is not applied either
+    trainer.accumulate([batch.select([1, 2])], Broken(), {}, {})
+    result = trainer.apply()
+    assert result.skipped == "non-finite loss (nan) of 'nll'"
+    assert (trainer.updates, trainer.skipped, trainer.coverage()) == (1, 1, {})
+    assert all(torch.equal(before[n], t) for n, t in trainer.weights())
+    assert not any(g.any() for g in trainer.gradients().values())
+    _, result = trainer.update([batch], nll, {}, {})
+    assert result.skipped == ""
+    assert not all(torch.equal(before[n], t) for n, t in trainer.weights())
+
+
+def test_a_non_finite_gradient_skips_the_step(make_trainer, make_batch, nll):
+    class Steep(type(nll)):  # finite value, infinite slope
+        def __call__(self, x):
+            zero = x["logprobs"] - x["logprobs"].detach()
+            return LossOutput({"nll": zero.abs().sqrt()})
+
+    batch, trainer = make_batch(LENS, loss=nll), make_trainer()
+    before = {n: t.clone() for n, t in trainer.weights()}
+    _, result = trainer.update([batch], Steep(), {}, {})
+    assert result.skipped.startswith("non-finite gradient (norm ")
+    assert all(torch.equal(before[n], t) for n, t in trainer.weights())
+    assert trainer.optimizer.state == {}
+
+
+def test_dropout_is_a_function_of_counters(tmp_path, make_trainer, make_batch, nll):
+    path = tiny_model(tmp_path, attention_dropout=0.5)
+    batch = make_batch(LENS, loss=nll)
+
+    def losses(seed):
+        trainer = make_trainer(path, seed=seed, lr=0.0)
+        torch.manual_seed(torch.seed())  # whatever happens outside
+        return [trainer.update([batch.select([0, 1, 2]), batch], nll, {}, {})[0]["loss"][0] for _ in range(2)]
+
+    a = losses(0)
+    assert a == losses(0)
+    assert a != losses(1)
+    assert a[0] != a[1]
+    state = torch.random.get_rng_state()
+    trainer = make_trainer(path)
+    trainer.update([batch], nll, {}, {})
+    [x], [y] = (trainer.forward([batch], ["logprobs"]) for _ in range(2))
+    assert torch.equal(x["logprobs"], y["logprobs"])  # none outside of training
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_frozen_roles_hold_no_optimizer(make_trainer, make_batch, nll):
+    trainer = make_trainer(trained=False)
+    assert trainer.optimizer is None
+    assert not any(p.requires_grad for p in trainer.module.parameters())
+    with pytest.raises(TrainingError, match=r"role 'policy' is not trained: accumulate\(\)"):
+        trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
+
+
+def test_scalar_roles_train_values_and_refuse_logprobs(make_trainer, make_batch, squares):
+    trainer, batch = make_trainer(head="scalar", lr=1e-2), make_batch(LENS, loss=squares)
+    losses = [trainer.update([batch], squares, {}, {})[0]["loss"][0] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    [out] = trainer.forward([batch], ["values", "scores"])
+    assert out["values"].shape == (batch.tokens,)
+    assert out["scores"].shape == (batch.sequences,)
+    assert not out["values"][~batch.tok["loss_mask"]].any()
+    with pytest.raises(TrainingError, match="has a 'scalar' head, which does not give 'logprobs'"):
+        trainer.forward([batch], ["logprobs"])
+    with pytest.raises(TrainingError, match="has a 'lm' head, which does not give 'values'"):
+        make_trainer().forward([batch], ["values"])
+
+
+def test_ema_follows_and_is_a_view(make_trainer, make_batch, nll):
+    trainer, batch = make_trainer(ema_decay=0.75), make_batch(LENS, loss=nll)
+    name = "model.norm.weight"
+    start = dict(trainer.weights())[name].clone()
+    trainer.update([batch], nll, {}, {})
+    live = dict(trainer.weights())[name].clone()
+    ema = dict(trainer.weights("ema"))[name]
+    assert torch.allclose(ema, 0.75 * start + 0.25 * live, atol=1e-7)
+    [a], [b] = trainer.forward([batch], ["logprobs"]), trainer.forward([batch], ["logprobs"], "ema")
+    assert not torch.equal(a["logprobs"], b["logprobs"])
+    assert torch.equal(dict(trainer.weights())[name], live)
+    with pytest.raises(CapabilityError, match="no view 'ema': ema_decay is not set"):
+        make_trainer().forward([batch], ["logprobs"], "ema")
+    with pytest.raises(CapabilityError, match="no view 'base': this trainer has no adapters"):
+        list(trainer.weights("base"))
+
+
+def test_coverage_names_what_did_not_learn(make_trainer, make_batch, nll):
+    class Blind(Loss):
+        name = "blind"
+
+        def outputs(self):
+            return ("logprobs",)
+
+        def reduce(self):
+            return {"blind": Reduce("token_mean")}
+
+        def __call__(self, x):
+            return LossOutput({"blind": x["logprobs"] * 0.0})
+
+    batch = make_batch(LENS, loss=nll)
+    trainer = make_trainer()
+    assert trainer.coverage() == {}
+    trainer.update([batch], nll, {}, {})
+    assert trainer.coverage() == {"without_gradient": [], "unchanged": []}
+    blind = make_trainer()
+    blind.update([make_batch(LENS, loss=Blind())], Blind(), {}, {})
+    everything = list(blind.parameters)
+    assert blind.coverage() == {"without_gradient": everything, "unchanged": everything}
+
+
+def test_weights_of_one_trainer_load_into_another(tmp_path, make_trainer, make_batch, squares):
+    source, target = make_trainer(), make_trainer(tiny_model(tmp_path, seed=3), trained=False)
+    batch = make_batch(LENS)
+    target.load_weights(source.weights())
+    [a], [b] = source.forward([batch], ["logprobs"]), target.forward([batch], ["logprobs"])
+    assert torch.equal(a["logprobs"], b["logprobs"])
+    with pytest.raises(Exception, match=r"sent is of another model: missing \['score.weight'\]"):
+        make_trainer(head="scalar").load_weights(source.weights())
+
+
+def test_several_ranks_are_refused(model_path):
+    with pytest.raises(CapabilityError, match="asks for 2"):
+        TorchTrainer(None, ModelSpec(RoleSpec("policy"), str(model_path), world_size=2))
+
+
+@pytest.mark.parametrize("fp32_head", [True, False])
+def test_bf16_stays_near_fp32_with_fp32_weights(make_trainer, make_batch, nll, fp32_head):
+    batch = make_batch(LENS, loss=nll)
+    gradients = []
+    for dtype in ("fp32", "bf16"):
+        trainer = make_trainer(dtype=dtype, head_fp32=fp32_head)
+        assert trainer.precision_note == f"{dtype} on cpu: asked for"
+        [out] = trainer.forward([batch], ["logprobs"])
+        assert out["logprobs"].dtype == torch.float32
+        trainer.accumulate([batch], nll, {}, {})
+        gradients.append(trainer.gradients())
+        assert {p.dtype for p in trainer.module.parameters()} == {torch.float32}
+    fp32, bf16 = (torch.cat([g.flatten() for g in x.values()]) for x in gradients)
+    assert not torch.equal(fp32, bf16)
+    assert torch.nn.functional.cosine_similarity(fp32, bf16, 0) > 0.99
