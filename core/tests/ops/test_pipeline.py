@@ -193,3 +193,12 @@ def test_a_stage_can_be_reordered():
     R_N = pipeline.token_rewards(batch, Centered().baseline(r_U, batch.unit["group"]), None, 0.0)
     _, raw = pipeline.returns(batch, Centered(), R_N)
     assert raw[batch.tok["loss_mask"]].tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
+
+
+def test_token_rewards_are_zero_outside_the_own_tokens():
+    batch = two()
+    nan = torch.full((batch.tokens,), float("nan"))
+    kl_N = torch.where(batch.tok["loss_mask"], 1.0, nan)
+    poisoned = batch.with_column("tok", "step_reward", torch.where(batch.tok["loss_mask"], 0.0, nan), over=None)
+    R_N = pipeline.token_rewards(poisoned, batch.unit["reward"], kl_N, 0.5)
+    assert R_N.tolist() == [0, 0, -0.5, 0.5, 0, 0, -0.5, 0, -0.5, -0.5]
