@@ -49,7 +49,7 @@ class AlgorithmContract(Contract):
         from rlhf.plugins import Plugins
 
         try:
-            cls = Plugins().resolve(slot.kind, slot.use).cls
+            cls = Plugins.discover().resolve(slot.kind, slot.use).cls
         except Exception as error:
             raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error}") from error
         return cls(cls.Config.model_validate(dict(slot.defaults)))

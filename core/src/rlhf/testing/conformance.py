@@ -1,0 +1,111 @@
+"""The suites without pytest: what ``rlhf plugins check NAME`` runs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhf.errors import PluginInvalid
+from rlhf.plugins.entry import FILE, IN_PROCESS
+from rlhf.testing.contract import Contract
+
+SUITES: dict[str, tuple[str, str]] = {
+    kind: (f"rlhf.testing.{kind}", f"{kind.title()}Contract")
+    for kind in (
+        "algorithm", "advantage", "loss", "rollout", "reward", "env", "trainer", "generator", "launcher", "observer",
+        "adapter",
+    )
+}  # fmt: skip
+"""{kind: (module, class)}; imported when asked for, as most import torch."""
+
+ATTRIBUTE = "conformance"
+"""A component class may hold a mapping of suite attributes under this name: ``{"rows": [...]}``, ``{"columns": ...}``,
+``{"statement": function}``. A test file's suite class sets the same attributes."""
+
+
+class Selected(Protocol):
+    """What is checked: a :class:`rlhf.plugins.Resolved`, or anything with these three."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def cls(self) -> type[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of one plugin."""
+
+    name: str
+    """Without ``test_``: ``split_invariance``."""
+    passed: bool
+    """Also True for a check that was left out, as the author did not supply what it needs; ``detail`` says what."""
+    detail: str
+    """What the check proves; where it failed, what is wrong."""
+    skipped: bool = False
+
+
+def suite(kind: str) -> type[Contract]:
+    """The suite class of a kind. Raises PluginInvalid for an unknown one."""
+    if kind not in SUITES:
+        raise PluginInvalid(f"there is no conformance suite for kind {kind!r}; kinds are {sorted(SUITES)}")
+    module, name = SUITES[kind]
+    return getattr(importlib.import_module(module), name)
+
+
+def run(resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None) -> list[CheckResult]:
+    """Every check of the kind's suite on ``resolved.cls``, with its default config.
+
+    ``progress`` is called after each. Nothing a plugin raises stops the others, and warnings are kept quiet.
+    """
+    contract = suite(resolved.kind)
+    attributes = dict(getattr(resolved.cls, ATTRIBUTE, {}))
+    unknown = sorted(a for a in attributes if not hasattr(contract, a))
+    if unknown:
+        raise PluginInvalid(
+            f"{resolved.kind} {resolved.name!r}: {resolved.cls.__name__}.{ATTRIBUTE} sets {unknown}, which "
+            f"{contract.__name__} does not know; it has {sorted(a for a in dir(contract) if not a.startswith('_'))}"
+        )
+    packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
+    made = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
+    instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
+    results = []
+    for name, check in _checks(instance):
+        result = _run(name, check)
+        progress(result)
+        results.append(result)
+    return results
+
+
+def _checks(instance: Contract) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The test methods, those of every component first, then in the order they are written."""
+    seen: set[str] = set()
+    for base in (Contract, *reversed(type(instance).__mro__)):
+        for name in vars(base):
+            if name.startswith("test_") and name not in seen:
+                seen.add(name)
+                yield name, getattr(instance, name)
+
+
+def _run(name: str, check: Callable[[], None]) -> CheckResult:
+    short, proves = name.removeprefix("test_"), (inspect.getdoc(check) or "").split("\n")[0]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check()
+    except unittest.SkipTest as left_out:
+        return CheckResult(short, True, f"left out, {left_out}", skipped=True)
+    except AssertionError as failure:
+        return CheckResult(short, False, str(failure) or "an assertion without a message failed")
+    except Exception as error:
+        return CheckResult(short, False, f"{type(error).__name__}: {error}")
+    return CheckResult(short, True, proves)

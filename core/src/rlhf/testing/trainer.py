@@ -1,0 +1,198 @@
+"""The conformance suite of trainers.
+
+::
+
+    from rlhf.testing.trainer import TrainerContract
+
+    class TestMyTrainer(TrainerContract):
+        trainer = MyTrainer
+        architectures = ("qwen3", "llama")
+
+Everything is compared with :class:`rlhf.testing.plain.PlainTrainer`, in fp32, on tiny models made on the spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.trainer import ModelSpec
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.losses import finish_sums
+from rlhf.testing import fabricate
+from rlhf.testing.compare import GRADIENT, distance, layouts, same_bits
+from rlhf.testing.contract import Contract, expect
+from rlhf.testing.models import model_path
+from rlhf.testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
+from rlhf.testing.plain import PlainTrainer
+from rlhf.testing.suite_losses import MARGIN, ScoreLoss, TokenLoss, ValueLoss
+from rlhf.testing.trainer_state import TrainerStateChecks
+from rlhf.types import RoleSpec
+
+OUTPUT = 1e-5
+"""Absolute, on log-probs, entropies and values of size 1: fp32 matrix products in another order."""
+
+HEADS: tuple[tuple[str, tuple[Any, ...], type[Loss]], ...] = (
+    ("lm", ("logprobs", "entropy", MARGIN), TokenLoss),
+    ("scalar", ("values", "scores"), ValueLoss),
+)
+"""(head, outputs to compare, loss to train with)."""
+
+TRAINED: tuple[tuple[str, type[Loss]], ...] = (("lm", TokenLoss), ("scalar", ValueLoss), ("scalar", ScoreLoss))
+"""(head, loss) whose gradients are compared."""
+
+
+class TrainerContract(TrainerStateChecks, Contract):
+    """Forward and backward against one sequence at a time; state, weights and export."""
+
+    kind = "trainer"
+    trainer: Any = None
+    architectures: Sequence[str] = ("qwen3",)
+    """Model types of transformers to check."""
+
+    def make(
+        self, config: Any, *, head: str = "lm", trained: bool = True, path: Path | None = None, **spec: Any
+    ) -> Any:
+        """One trainer of one rank on a tiny model; override for a runtime that needs more around it."""
+        architecture = spec.pop("architecture", self.architectures[0])
+        path = path or model_path(architecture, head)
+        options = {"dtype": "fp32", "seed": 3, "total_updates": 10, **spec}
+        return self.cls(config, ModelSpec(RoleSpec("policy", head, trained), str(path), **options))
+
+    def plain(self, head: str = "lm", path: Path | None = None, architecture: str = "") -> PlainTrainer:
+        path = path or model_path(architecture or self.architectures[0], head)
+        return PlainTrainer(None, ModelSpec(RoleSpec("policy", head, True), str(path)))
+
+    def build(self, config: Any) -> Any:
+        return self.make(config)
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_forward(self) -> None:
+        """Outputs equal those of one sequence at a time, at each token's own temperature; zero where masked."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                for head, outputs, _ in HEADS:
+                    about = f"{self.about(config)} {architecture} with head {head!r}:"
+                    batch = columns(fabricate.batch(1))
+                    plain = self.plain(head, architecture=architecture).forward([batch], outputs)[0]
+                    got = self.make(config, head=head, trained=False, architecture=architecture).forward(
+                        [batch], outputs
+                    )
+                    expect(len(got) == 1, f"{about} forward() of one micro-batch gives {len(got)} results")
+                    for name, want in plain.items():
+                        same_output(got[0][name], want, f"{about} {name!r}")
+                    for output in outputs:
+                        h = resolve_head(output)
+                        if h.over == "last_token":
+                            continue
+                        masked = got[0][h.name][~batch.tok[h.over]]
+                        expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
+
+    def test_packing(self) -> None:
+        """Sequences do not see each other: packed together, alone and in any order they give the same outputs."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                about = f"{self.about(config)} {architecture}:"
+                trainer = self.make(config, trained=False, architecture=architecture)
+                batch = columns(fabricate.batch(2, units=5))
+                whole = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
+                packed = batch.with_column("tok", "whole", whole, over=None)
+                for layout, parts in layouts(batch.units).items():
+                    micros = [batch.select(p) for p in parts]
+                    for part, got in zip(parts, trainer.forward(micros, ("logprobs",)), strict=True):
+                        want = packed.select(part).tok["whole"]
+                        same_output(got["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
+
+    def test_gradients(self) -> None:
+        """Gradients and losses equal those of one sequence at a time, and ADD over micro-batches and calls."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                for head, loss in TRAINED:
+                    about = f"{self.about(config)} {architecture}, {loss.name}:"
+                    batch, made = optimizer_batch(loss()), loss()
+                    whole = [list(range(batch.units))]
+                    want, want_sums, size = learned(self.plain(head, architecture=architecture), batch, made, [whole])
+                    trainer = self.make(config, head=head, architecture=architecture)
+                    ways = {name: [parts] for name, parts in layouts(batch.units).items()}
+                    ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [whole]}
+                    for way, calls in ways.items():
+                        got, sums, _ = learned(trainer, batch, made, calls)
+                        full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                        base = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
+                        apart = distance(full, base)
+                        expect(
+                            apart <= GRADIENT,
+                            f"{about} {way}: the gradient differs from the plain one by {apart:.1e} "
+                            f"(allowed {GRADIENT:.0e}). Gradients add: no mean over micro-batches, calls or ranks",
+                        )
+                        for name, value in want_sums.items():
+                            expect(
+                                abs(sums.get(name, float("nan")) - value) <= 1e-5 * max(size, abs(value)),
+                                f"{about} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
+                            )
+
+    def test_masked_positions(self) -> None:
+        """NaN in the columns at masked positions changes no output and no gradient, bit for bit."""
+        for config in self.grid():
+            about, loss = self.about(config), TokenLoss()
+            batch, trainer = optimizer_batch(loss), self.make(config)
+            poisoned = batch
+            for name, values in batch.tok.items():
+                if values.is_floating_point():
+                    nan = torch.where(batch.tok["loss_mask"], values, torch.full_like(values, float("nan")))
+                    poisoned = replace(poisoned, tok={**poisoned.tok, name: nan})
+            whole = [[list(range(batch.units))]]
+            clean, sums, _ = learned(trainer, batch, loss, whole)
+            spoilt, spoilt_sums, _ = learned(trainer, poisoned, loss, whole)
+            expect(sums == spoilt_sums, f"{about} NaN at masked positions changes the sums: {sums} and {spoilt_sums}")
+            for name, gradient in clean.items():
+                expect(
+                    same_bits(gradient, spoilt[name]),
+                    f"{about} NaN at masked positions changes the gradient of {name!r}",
+                )
+            a, b = (trainer.forward([x], ("logprobs",))[0]["logprobs"] for x in (batch, poisoned))
+            expect(same_bits(a, b), f"{about} NaN at masked positions changes the log-probs")
+
+    def test_every_parameter_learns(self) -> None:
+        """A gradient that is not zero reaches every parameter."""
+        for config in self.grid():
+            for head, _, loss in HEADS:
+                batch = optimizer_batch(loss())
+                got, _, _ = learned(self.make(config, head=head), batch, loss(), [[list(range(batch.units))]])
+                plain, _, _ = learned(self.plain(head), batch, loss(), [[list(range(batch.units))]])
+                silent = sorted(n for n, g in plain.items() if bool(g.any()) and not (n in got and bool(got[n].any())))
+                expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
+
+    def test_evaluate(self) -> None:
+        """``evaluate`` gives the sums of ``accumulate`` and leaves weights and gradients as they are."""
+        for config in self.grid():
+            about, loss = self.about(config), TokenLoss()
+            batch, trainer = optimizer_batch(loss), self.make(config)
+            before = {k: v.clone() for k, v in trainer.weights()}
+            slim = slim_batch(batch, loss)
+            sums = finish_sums(trainer.evaluate([slim], loss, {}, {}))
+            for name, now in trainer.weights():
+                expect(same_bits(before[name], now), f"{about} evaluate() changed the weight {name!r}")
+            _, want, _ = learned(trainer, batch, loss, [[list(range(batch.units))]])
+            for name, value in want.items():
+                expect(
+                    abs(sums[name] - value) <= 1e-5 * max(1.0, abs(value)),
+                    f"{about} evaluate() says {name} = {sums[name]}, accumulate() {value}",
+                )
+
+
+def same_output(got: Tensor, want: Tensor, about: str) -> None:
+    """Equal shape, fp32 on the CPU, equal within :data:`OUTPUT`."""
+    expect(got.shape == want.shape, f"{about} has shape {tuple(got.shape)}, it must be {tuple(want.shape)}")
+    expect(got.dtype == torch.float32 and got.device.type == "cpu", f"{about} must be fp32 on the CPU, got {got.dtype}")
+    apart = float((got - want).abs().max()) if want.numel() else 0.0
+    expect(
+        apart <= OUTPUT * max(1.0, float(want.abs().max())), f"{about} differs by {apart:.1e} (allowed {OUTPUT:.0e})"
+    )

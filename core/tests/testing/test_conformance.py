@@ -1,0 +1,142 @@
+"""The suites without pytest, as ``rlhf plugins check`` runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rlhf.errors import PluginInvalid
+from rlhf.interfaces import KINDS, Env, Loss, Reward
+from rlhf.testing.conformance import SUITES, CheckResult, run, suite
+from rlhf.testing.contract import Contract
+from rlhf.types import EnvStep, LossOutput, Reduce, RewardResult
+
+
+@dataclass
+class Selected:
+    kind: str
+    name: str
+    cls: Any
+    distribution: str = ""
+
+
+class Brevity(Reward):
+    """Shorter is better."""
+
+    name = "brevity"
+
+    async def score(self, group):
+        return [RewardResult(-float(len(t.answer))) for t in group.trajectories]
+
+
+class Hidden(Env):
+    """Needs a column."""
+
+    name = "hidden"
+    conformance = {"rows": [{"prompt": "p", "secret": "x"}]}
+
+    async def reset(self, row, seed):
+        self.secret = row["secret"]
+        return ""
+
+    async def step(self, action):
+        return EnvStep(done=True)
+
+
+class NLL(Loss):
+    """Negative log-likelihood with the author's statement."""
+
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]})
+
+
+class Stated(NLL):
+    """With a statement."""
+
+    @staticmethod
+    def _statement(self, x_BT):
+        return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.sum()
+
+    conformance = {"statement": _statement.__func__}
+
+
+def by_name(results):
+    return {r.name: r for r in results}
+
+
+def test_every_kind_has_a_suite_of_its_own():
+    assert set(SUITES) == set(KINDS)
+    for kind in SUITES:
+        made = suite(kind)
+        assert issubclass(made, Contract)
+        assert made.kind == kind
+        assert [n for n in dir(made) if n.startswith("test_") and n not in dir(Contract)], kind
+
+
+def test_every_check_says_what_it_proves():
+    for kind in SUITES:
+        for name in dir(suite(kind)):
+            if name.startswith("test_"):
+                assert (getattr(suite(kind), name).__doc__ or "").strip(), f"{kind}.{name}"
+
+
+def test_good_plugin_passes_and_says_what_was_left_out():
+    seen: list[CheckResult] = []
+    results = run(Selected("reward", "brevity", Brevity), seen.append)
+    assert seen == results
+    assert all(r.passed for r in results), results
+    assert [r.name for r in results][:2] == ["class", "entry_point"]
+    left_out = by_name(results)["cases"]
+    assert left_out.skipped
+    assert "not supplied: cases" in left_out.detail
+
+
+def test_failures_are_results_not_exceptions():
+    class Broken(Brevity):
+        """Too few, then an error."""
+
+        async def score(self, group):
+            if len(group.trajectories) == 1:
+                raise RuntimeError("no")
+            return []
+
+    results = by_name(run(Selected("reward", "brevity", Broken)))
+    assert not results["results"].passed
+    assert "must return 5 results" in results["results"].detail
+    assert not results["every_answer_alone"].passed
+    assert results["every_answer_alone"].detail == "RuntimeError: no"
+    assert results["config"].passed
+
+
+def test_installed_plugin_must_be_named_in_its_metadata():
+    results = by_name(run(Selected("reward", "brevity", Brevity, "some-distribution")))
+    assert not results["entry_point"].passed
+
+
+def test_author_supplies_what_the_suite_cannot_guess():
+    assert all(r.passed for r in run(Selected("env", "hidden", Hidden)))
+    assert by_name(run(Selected("loss", "nll", NLL)))["statement"].skipped
+    stated = by_name(run(Selected("loss", "nll", Stated)))["statement"]
+    assert stated.passed
+    assert not stated.skipped
+
+
+def test_unknown_attribute_and_unknown_kind_are_errors():
+    class Misspelled(Hidden):
+        """A typo."""
+
+        conformance = {"row": 1, "rowz": []}
+
+    with pytest.raises(PluginInvalid, match="rowz"):
+        run(Selected("env", "hidden", Misspelled))
+    with pytest.raises(PluginInvalid, match="kinds are"):
+        run(Selected("optimiser", "x", object))
