@@ -113,7 +113,7 @@ def text(value: Any) -> str:
             continue
         if indented and made[-1] == "```python" and not line:
             continue
-        made.append(re.sub(r" {2,}# ", "  # ", line.removeprefix("    ")) if indented else line)
+        made.append(re.sub(r"(?<=\S) {2,}# ", "  # ", line.removeprefix("    ")) if indented else line)
     if indented:
         made.append("```")
     joined = "\n".join(made)

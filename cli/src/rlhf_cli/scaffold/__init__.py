@@ -52,7 +52,7 @@ def write_plugin(name: str, kind: str, output: Path) -> Path:
         "README.md": _template("README.md"),
         f"src/{package}/__init__.py": _template("init.py"),
         f"src/{package}/{kind}.py": _template(f"{kind}.py"),
-        f"tests/test_{name}.py": _template(f"test_{kind}.py") + _template("test_common.py"),
+        f"tests/test_{name}.py": _template(f"test_{kind}.py"),
     }
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,128 @@
+"""``rlhf plugins new``: what it writes installs and passes its own tests, for every kind."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+from rlhf.plugins.entry import KINDS
+from rlhf_cli.main import main
+
+
+def new(output, name, kind):
+    return main(["plugins", "new", name, "--kind", kind, "--output", str(output)])
+
+
+def test_it_says_where_it_wrote_and_what_comes_next(tmp_path, capsys):
+    assert new(tmp_path, "my_score", "reward") == 0
+    folder = tmp_path / "rlhf-plugin-my-score"
+    assert capsys.readouterr().out == (
+        f"wrote {folder}; next:\n  pip install -e {folder}\n  pytest {folder}\n"
+        "  rlhf plugins show my_score --kind reward\n"
+    )
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+        "README.md",
+        "pyproject.toml",
+        "src/rlhf_plugin_my_score/__init__.py",
+        "src/rlhf_plugin_my_score/reward.py",
+        "tests/test_my_score.py",
+    ]
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"rlhf.reward": {"my_score": "rlhf_plugin_my_score"}}
+    assert project["dependencies"] == ["rlhf-core>=0.1,<0.2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["none", "class", "reward", "x1", "a_b_c"])
+def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, name):
+    assert new(tmp_path, name, kind) == 0
+    for path in (tmp_path / f"rlhf-plugin-{name.replace('_', '-')}").rglob("*"):
+        if path.is_file():
+            text = path.read_text()
+            assert "@NAME@" not in text
+            assert "@CLASS@" not in text
+            assert text.endswith("\n")
+            assert not text.endswith("\n\n")
+            if path.suffix == ".py":
+                ast.parse(text)
+                assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        (
+            "My-Score",
+            "reward",
+            "'My-Score' cannot be a plugin's name: a letter, then lower case letters, digits and '_'",
+        ),
+        ("1x", "reward", "'1x' cannot be a plugin's name"),
+        ("x", "rewards", "no kind of plugin is called 'rewards'"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, name, kind, message):
+    assert new(tmp_path, name, kind) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path, capsys):
+    assert new(tmp_path, "x", "reward") == 0
+    assert new(tmp_path, "x", "loss") == 2
+    assert "rlhf-plugin-x exists already; remove it, or choose another name or --output" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------ really installed and run
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """(folder of all kinds' distributions, environment in which they are installed, beside what was)."""
+    folder, target = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("installed")
+    for kind in KINDS:
+        assert new(folder, f"my_{kind}", kind) == 0
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
+    folders = sorted(str(p) for p in folder.iterdir())
+    done = subprocess.run([*install, "--target", str(target), *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(workshop):
+    """{kind: Counter of outcomes}, and the output, of one pytest over all of them."""
+    folder, environment = workshop
+    report = folder.parent / "report.xml"
+    flags = ["--import-mode=importlib", "-q", "-rs", "-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={report}"]
+    flags += ["-W", "error", "-W", "ignore::DeprecationWarning", "--continue-on-collection-errors"]
+    flags += ["--rootdir", str(folder)]
+    command = [sys.executable, "-m", "pytest", *flags, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    found = {kind: Counter() for kind in KINDS}
+    for case in ET.parse(report).iter("testcase"):
+        place = f"{case.get('classname')} {case.get('name')}"
+        kind = next(k for k in KINDS if f"test_my_{k}" in place)
+        found[kind][next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")] += 1
+    return found, done.stdout[-6000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, kind):
+    found, output = outcomes
+    assert set(found[kind]) == {"passed"}, output
+    assert found[kind]["passed"] >= 6, "its own tests and the conformance suite"
+
+
+@pytest.mark.slow
+def test_new_plugins_are_listed_and_import(workshop):
+    _, environment = workshop
+    command = [sys.executable, "-m", "rlhf_cli.main", "plugins", "list", "--json", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    status = {(row["kind"], row["name"]): row["status"] for row in json.loads(done.stdout)}
+    assert {kind: status[kind, f"my_{kind}"] for kind in KINDS} == dict.fromkeys(KINDS, "ok")
