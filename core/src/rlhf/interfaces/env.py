@@ -25,8 +25,8 @@ class Env(Component):
     """
 
     sampling: Sampling | None = None
-    """How the policy's turns are sampled now; the rollout sets it before ``reset`` and before every ``step``. Frozen, and
-    each episode's own: an environment changes it by ``EnvStep(sampling=replace(self.sampling, ...))``."""
+    """How the policy's turns are sampled now; the rollout sets it before ``reset`` and before every ``step``. Frozen,
+    and each episode's own: an environment changes it by ``EnvStep(sampling=replace(self.sampling, ...))``."""
 
     @abstractmethod
     def reset(self, row: Row, seed: int) -> str | Awaitable[str]:
