@@ -53,8 +53,13 @@ def packed(lens: Sequence[int]) -> Iterator[None]:
         yield
 
 
+def attention_route() -> Route | None:
+    """The route of the enclosing context; None outside of any."""
+    return _route.get()
+
+
 def current_route() -> Route:
-    """The route of the enclosing context, for a recomputation that runs later (gradient checkpointing)."""
+    """:func:`attention_route`, which must be there."""
     route = _route.get()
     if route is None:
         raise ModelError(

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhf_plugin_local.attention import PackedAttention, current_route
+from rlhf_plugin_local.attention import PackedAttention, attention_route
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
 
@@ -57,7 +57,7 @@ class _FusedLayer:
         self.original = type(layer).forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        route = current_route()
+        route = attention_route()
         embeddings = kwargs.get("position_embeddings")
         plain = args or kwargs.get("past_key_values") is not None or kwargs.get("attention_mask") is not None
         if plain or embeddings is None or not isinstance(route, PackedAttention):
