@@ -182,8 +182,9 @@ class ChatTemplate:
         return position if at < 0 else position - len(piece) + at + len(head)
 
     def _end_token(self, following: str) -> str:
-        """The special token that directly follows an answer's text."""
+        """The special token that follows an answer's text, white space between them aside."""
         known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+        following = following.lstrip()
         return max((t for t in known if following.startswith(t)), key=len, default="")
 
 

@@ -76,7 +76,8 @@ class TrainData:
 
     def examples(self, rows: Sequence[Row]) -> list[Example]:
         """Rows of this data as tokens with their masks (offline forms)."""
-        return [self._examples.get((r.source, r.index)) or self._encode(r) for r in rows]
+        found = [self._examples.get((r.source, r.index)) for r in rows]
+        return [e if e is not None and e.row is r else self._encode(r) for e, r in zip(found, rows, strict=True)]
 
     def eval_rows(self) -> list[Row]:
         """All evaluation rows that fit, source by source, in the order they are written."""

@@ -27,20 +27,20 @@ class Template:
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
         self._bos = _begin_ids(tokenizer)
         self._frame: Frame | None = None
-        self._prompts: dict[tuple[str, int], Turn] = {}
+        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
 
     # ------------------------------------------------------------------------------------ rollouts
 
     def encode_prompt(self, row: Row) -> Turn:
         """The row's prompt, ready for the policy to answer."""
         key = (row.source, row.index)
-        found = self._prompts.get(key)
-        if found is None:
-            found = self._prompt_turn(row)
+        columns, turn = self._prompts.get(key, (None, None))
+        if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
+            turn = self._prompt_turn(row)
             if len(self._prompts) >= _CACHED_PROMPTS:
                 self._prompts.clear()
-            self._prompts[key] = found
-        return replace(found, ids=list(found.ids))
+            self._prompts[key] = (row.columns, turn)
+        return replace(turn, ids=list(turn.ids))
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with what the environment says at its start: in the same user message where the prompt
@@ -69,7 +69,7 @@ class Template:
         if self.chat is None:
             return self._turn(self._ids(text))
         frame = self._history()
-        before = frame.before[len(frame.end) :] if closed else frame.before
+        before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
         return self._turn(self._ids(f"{before}{text}{frame.after}"))
 
     def check_multi_turn(self) -> None:

@@ -1,0 +1,46 @@
+"""Loading a tokenizer, and what is said where that fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import ModelError
+from rlhf.testing.tiny import tiny_tokenizer
+
+
+def refused(path) -> str:
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(str(path))
+    return str(error.value)
+
+
+def test_loads(tmp_path):
+    assert load_tokenizer(str(tiny_tokenizer(tmp_path / "m"))).eos_token == "<eos>"
+
+
+def test_missing_folder_names_those_beside_it(tmp_path):
+    tiny_tokenizer(tmp_path / "model")
+    message = refused(tmp_path / "modle")
+    assert "there is no such folder" in message
+    assert "there are: model." in message
+
+
+def test_folder_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no tokenizer (none of tokenizer.json" in refused(tmp_path)
+
+
+def test_damaged_tokenizer(tmp_path):
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "cannot load the tokenizer of" in refused(tmp_path)
+
+
+def test_no_end_token(tmp_path):
+    tiny_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("eos_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "has no end token" in refused(tmp_path)
