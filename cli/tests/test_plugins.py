@@ -12,6 +12,7 @@ from rlhf.types import RewardResult, RoleSpec
 
 class Inner(ComponentConfig):
     weight: float = 0.5
+    """A weight."""
 
 class Probe(Reward):
     """Scores by probing."""
@@ -23,7 +24,9 @@ class Probe(Reward):
         """Where to
         look."""
         limit: int | None = 3
+        """A limit."""
         inner: Inner = Inner()
+        """A section."""
 
     def roles(self):
         return (RoleSpec("judge", head="scalar"),)
@@ -115,8 +118,8 @@ def test_show_says_what_it_is(installed, capsys):
     }
     assert shown["options"] == [
         {"name": "path", "type": "str", "required": True, "default": None, "doc": "Where to look."},
-        {"name": "limit", "type": "int | None", "required": False, "default": 3, "doc": ""},
-        {"name": "inner.weight", "type": "float", "required": False, "default": 0.5, "doc": ""},
+        {"name": "limit", "type": "int | None", "required": False, "default": 3, "doc": "A limit."},
+        {"name": "inner.weight", "type": "float", "required": False, "default": 0.5, "doc": "A weight."},
     ]
     assert shown["declares"]["calls"] == "async def: on the event loop"
     assert shown["declares"]["roles"].startswith("depends on its options (")
@@ -158,3 +161,33 @@ def test_show_every_kind_that_has_the_name(installed, tmp_path, capsys):
     assert [s["kind"] for s in json.loads(run(capsys, "show", "probe", "--kind", "observer", "--json")[1])] == [
         "observer"
     ]
+
+
+# ------------------------------------------------------------------------------------------ check
+
+
+def test_check_runs_the_suite_of_the_kind(installed, capsys):
+    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    code, out, _ = run(capsys, "check", "probe")
+    lines = out.splitlines()
+    assert any(line.startswith("ok        reward probe: results: ") for line in lines), out
+    assert any(line.startswith("left out  reward probe: cases: ") for line in lines), (
+        "no case was supplied: said, not hidden"
+    )
+    assert lines[-1].endswith("left out")
+    assert code == 0, out
+
+
+def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
+    installed("probe", REWARD.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
+    code, out, _ = run(capsys, "check", "probe", "--json")
+    assert code == 1
+    rows = json.loads(out)
+    assert {"kind", "name", "check", "outcome", "detail"} == set(rows[0])
+    assert "FAILED" in {row["outcome"] for row in rows}
+
+
+def test_check_takes_a_file(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("async def score(prompt, completion, row):\n    return float(len(completion))\n")
+    code, out, err = run(capsys, "check", f"file:{tmp_path / 'mine.py'}", "--kind", "reward")
+    assert (code, err) == (0, ""), out

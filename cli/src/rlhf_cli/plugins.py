@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,26 @@ def _check(args: argparse.Namespace) -> int:
     plugins = Plugins.discover()
     rows: list[dict[str, Any]] = []
     for resolved in _resolve_all(plugins, args.name, args.kind):
-        for result in conformance.run(resolved):
-            row = {"kind": resolved.kind, "name": resolved.name, "check": result.name}
-            rows.append(row | {"passed": result.passed, "detail": result.detail})
+
+        def report(result: conformance.CheckResult, resolved: Resolved = resolved) -> None:
+            rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
+            if not args.json:
+                _write(
+                    f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {result.detail}"
+                )
+
+        conformance.run(resolved, report)
+    counts = Counter(row["outcome"] for row in rows)
     if args.json:
         _write(json.dumps(rows, indent=2))
     else:
-        for row in rows:
-            verdict = "ok    " if row["passed"] else "FAILED"
-            _write(
-                f"{verdict}  {row['kind']} {row['name']}: {row['check']}{': ' if row['detail'] else ''}{row['detail']}"
-            )
-        failed = sum(not row["passed"] for row in rows)
-        _write(f"{len(rows)} checks, {failed} failed")
-    return 0 if rows and all(row["passed"] for row in rows) else 1
+        _write(f"{len(rows)} checks: {counts['ok']} ok, {counts['FAILED']} failed, {counts['left out']} left out")
+    return 1 if counts["FAILED"] or not rows else 0
+
+
+def _row(result: Any) -> dict[str, str]:
+    outcome = "left out" if result.skipped else "ok" if result.passed else "FAILED"
+    return {"check": result.name, "outcome": outcome, "detail": result.detail}
 
 
 def _write(text: str) -> None:

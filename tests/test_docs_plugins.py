@@ -1,0 +1,38 @@
+"""docs/plugins.md: its example works, its table is the grammar, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+from rlhf.plugins import Plugins, parse_reference
+from rlhf.plugins.entry import KINDS
+
+PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_file_example_works(tmp_path):
+    (tmp_path / "brevity.py").write_text(blocks("python")[0])
+    assert Plugins.discover().resolve("reward", f"file:{tmp_path / 'brevity.py'}").name == "brevity"
+
+
+def test_every_python_block_compiles():
+    for block in blocks("python"):
+        compile(block, str(PAGE), "exec")
+
+
+def test_every_reference_in_the_table_parses():
+    rows = [line for line in TEXT.splitlines() if line.startswith("| `")]
+    references = [ref for row in rows for ref in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(references) == 7
+    for reference in references:
+        assert parse_reference("reward", reference.replace("...", "host")).text
+
+
+def test_every_kind_is_linked_and_every_link_exists():
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    assert {f"hooks/{kind}.md" for kind in KINDS} <= set(links)
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
