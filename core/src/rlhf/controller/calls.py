@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from rlhf.errors import RlhfError
+
 T = TypeVar("T")
 
 GRACE = 1.0
@@ -43,7 +45,10 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
 
 
 def cause(error: BaseException) -> str:
-    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost place."""
+    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost place. Errors of this project
+    say enough by themselves."""
+    if isinstance(error, RlhfError):
+        return f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

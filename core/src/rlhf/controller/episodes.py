@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.controller.calls import DeadlineExpired, cause, within
 from rlhf.controller.results import InvalidResult, check_observation, check_step, step_from_json
 from rlhf.controller.workers import Worker, WorkerPool
-from rlhf.errors import EnvError, PluginInvalid, RlhfError
+from rlhf.errors import EnvError, PluginInvalid
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
 from rlhf.runfile import EnvSection
@@ -142,6 +142,6 @@ class Episode(Env):
                 ) from None
             if isinstance(error, InvalidResult):
                 raise EnvError(f"{self._resolved}: {method}() {error}") from None
-            if isinstance(error, RlhfError) or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
                 raise
             raise EnvError(f"{self._resolved}: {method}() raised {cause(error)}") from error

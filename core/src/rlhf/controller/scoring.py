@@ -167,8 +167,6 @@ class Scorer:
             ) from None
         except InvalidResult as error:
             raise RewardError(f"{reward}: score() {error}") from None
-        except RlhfError:
-            raise
         except Exception as error:
             raise RewardError(f"{reward}: score() raised {cause(error)}") from error
 

@@ -55,7 +55,7 @@ class NumberGame(Env):
             hidden = c.low + derive_seed(seed, self.name) % (c.high - c.low + 1)
         if type(hidden) is not int or not c.low <= hidden <= c.high:
             raise EnvError(
-                f"env {self.name!r}: row {row.index} of source {row.source!r} hides {hidden!r} (column {c.column!r}); "
+                f"row {row.index} of source {row.source!r} hides {hidden!r} (column {c.column!r}); "
                 f"allowed: a whole number from {c.low} to {c.high}"
             )
         self._hidden = hidden

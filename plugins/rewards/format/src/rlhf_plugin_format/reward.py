@@ -25,7 +25,9 @@ class FormatConfig(ComponentConfig):
     on: Literal["answer", "completion"] = "answer"
     """The last sampled turn, or everything after the prompt with the environment's observations."""
     match: float = 1.0
+    """Reward of a text of that form."""
     no_match: float = 0.0
+    """Reward of every other text."""
 
     @model_validator(mode="after")
     def _one_form(self) -> FormatConfig:

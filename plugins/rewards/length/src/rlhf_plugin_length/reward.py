@@ -15,9 +15,11 @@ class LengthConfig(ComponentConfig):
     high: int | None = Field(None, ge=0)
     """Most tokens wanted."""
     per_token: float = Field(0.01, gt=0.0)
+    """Penalty for each token too few or too many."""
     at_most: float = Field(1.0, gt=0.0)
     """Largest penalty."""
     inside: float = 0.0
+    """Reward of an answer within the range."""
 
     @model_validator(mode="after")
     def _range(self) -> LengthConfig:

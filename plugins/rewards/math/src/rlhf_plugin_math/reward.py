@@ -25,7 +25,9 @@ class MathConfig(ComponentConfig):
     """Where the answer is looked for, in this order: the last ``\\boxed{}``, after the last ``####``, after "the answer
     is", "answer:" or a line's "A:", the last number. Give fewer to insist on a form."""
     correct: float = 1.0
+    """Reward of an answer that equals the row's."""
     wrong: float = 0.0
+    """Reward of an answer that does not."""
     no_answer: float = 0.0
     """Where nothing was found in the places listed."""
     tolerance: float = Field(0.0, ge=0.0)
@@ -61,17 +63,12 @@ class MathReward(Reward):
     def _truth(self, row: Row) -> str | None:
         column = self.config.column
         if column not in row.columns:
-            raise RewardError(
-                f"reward {self.name!r}: the row has no column {column!r}; it has {sorted(row.columns)}. Set `column`."
-            )
+            raise RewardError(f"the row has no column {column!r}; it has {sorted(row.columns)}. Set `column`.")
         value = row[column]
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RewardError(
-                f"reward {self.name!r}: column {column!r} holds {type(value).__name__} {value!r}; "
-                "allowed: text or a number"
-            )
+            raise RewardError(f"column {column!r} holds {type(value).__name__} {value!r}; allowed: text or a number")
         text = str(value)
         marked = extract_answer(text, ("boxed", "hash", "answer_is"))
         return text if marked is None else marked

@@ -60,12 +60,12 @@ class ModelReward(Reward):
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self._score is None:
-            raise RewardError(f"reward {self.name!r}: this run does not hold the role {self.config.role!r}")
+            raise RewardError(f"this run does not hold the role {self.config.role!r}")
         ids = [_tokens(t) for t in group.trajectories]
         largest = max(max(i) for i in ids)
         if largest >= self._vocabulary:
             raise RewardError(
-                f"reward {self.name!r}: token {largest} is outside the vocabulary of {self.config.model!r} "
+                f"token {largest} is outside the vocabulary of {self.config.model!r} "
                 f"({self._vocabulary} tokens); a reward model must share the policy's tokenizer"
             )
         outputs = await self._score(self.config.role, ids)

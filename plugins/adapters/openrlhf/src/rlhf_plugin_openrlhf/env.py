@@ -1,0 +1,98 @@
+"""``AgentInstance`` as an environment: one instance an episode."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+from rlhf.errors import EnvError
+from rlhf.interfaces import ComponentConfig, Env
+from rlhf.types import EnvStep, Row
+
+from rlhf_plugin_openrlhf.sampling import from_params, to_params
+from rlhf_plugin_openrlhf.values import label_of, logs, scalar
+
+CLASS_NAME = "OpenRLHFEnv"
+
+
+class EnvConfig(ComponentConfig):
+    prompt: str = "prompt"
+    """Row column with the prompt that ``reset`` gets as ``observation``: text, or messages, which are joined."""
+    label: str | None = None
+    """Row column that ``label`` holds. Where absent: ``label``, else ``answer``, else an empty text."""
+
+
+def env_class(module: ModuleType, instance_class: type[Any]) -> type[Env]:
+    """An Env class in the file's module."""
+    body = {
+        "__module__": module.__name__,
+        "__doc__": instance_class.__doc__ or f"{instance_class.__name__} of {module.__file__}.",
+        "instance_class": instance_class,
+    }
+    return type(CLASS_NAME, (_AgentEnv,), body)
+
+
+class _AgentEnv(Env):
+    Config = EnvConfig
+    instance_class: type[Any]
+
+    async def reset(self, row: Row, seed: int) -> str:
+        prompt = _text(row, self.config.prompt)
+        self._label = label_of(row, self.config.label)
+        self._instance = self.instance_class()
+        accepts = inspect.signature(self._instance.reset).parameters
+        named = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
+        states = {"observation": prompt, "prompt": prompt, "label": self._label}
+        result = await self._instance.reset(states, **({"seed": seed} if named else {}))
+        observation = result.get("observation") if isinstance(result, dict) else None
+        if not isinstance(observation, str) or not observation.startswith(prompt):
+            raise EnvError(
+                f"reset() must return {{'observation': text}} where the text begins with the prompt {prompt[:60]!r} it "
+                f"was given, got {result!r}. The prompt is tokenised once, from the row; an environment adds to it."
+            )
+        self._observation = observation
+        return observation[len(prompt) :]
+
+    async def step(self, action: str) -> EnvStep:
+        params = None if self.sampling is None else to_params(self.sampling)
+        states = {
+            "observation_text": self._observation,
+            "action_text": action,
+            "label": self._label,
+            "sampling_params": params,
+        }
+        result = await self._instance.step(states)
+        if not isinstance(result, dict) or "rewards" not in result or "done" not in result:
+            raise EnvError(f"step() must return a dict with at least 'rewards' and 'done', got {result!r}")
+        if result.get("environment_images") is not None:
+            raise EnvError("step() returned environment_images; images are not supported")
+        feedback = result.get("environment_feedback") or ""
+        self._observation += action + feedback
+        reward = scalar(result["rewards"], "rewards")
+        if reward is None:
+            raise EnvError("step() returned rewards = None; return 0.0 where a step has no reward")
+        info = logs(result.get("extra_logs"), "extra_logs")
+        if (score := scalar(result.get("scores"), "scores")) is not None:
+            info["scores"] = score
+        wanted = result.get("sampling_params")
+        sampling = None if wanted is None or self.sampling is None else from_params(wanted, self.sampling)
+        changed = sampling if sampling != self.sampling else None
+        return EnvStep(feedback, reward, bool(result["done"]), changed, info)
+
+    async def close(self) -> None:
+        """OpenRLHF's instances have no teardown of their own; one that defines ``close`` is closed."""
+        close = getattr(getattr(self, "_instance", None), "close", None)
+        if close is not None:
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
+
+
+def _text(row: Row, column: str) -> str:
+    if column not in row.columns:
+        raise EnvError(f"the row has no column {column!r}; it has {sorted(row.columns)}. Set `prompt` in [env].")
+    value = row[column]
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(m["content"]) for m in value)

@@ -1,0 +1,103 @@
+"""The names that reward and agent files import from ``openrlhf``, for machines where it is not installed.
+
+They exist only while such a file is being imported; nothing else can mistake them for OpenRLHF. Where it is installed,
+files get the real thing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from rlhf_plugin_openrlhf.answers import extract_boxed_answer, grade_answer
+
+
+class AgentInstanceBase(ABC):
+    """One episode."""
+
+    @abstractmethod
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return states
+
+    @abstractmethod
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]: ...
+
+
+class AgentExecutorBase(ABC):
+    """How a sample is made; adapted only in the form of :class:`MultiTurnAgentExecutor`."""
+
+    @abstractmethod
+    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """Names the class of the episodes; the rollout ``multi_turn`` does what its ``execute`` does in OpenRLHF."""
+
+    def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
+        self.agent_instance_cls = agent_instance_cls
+
+    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("episodes are run by the rollout multi_turn")
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """For files that import the name; not adapted."""
+
+    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("samples of one turn are made by the rollout single_turn")
+
+
+AGENT = {c.__name__: c for c in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor)}
+MATH = {f.__name__: f for f in (extract_boxed_answer, grade_answer)}
+NAMES: dict[str, dict[str, Any]] = {
+    "openrlhf": {},
+    "openrlhf.utils": MATH,
+    "openrlhf.utils.agent": AGENT,
+    "openrlhf.utils.math_utils": MATH,
+    "openrlhf.utils.logging_utils": {"init_logger": logging.getLogger},
+}
+"""{module: {name: object}}."""
+
+
+@contextmanager
+def provided() -> Iterator[None]:
+    """``import openrlhf...`` works inside, for :data:`NAMES`, where OpenRLHF is not installed."""
+    if "openrlhf" in sys.modules or importlib.util.find_spec("openrlhf") is not None:
+        yield
+        return
+    modules = {name: _module(name, contents) for name, contents in NAMES.items()}
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+def _module(name: str, contents: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name, "Stands for OpenRLHF's module of this name while a file is imported.")
+    module.__path__ = []  # submodules that are not provided: "No module named 'openrlhf.x'"
+    vars(module).update(contents)
+
+    def missing(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise ImportError(
+            f"{name}.{attribute} is not provided: openrlhf is not installed, and files are given only "
+            f"{', '.join(sorted(contents)) or 'its submodules'}. Install openrlhf, or do without that name."
+        )
+
+    module.__getattr__ = missing  # type: ignore[method-assign]
+    return module

@@ -1,0 +1,45 @@
+"""What foreign files return, as plain numbers and texts. Tensors are known by what they can do, without torch."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.types import Row
+
+
+def scalar(value: Any, what: str) -> float | None:
+    """One number: a tensor or list with one element, or the number itself; None stays None. TypeError for all else."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        if len(value) == 1:
+            return scalar(value[0], what)
+    elif isinstance(value, numbers.Real):
+        return float(value)
+    elif hasattr(value, "item") and getattr(value, "size", None) is not None and _elements(value) == 1:
+        return float(value.item())
+    raise TypeError(f"{what} is {value!r}; expected one number: a float, or a tensor or list with one element")
+
+
+def logs(values: Any, what: str) -> dict[str, Any]:
+    """``extra_logs`` with plain numbers; text stays text."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what} is {values!r}; expected a dict")
+    return {str(k): v if isinstance(v, str) else scalar(v, f"{what}[{k!r}]") for k, v in values.items()}
+
+
+def label_of(row: Row, column: str | None) -> Any:
+    """The row's label: the column configured, else ``label``, else ``answer``, else an empty text, as in OpenRLHF."""
+    if column is None:
+        return row.get("label", row.get("answer", ""))
+    if column not in row.columns:
+        raise KeyError(f"no column {column!r}; the row has {sorted(row.columns)}. Set `label`.")
+    return row[column]
+
+
+def _elements(value: Any) -> int:
+    return int(value.numel() if hasattr(value, "numel") else value.size)

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    """``file(text)`` is the reference of a file with that text."""
+
+    def write(text: str) -> str:
+        path = tmp_path / f"written_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        return f"file:{path}"
+
+    return write

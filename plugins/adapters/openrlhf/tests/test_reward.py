@@ -1,0 +1,135 @@
+"""reward_func files, written here in OpenRLHF's documented style, run through the core as a run would."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from rlhf.errors import PluginImportFailed, PluginInvalid
+from rlhf.plugins import Plugins
+from rlhf.testing.scoring import score_groups
+from rlhf.types import Group, Row, Trajectory, Turn
+
+
+def group(*answers: str, **columns) -> Group:
+    row = Row(columns, "unit", 2)
+    turns = [[Turn([1], False, text="2+2="), Turn([2], True, text=a)] for a in answers]
+    return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
+
+
+DOCUMENTED = """
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    assert len(queries) == len(prompts) == len(labels) == 1
+    print("scoring", queries)
+    correct = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": correct - 0.5, "scores": correct, "extra_logs": {"correct": correct, "mean": correct.mean()}}
+"""
+
+
+def test_a_documented_reward_func(file, capfd) -> None:
+    asked = group("4", "5", label="4")
+    score_groups(file(DOCUMENTED), asked, deadline=60.0)
+    assert [t.error for t in asked.trajectories] == ["", ""]
+    assert [(t.reward, t.score) for t in asked.trajectories] == [(0.5, 1.0), (-0.5, 0.0)]
+    (result,) = asked.trajectories[0].rewards.values()
+    assert result.info == {"correct": 1.0, "mean": 1.0}
+    assert "scoring ['2+2=4']" in capfd.readouterr().err
+
+
+MATH = r"""
+from typing import List
+from openrlhf.utils import extract_boxed_answer, grade_answer
+from openrlhf.utils.logging_utils import init_logger
+
+logger = init_logger(__name__)
+
+def reward_func(queries: List[str], prompts: List[str], labels: List[str], **kwargs) -> dict:
+    responses = [q[len(p):] for q, p in zip(queries, prompts)]
+    correct = [1.0 if grade_answer(extract_boxed_answer(r), l) else 0.0 for r, l in zip(responses, labels)]
+    return {"rewards": correct, "scores": correct, "extra_logs": {"math_accuracy": sum(correct) / len(correct)}}
+"""
+
+
+def test_the_names_such_files_import_are_there_while_they_load_and_gone_afterwards(file) -> None:
+    reference = file(MATH)
+    asked = group(r"\boxed{\frac{8}{2}}", r"\boxed{5}", "no box", r"\boxed{4", answer="4")
+    score_groups(reference, asked)
+    assert [t.error for t in asked.trajectories] == [""] * 4
+    assert [t.reward for t in asked.trajectories] == [1.0, 0.0, 0.0, 0.0]
+    Plugins.discover().resolve("reward", reference)
+    assert not [name for name in sys.modules if name.split(".")[0] == "openrlhf"]
+
+
+def test_labels_come_from_label_answer_or_the_column_asked_for(file) -> None:
+    text = "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(len(labels[0]))]}\n"
+    for columns, options, value in [
+        ({"label": "xx", "answer": "y"}, {}, 2.0),
+        ({"answer": "y"}, {}, 1.0),
+        ({}, {}, 0.0),
+        ({"label": "xx", "gold": "zzz"}, {"label": "gold"}, 3.0),
+    ]:
+        asked = group("a", **columns)
+        score_groups(file(text), asked, options=options)
+        assert asked.trajectories[0].reward == value
+    asked = group("a", answer="y")
+    score_groups(file(text), asked, options={"label": "gold"})
+    assert "no column 'gold'; the row has ['answer']" in asked.trajectories[0].error
+
+
+def test_every_sample_is_its_own_call_and_row_none_is_not_applicable(file) -> None:
+    text = """
+calls = []
+def reward_func(queries, prompts, labels):
+    calls.append(len(queries))
+    assert calls[-1] == 1
+    return {"rewards": None if queries[0].endswith("skip") else float(len(calls))}
+"""
+    asked = group("a", "skip", "c")
+    score_groups(file(text), asked)
+    assert [t.reward for t in asked.trajectories] == [1.0, None, 3.0]
+
+
+def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
+    asked = group("abc")
+    score_groups(file("async def reward_func(queries, prompts, labels):\n    return [float(len(queries[0]))]\n"), asked)
+    assert asked.trajectories[0].reward == 7.0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('service is down')", r"score\(\) raised ValueError: service is down \(.*written_0.py:2\)"),
+        ("return {'rewards': [1.0, 2.0]}", r"raised TypeError: rewards is \[1.0, 2.0\]; expected one number"),
+        ("return {'scores': [1.0]}", r"the dict returned has the keys \['scores'\]; expected 'rewards'"),
+        ("return {'rewards': [float('nan')]}", r"RewardResult\(value=nan\)"),
+        ("return {'rewards': 1.0, 'extra_logs': {'x': [1, 2]}}", r"extra_logs\['x'\] is \[1, 2\]"),
+        ("import time; time.sleep(600)", r"took longer than its deadline of 1 s; its worker process was killed"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_never_a_silent_none(file, body: str, message: str) -> None:
+    asked = group("a")
+    score_groups(file(f"def reward_func(queries, prompts, labels):\n    {body}\n"), asked, deadline=1.0)
+    assert (asked.trajectories[0].status, asked.trajectories[0].reward) == ("failed", None)
+    assert re.search(message, asked.trajectories[0].error)
+
+
+def test_another_function_by_name_and_a_signature_that_does_not_fit(file) -> None:
+    text = "def reward_func(queries):\n    pass\ndef other(queries, prompts, labels):\n    return 2.0\n"
+    asked = group("a")
+    score_groups(file(text) + ":other", asked)
+    assert asked.trajectories[0].reward == 2.0
+    with pytest.raises(
+        PluginInvalid, match=r"reward_func\(queries\) cannot be called as reward_func\(queries, prompts"
+    ):
+        Plugins.discover().resolve("reward", file(text))
+
+
+def test_a_name_that_is_not_provided_is_said(file) -> None:
+    text = "from openrlhf.utils import get_tokenizer\ndef reward_func(queries, prompts, labels):\n    return 0.0\n"
+    with pytest.raises(PluginImportFailed, match=r"openrlhf.utils.get_tokenizer is not provided.*grade_answer"):
+        Plugins.discover().resolve("reward", file(text))
+    with pytest.raises(PluginImportFailed, match=r"No module named 'openrlhf.trainer'"):
+        Plugins.discover().resolve("reward", file(text.replace("openrlhf.utils", "openrlhf.trainer")))
