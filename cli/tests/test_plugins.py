@@ -179,7 +179,8 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
 
 
 def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
-    installed("probe", REWARD.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
+    source = REWARD.replace("path: str\n", "path: str = 'x'\n")
+    installed("probe", source.replace("[RewardResult(1.0) for _ in group.trajectories]", "[RewardResult(1.0)]"))
     code, out, _ = run(capsys, "check", "probe", "--json")
     assert code == 1
     rows = json.loads(out)
