@@ -19,7 +19,7 @@ RUNS = Path("runs/quickstart")
 def run(*command: str) -> None:
     """Run a command with this Python's `rlhf`, showing it first; stop where it fails."""
     print(f"\n$ {' '.join(command)}", flush=True)
-    words = [sys.executable, *(("-m", "rlhf_cli") if command[0] == "rlhf" else ()), *command[1:]]
+    words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
     if subprocess.run(words, check=False).returncode:
         sys.exit(f"`{' '.join(command)}` failed; the message above says why")
 

@@ -61,7 +61,7 @@ class RunSection(ComponentConfig):
     threads: Count | None = None
     """torch threads; where absent torch decides. Recorded, as it can change results between runs."""
     requires: tuple[str, ...] = ()
-    """Requirements on plugins, e.g. ``"rlhf-plugin-grpo>=0.1"``; checked before anything starts."""
+    """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 
 
 class SourceSection(ComponentConfig):
@@ -287,6 +287,9 @@ def long_form(data: dict[str, Any]) -> dict[str, Any]:
     for key, cls in SINGLE.items():
         if key in data:
             data[key] = _with_options(cls, data[key])
+            usual = RunFile.model_fields[key].default
+            if isinstance(usual, Choice) and isinstance(data[key], dict):  # `[trainer] lr = 1e-5` is of the usual one
+                data[key] = {"use": usual.use, **data[key]}
     for key, cls in LISTS.items():
         if key in data:
             data[key] = tuple(_with_options(cls, v) for v in data[key])

@@ -34,8 +34,9 @@ def answering(prepared: Prepared, roles: Mapping[str, Role], launcher: Launcher)
     """Build it from the parts that :func:`rlhf.controller.prepare.prepare` selected."""
     policy = roles["policy"].group.worker
     template = prepared.data.template
+    ends = tuple(dict.fromkeys((*policy.eos_token_ids, *template.end_token_ids)))
     generator = launcher.launch_generator(
-        lambda: prepared.parts["generator"].build(eos_token_ids=policy.eos_token_ids, decode=template.decode)
+        lambda: prepared.parts["generator"].build(eos_token_ids=ends, decode=template.decode)
     )
     main = MainThread()
     scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)

@@ -79,7 +79,7 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
     )
-    rows = data.eval_rows(config.eval.max_rows)
+    rows = data.eval_rows()[: config.eval.max_rows]
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher)
         run.generator, run.closers = answers.generator, answers.closers
