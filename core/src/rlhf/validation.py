@@ -33,6 +33,11 @@ def check(
     """
     needs = algorithm.needs()
     problems = _models(run, algorithm, needs, reward_roles)
+    if algorithm.data != "demonstrations" and run.data.loss_on != "completion":
+        problems.append(
+            f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {algorithm.name} learns from "
+            f"{algorithm.data}. Remove it."
+        )
     if algorithm.data == "prompts":
         problems += _online(run, algorithm, needs, rollout_needs_env)
         problems += _capabilities(algorithm, needs, generator, trainer)
@@ -117,8 +122,6 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
         for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
             if given:
                 problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
-    if algorithm.data != "demonstrations" and run.data.loss_on != "completion":
-        problems.append(f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {what}. Remove it.")
     return problems
 
 

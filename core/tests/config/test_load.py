@@ -162,7 +162,8 @@ def test_replacing_a_configured_entry_is_an_error_naming_both(write):
 
 def test_fields_of_a_replaced_plugin_are_an_error_naming_both(write):
     path = write(
-        '[algorithm]\nuse = "grpo"\n[algorithm.loss]\nuse = "ppo"\nclip_high = 0.3\n[trainer]\nlr = 1e-5\n[critic.trainer]\nlr = 2e-5\n'
+        '[algorithm]\nuse = "grpo"\n[algorithm.loss]\nuse = "ppo"\nclip_high = 0.3\n'
+        "[trainer]\nlr = 1e-5\n[critic.trainer]\nlr = 2e-5\n"
     )
     message = refused(path, [("algorithm.loss.use", "gspo"), ("trainer.use", "deepspeed")])
     assert (
@@ -240,18 +241,23 @@ def test_missing_unreadable_and_invalid_files(tmp_path, write):
 def test_secrets_are_refused_and_not_repeated(write):
     message = refused(
         write(
-            'algorithm = "x"\n[[reward]]\nuse = "judge"\napi_key = "abcdefgh"\nurl = "https://me:pw12@host/x"\n[[observer]]\nuse = "wandb"\nproject = "hf_ABCDEFGHIJKLMNOPQRSTU"\n'
+            'algorithm = "x"\n[[reward]]\nuse = "judge"\napi_key = "abcdefgh"\n'
+            'url = "https://me:pw12@host/x"\n[[observer]]\nuse = "wandb"\n'
+            'project = "hf_ABCDEFGHIJKLMNOPQRSTU"\n'
         )
     )
     assert "reward.0.api_key (run.toml, line 4): looks like a secret" in message
     assert "reward.0.url" in message
     assert "observer.0.project" in message
     assert "environment variable" in message
-    assert "abcdefgh" not in message and "pw12" not in message and "hf_A" not in message
+    assert not [secret for secret in ("abcdefgh", "pw12", "hf_A") if secret in message]
 
 
 def test_names_that_only_look_like_secrets_pass(write):
-    text = 'algorithm = "x"\n[[reward]]\nuse = "judge"\napi_key_env = "KEY"\nstop_token = "###"\neos_token = "x"\ntoken_level = "a"\n'
+    text = (
+        'algorithm = "x"\n[[reward]]\nuse = "judge"\napi_key_env = "KEY"\nstop_token = "###"\n'
+        'eos_token = "x"\ntoken_level = "a"\n'
+    )
     assert len(load(write(text)).reward[0].options) == 4
 
 
@@ -277,8 +283,11 @@ def test_probabilities(shares, expected):
 
 def test_resolved_toml_reads_back_equal(write, tmp_path):
     run = load(
-        write('algorithm = {use = "grpo", kl = 0.1, loss = {use = "ppo", clip = [0.1, 0.2]}}\nreward = [{use="file:r.py:f", weight=2, name="r"}]\n'
-              '[data]\ntrain = [{path="a.jsonl", probability=1.0}]\ntemplate_kwargs = {enable_thinking = false}\n[stream]\nfilter = {low = 0.1}\n'
+        write(
+            'algorithm = {use = "grpo", kl = 0.1, loss = {use = "ppo", clip = [0.1, 0.2]}}\n'
+            'reward = [{use="file:r.py:f", weight=2, name="r"}]\n'
+              '[data]\ntrain = [{path="a.jsonl", probability=1.0}]\n'
+              'template_kwargs = {enable_thinking = false}\n[stream]\nfilter = {low = 0.1}\n'
               '[roles.judge]\nmodel = "m"\n[critic.trainer]\nlr = 1e-5\n[env]\nuse = "game"\nlevel = "a\\"b\\nc"\n')
     )  # fmt: skip
     text = to_toml(run)

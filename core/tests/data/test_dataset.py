@@ -122,7 +122,7 @@ def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
     assert [r["prompt"] for r in rows] == ["e", "ee", "eee"]
     assert (data.eval_dropped, data.dropped) == (1, 0)
     data.take(1)
-    assert [data.template.decode(e.sequences[0].ids) for e in data.examples(rows)][0] == "eeval"
+    assert data.template.decode(data.examples(rows)[0].sequences[0].ids) == "eeval"
     assert data.template.encode_prompt(taken[0]).text == "t"
     assert data.template.encode_prompt(rows[0]).text == "e"
 

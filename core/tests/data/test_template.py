@@ -22,9 +22,10 @@ THINKING = (
     "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip() %}"
     "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% else %}{% set r = '' %}{% endif %}"
     "{{ '<|im_start|>assistant\\n' }}{% if loop.last %}{{ '<think>\\n' + r + '\\n</think>\\n\\n' }}{% endif %}"
-    "{{ c + '<|im_end|>\\n' }}{% else %}{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+    "{{ c + '<|im_end|>\\n' }}{% else %}{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
 )
 """As Qwen3's: only the last answer keeps its reasoning, and an empty block stands where it has none."""
 

@@ -1,0 +1,123 @@
+"""Combinations that cannot work are refused before anything starts, each with what to do."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.components import check
+from rlhf.config import load
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm
+from rlhf.types import Needs, RoleSpec
+
+BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
+OFFLINE = BASE[:3]
+
+
+class Fake(Algorithm):
+    name = "leave_one_out"
+
+    def __init__(self, **needs):
+        super().__init__()
+        self._needs = Needs(**{"roles": (RoleSpec("policy", trained=True),), **needs})
+
+    def needs(self):
+        return self._needs
+
+    def assemble(self, examples):
+        return None
+
+    def updates(self, step):
+        return []
+
+
+class Demonstrations(Fake):
+    name = "imitate"
+    data = "demonstrations"
+
+
+def messages(flags, algorithm=None, **given) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(load(None, flags), algorithm or Fake(), **given)
+    return str(error.value)
+
+
+def test_what_fits_passes():
+    check(load(None, BASE), Fake())
+    check(load(None, [*BASE[:3], ("env", "game")]), Fake(), rollout_needs_env=True)
+    check(load(None, OFFLINE), Demonstrations())
+    roles = (RoleSpec("policy", trained=True), RoleSpec("critic"))
+    check(load(None, [*BASE, ("critic.model", "c")]), Fake(roles=roles))
+    check(load(None, [*BASE, ("roles.judge.model", "j")]), Fake(), reward_roles=[RoleSpec("judge", "scalar")])
+    check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
+
+
+def test_group_size():
+    message = messages(BASE, Fake(group_min=2))
+    assert "leave_one_out needs at least 2 samples per prompt, got 1; set --sampling.samples_per_prompt 2" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "5"), ("min_p", "0.1")])
+def test_truncated_sampling_needs_a_correction(key, value):
+    flags = [*BASE, (f"sampling.{key}", value)]
+    message = messages(flags)
+    assert f"sampling.{key} = {value}: training samples would come from another distribution" in message
+    assert "importance correction" in message
+    check(load(None, flags), Fake(features=("correction",)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env NAME"),
+        ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses none"),
+        (
+            [("critic.model", "c")],
+            {},
+            "[critic] is set, but 'leave_one_out' configured like this holds no role 'critic'",
+        ),
+        ([("roles.judge.model", "j")], {}, "[roles.judge]: no selected plugin declares this further role"),
+        ([("roles.policy.model", "j")], {}, "Write [policy]."),
+        ([("sampling.max_new_tokens", "2048")], {}, "leaves no room for a prompt within data.max_tokens = 2048"),
+        ([("stream.filter.max_rounds", "3")], {}, "neither low, high nor min_std is set"),
+        ([("stream.filter.low", "0.9"), ("stream.filter.high", "0.1")], {}, "low = 0.9 must be below high = 0.1"),
+        ([("stream.filter.min_std", "0.1")], {}, "one sample per prompt has no deviation"),
+    ],
+)
+def test_online_combinations(flags, given, expected):
+    assert expected in messages([*BASE, *flags], **given)
+
+
+def test_what_is_missing_is_named_all_at_once():
+    message = messages([("algorithm", "x")], Fake(group_min=2))
+    assert "(4 problems)" in message
+    assert "policy.model: no model is named. Set --model PATH" in message
+    assert "data.train: no training data is named. Set --data FILE" in message
+    assert "an online run needs a reward, or an environment that gives one. Set --reward NAME" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([("stream.staleness", "1")], "[stream] is set, but imitate learns from demonstrations and samples nothing"),
+        ([("reward", "math")], "reward is set, but imitate learns from demonstrations"),
+        ([("env", "game")], "env is set, but imitate learns from demonstrations"),
+    ],
+)
+def test_what_an_offline_run_would_ignore_is_refused(flags, expected):
+    assert expected in messages([*OFFLINE, *flags], Demonstrations())
+
+
+def test_loss_on_is_for_demonstrations():
+    assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
+
+
+def test_capabilities():
+    class Silent:
+        name, capabilities = "silent", frozenset({"accept:module"})
+
+    class Remote:
+        name, capabilities = "remote", frozenset({"export:tensors"})
+
+    message = messages(BASE, Fake(generator_logprobs=True), generator=Silent, trainer=Remote)
+    assert "needs the log-probs of the generator, which generator 'silent' does not report" in message
+    assert "generator 'silent' (accept:module) cannot take weights from trainer 'remote' (export:tensors)" in message

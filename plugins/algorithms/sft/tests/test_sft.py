@@ -1,0 +1,82 @@
+"""Supervised fine-tuning: conformance of algorithm and loss, assembly, and the numbers on a tiny model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rlhf.data.rows import Example
+from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf.testing.loss import LossContract
+from rlhf.types import LossOutput, Row
+from rlhf_plugin_sft import NLL, SFT
+
+
+class TestAlgorithm(AlgorithmContract):
+    algorithm = SFT
+
+
+class TestLoss(LossContract):
+    loss = NLL
+    data = "demonstrations"
+    configs = (NLL.Config(), NLL.Config(reduce="seq_mean_token_mean"))
+
+    def statement(self, x_BT):
+        nll_BT = -x_BT["logprobs"] * x_BT.mask_BT
+        if x_BT.config.reduce == "seq_mean_token_mean":
+            return (nll_BT.sum(1) / x_BT.mask_BT.sum(1).clamp(min=1)).sum() / x_BT.mask_BT.any(1).sum()
+        return nll_BT.sum() / x_BT.mask_BT.sum()
+
+
+def example(mask, index=0):
+    return Example(Row({}, "data", index), [TokenSequence([5 + i for i in range(len(mask))], list(mask))])
+
+
+def test_rows_without_a_trained_token_are_left_out():
+    algorithm = TestAlgorithm().build(SFT.Config())
+    batch = algorithm.assemble([example([False, True, True]), example([True, False]), example([False, False, True])])
+    assert batch.units == 2  # the second row's only trained token is its first, which nothing predicts
+    assert batch.tok["loss_mask"].tolist() == [False, True, True, False, False, True]
+    assert algorithm.assemble([example([False, False])]) is None
+
+
+def test_only_a_policy_is_needed_and_trained_once():
+    algorithm = TestAlgorithm().build(SFT.Config())
+    needs, (update,) = algorithm.needs(), algorithm.updates(0)
+    assert [(r.name, r.trained) for r in needs.roles] == [("policy", True)]
+    assert (update.role, update.loss, update.epochs, update.minibatches) == ("policy", "loss", 1, 1)
+
+
+def test_metrics_are_the_mean_nll_and_probability():
+    out = NLL()({"logprobs": torch.tensor([math.log(0.5), math.log(0.25)])})
+    assert isinstance(out, LossOutput)
+    assert out.metrics["nll"][1].tolist() == pytest.approx([math.log(2), math.log(4)])
+    assert out.metrics["token_prob"][1].tolist() == pytest.approx([0.5, 0.25])
+
+
+@pytest.mark.parametrize("reduce", ["token_mean", "seq_mean_token_mean"])
+def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
+    """Three rows of unequal length against the causal-LM loss of transformers, row by row."""
+    from rlhf.ops.losses import evaluate
+    from rlhf.ops.reduce import weigh
+    from rlhf.testing.tiny import tiny_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(tiny_model(tmp_path))).eval()
+    rows = [example([False, True]), example([False, False, True, True, True]), example([False] * 3 + [True] * 2)]
+    loss = NLL(NLL.Config(reduce=reduce))
+    batch = weigh(TestAlgorithm().build(SFT.Config()).assemble(rows), loss.reduce())
+    means, counts, logprobs = [], [], []
+    with torch.no_grad():
+        for r in rows:
+            sequence = r.sequences[0]
+            ids, mask = torch.tensor([sequence.ids]), torch.tensor([sequence.loss_mask])
+            means.append(float(model(ids, labels=torch.where(mask, ids, -100)).loss))
+            counts.append(int(mask.sum()))
+            logp = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            logprobs.append(logp[mask[0, 1:]])
+    total, _ = evaluate(loss, batch, {"logprobs": torch.cat(logprobs)}, {}, {})
+    by_token = sum(m * n for m, n in zip(means, counts, strict=True)) / sum(counts)
+    assert float(total) == pytest.approx(by_token if reduce == "token_mean" else sum(means) / 3, rel=1e-5)
