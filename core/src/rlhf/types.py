@@ -249,7 +249,8 @@ class Head:
     fn: Callable[..., Any]
     over: str = "loss_mask"
     at: Literal["before", "at"] = "before"
-    """``before``: the outputs that predict token t (log-probs, entropy, values). ``at``: read off after token t."""
+    """``before``: the outputs that predict token t (log-probs, entropy, values), at the temperature token t was drawn
+    at. ``at``: read off after token t, from which nothing was drawn yet: never tempered."""
     columns: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
 

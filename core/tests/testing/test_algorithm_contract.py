@@ -283,6 +283,17 @@ def test_broken_part_shows_in_the_gradients():
         suite(Simple, parts={**PARTS, "loss": PerMicroBatch}).test_split_invariance()
 
 
+def test_undeclared_coefficient_is_named():
+    class ReadsCoef(Ratio):
+        """Reads what no update passes."""
+
+        def __call__(self, x):
+            return LossOutput({"policy": x["logprobs"] * x.coef["strength"]})
+
+    with pytest.raises(Nonconformance, match="coefficient 'strength', but the update passes"):
+        suite(Simple, parts={**PARTS, "loss": ReadsCoef}).test_steps()
+
+
 def test_unknown_part_is_named():
     with pytest.raises(Nonconformance, match="slot 'loss'"):
         suite(Simple, parts={"advantage": Centered}).test_needs()

@@ -60,7 +60,9 @@ class Contract:
         try:
             return [self.cls.Config()]
         except ValidationError as error:
-            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as not every field has a default ({error})")  # noqa: B904
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
+            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({why})") from None
 
     def build(self, config: Any) -> Any:
         """One instance, as the runtime builds it."""

@@ -75,7 +75,7 @@ class PlainTrainer(Trainer):
                 else:
                     at = micro.tok[head.over][index].nonzero()[:, 0]
                 source = logits_TV[at - 1 if head.at == "before" else at]
-                if self.language_model and "temperature" in micro.tok:
+                if self.language_model and head.at == "before" and "temperature" in micro.tok:
                     source = source / micro.tok["temperature"][index][at][:, None]
                 columns = {c: micro.tok[c][index][at] for c in head.columns}
                 parts[head.name].append(head.fn(source, ids_T[at], columns, head.constants))

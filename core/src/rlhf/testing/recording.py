@@ -7,7 +7,18 @@ from typing import Any
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.losses import LossInput
 from rlhf.ops.reduce import WEIGHT
+from rlhf.testing.contract import Nonconformance
 from rlhf.types import LossOutput
+
+
+class Passed(dict[str, float]):
+    """Coefficients of an update; one that it does not pass is named."""
+
+    def __missing__(self, name: str) -> float:
+        raise Nonconformance(
+            f"the loss reads the coefficient {name!r}, but the update passes {sorted(self)}: add it to Update.coef "
+            "(in the suite of a loss: coef = {...})"
+        )
 
 
 class Recording:
@@ -24,6 +35,7 @@ class Recording:
         return getattr(self._loss, name)
 
     def __call__(self, x: LossInput) -> LossOutput:
+        x.coef = Passed(x.coef)
         result = self._loss(x)
         reduces, batch = self._loss.reduce(), x._batch
         for term, values in result.terms.items():

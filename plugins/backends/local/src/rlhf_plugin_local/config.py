@@ -18,6 +18,7 @@ class TorchTrainerConfig(ComponentConfig):
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled; on matrices only, never on norms and biases."""
     max_grad_norm: float | None = Field(1.0, gt=0)
@@ -34,6 +35,7 @@ class TorchTrainerConfig(ComponentConfig):
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
     step. Absent: none is kept."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; ``auto``: on a GPU where there is one."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

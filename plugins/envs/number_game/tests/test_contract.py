@@ -1,0 +1,11 @@
+"""The conformance suite of environments."""
+
+from rlhf.testing.env import EnvContract
+from rlhf_plugin_number_game import NumberGame
+
+
+class TestNumberGame(EnvContract):
+    env = NumberGame
+    configs = (NumberGame.Config(), NumberGame.Config(low=0, high=99, show_range=False))
+    rows = ({"prompt": "Find it.", "hidden": 7}, {"prompt": "Find it."})
+    actions = ("8", "4?", "nonsense", "", "6", "7", "1000000000000", "5")

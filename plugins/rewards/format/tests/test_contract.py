@@ -1,0 +1,14 @@
+"""The conformance suite of rewards."""
+
+from rlhf.testing.reward import RewardContract
+from rlhf_plugin_format.reward import FormatReward
+
+
+class TestFormat(RewardContract):
+    reward = FormatReward
+    configs = (
+        FormatReward.Config(pattern=r"\d+"),
+        FormatReward.Config(pattern=r"answer", mode="search", on="completion", no_match=-1.0),
+        FormatReward.Config(template="<think>{}</think>{}"),
+    )
+    cases = (({}, "42", 1.0), ({}, "forty-two", 0.0), ({}, "", 0.0))
