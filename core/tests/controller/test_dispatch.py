@@ -42,3 +42,8 @@ def test_a_unit_over_the_budget_is_alone():
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="nothing to dispatch"):
         plan([], 1, 10)
+
+
+def test_a_lone_long_unit_is_computed_once():
+    assert plan([3000], ranks=1, budget=1000) == [[[0]]]
+    assert plan([3000, 2000], ranks=1, budget=1000) == [[[0], [1]]]

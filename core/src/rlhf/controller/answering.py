@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from rlhf.controller.mainthread import MainThread
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.controller.scoring import Scorer
 from rlhf.interfaces import Generator, Launcher
+from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import SCORES
 from rlhf.runfile import RunFile
@@ -88,9 +89,7 @@ def evaluation_settings(config: RunFile) -> RolloutSettings:
     )
 
 
-def _score_with_role(
-    roles: Mapping[str, Role], main: MainThread
-) -> Callable[[str, Sequence[Sequence[int]]], Awaitable[list[float]]]:
+def _score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRole:
     async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
         batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
         outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))

@@ -25,8 +25,7 @@ def plan(tokens_per_unit: Sequence[int], ranks: int, budget: int) -> Plan:
     units = sorted(range(len(tokens_per_unit)), key=lambda u: (-tokens_per_unit[u], u))
     if not units:
         raise ValueError("nothing to dispatch: the batch has no units")
-    total = sum(tokens_per_unit)
-    micros = max(1, -(-total // (budget * ranks)))
+    micros = min(-(-sum(tokens_per_unit) // (budget * ranks)), -(-len(units) // ranks))
     while True:
         bins = _spread(units, tokens_per_unit, micros * ranks)
         if all(len(b) <= 1 or sum(tokens_per_unit[u] for u in b) <= budget for b in bins):

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,11 +41,10 @@ class MainThread:
 
         def job() -> None:
             try:
-                result = function()
+                settle = partial(done.set_result, function())
             except Exception as error:
-                self._finish(done, lambda error=error: done.set_exception(error))
-            else:
-                self._finish(done, lambda: done.set_result(result))
+                settle = partial(done.set_exception, error)
+            self._finish(done, settle)
 
         self._jobs.put(job)
         return await done

@@ -12,10 +12,12 @@ def online(run: Run) -> None:
     A step whose groups hold nothing to learn from updates nothing and is counted; a run without any update is an
     error (:meth:`Run.close` raises it).
     """
+    stream = run.stream
+    assert stream is not None, "an online run is built with a stream"
     for step in run.steps():  # resumes where the last checkpoint stood; ends early on a signal or early stop
         with run.timed("generate"):
-            run.stream.start(step)  # every batch up to step + staleness is generated and scored
-        ready = run.stream.take(step)  # this step's groups: filtered, refilled, in submission order
+            stream.start(step)  # every batch up to step + staleness is generated and scored
+        ready = stream.take(step)  # this step's groups: filtered, refilled, in submission order
         batch = run.algorithm.assemble(ready.groups) if ready.groups else None
         if batch is None:
             metrics = run.nothing_to_learn(step)

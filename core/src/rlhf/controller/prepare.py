@@ -137,7 +137,7 @@ def _roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, R
 
 def _section(config: RunFile, role: str) -> ModelSection:
     if role in ("policy", "critic", "reference"):
-        return getattr(config, role)  # type: ignore[no-any-return]
+        return getattr(config, role)
     return config.roles.get(role, ModelSection())
 
 

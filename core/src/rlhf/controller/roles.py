@@ -13,7 +13,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, WorkerGroup
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
-from rlhf.ops.losses import add_sums, over_mask, required_columns
+from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
 from rlhf.types import Annotation, Head, Update
 
@@ -119,7 +119,7 @@ def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Te
 
 
 def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
-    """Zero the weights of filler units, so that they are computed and count for nothing."""
+    """Zero the weights of filler units and mark them, so that they are computed and count for nothing."""
     if not units:
         return micro
     filler_U = torch.zeros(micro.units, dtype=torch.bool)
@@ -129,4 +129,4 @@ def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
         for name, values in list(getattr(micro, level).items()):
             if name.startswith(WEIGHT):
                 micro = micro.with_column(level, name, values.masked_fill(of[level], 0.0), over=None)
-    return micro
+    return micro.with_column("unit", FILLER, filler_U)

@@ -73,6 +73,7 @@ class Run:
             self.total_steps,
             self.first_step,
         )
+        self.progress.begin(self.first_step)
         self._observe("run_started", info)
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             with self.timed("evaluate"):

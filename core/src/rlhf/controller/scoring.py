@@ -86,6 +86,8 @@ class Scorer:
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
+        if "env" in names:
+            raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
         for reward in rewards:
             _check_place(reward)
         _check_roles(rewards)

@@ -7,10 +7,10 @@ optimizer, schedule, EMA). Frozen roles are loaded from their model again, unles
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.checkpoint import read_json, write_json
 from rlhf.errors import CheckpointError
 from rlhf.serialise import read_groups, write_groups
 
@@ -32,25 +32,23 @@ def write_state(run: Run, step: int, folder: Path) -> None:
         state["data"] = run.data.state_dict()
     if run.best is not None:
         state["best"] = run.best.state_dict()
-    (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
+    write_json(folder / "state.json", state)
 
 
 def read_state(run: Run, folder: Path) -> int:
     """Restore :func:`write_state`. Returns the number of finished steps."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as cause:
-        raise CheckpointError(f"{folder / 'state.json'} cannot be read: {cause}") from cause
+    state = read_json(folder / "state.json")
     for name in run.saved_roles:
         run.roles[name].every("load", folder / "roles" / name)
-    components = run.stateful()
-    if set(components) != set(state["components"]):
+    saved = {name: own for name, own in state["components"].items() if not name.startswith("observer.")}
+    needed = {name: c for name, c in run.stateful().items() if not name.startswith("observer.")}
+    if set(needed) != set(saved):
         raise CheckpointError(
-            f"the checkpoint {folder} holds the state of {sorted(state['components'])}, this run has "
-            f"{sorted(components)}"
+            f"the checkpoint {folder} holds the state of {sorted(saved)}, this run has {sorted(needed)}"
         )
-    for name, component in components.items():
-        component.load_state_dict(state["components"][name])
+    for name, component in run.stateful().items():
+        if name in state["components"]:  # an observer may come or go: it changes nothing
+            component.load_state_dict(state["components"][name])
     if run.stream is not None:
         run.stream.load_state_dict(state["stream"], read_groups(folder / "ready.jsonl", run.data.row))
     else:

@@ -13,6 +13,9 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import LEVEL, WEIGHT
 from rlhf.types import Head, LossOutput
 
+FILLER = "filler"
+"""Unit column of micro-batches that only repeat units to keep a rank busy: no weight, and no metrics."""
+
 
 class LossInput:
     """What a loss sees of a micro-batch. Only the A tokens under the loss's mask exist.
@@ -148,7 +151,7 @@ def evaluate(
         sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
     assert total is not None
     sums["loss"] = (float(total.detach()), 0.0)
-    for name, (level, values) in result.metrics.items():
+    for name, (level, values) in () if FILLER in batch.unit else result.metrics.items():
         expected = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}[level]
         if values.shape != (expected,):
             raise TrainingError(f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values")

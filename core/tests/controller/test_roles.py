@@ -1,0 +1,108 @@
+"""Outputs come back in the batch's order, and fillers change neither gradients nor metrics, on any number of ranks."""
+
+import pytest
+import torch
+from rlhf.controller.learn import minibatches
+from rlhf.controller.roles import Role
+from rlhf.errors import TrainingError
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, WorkerGroup
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.losses import add_sums, evaluate, finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
+
+
+class Bigram:
+    """A trainer whose log-prob of a token is a parameter looked up by the token before it."""
+
+    def __init__(self):
+        self.table = torch.linspace(-2, 0, 50).requires_grad_()
+        self.micros = 0
+
+    def _logprobs(self, micro):
+        return self.table[micro.ids_N.roll(1)] * micro.ids_N / 50
+
+    def forward(self, micros, heads, view):
+        return [{"logprobs": self._logprobs(m).detach() * m.tok["loss_mask"]} for m in micros]
+
+    def update(self, micros, loss, coef, live):
+        parts = []
+        for m in micros:
+            self.micros += 1
+            outputs = {"logprobs": self._logprobs(m)[m.tok["loss_mask"]]}
+            total, sums = evaluate(loss, m, outputs, coef, live)
+            total.backward()
+            parts.append(sums)
+        return add_sums(parts), ApplyResult(0.0, 0.0)
+
+
+class Ranks(WorkerGroup):
+    def __init__(self, size):
+        self.size, self.workers = size, [Bigram() for _ in range(size)]
+
+    def call(self, method, per_rank):
+        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
+
+
+class NLL(Loss):
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]}, {"mean_logprob": ("token", x["logprobs"])})
+
+
+def batch(lengths=(3, 9, 4, 6, 5)):
+    draw = torch.Generator().manual_seed(0)
+    units = []
+    for n in lengths:
+        ids = torch.randint(1, 50, (n,), generator=draw).tolist()
+        units.append(UnitData([SequenceData(ids, {"loss_mask": [i % 3 != 0 for i in range(n)]})]))
+    return pack(units)
+
+
+def role(ranks, budget):
+    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks), budget)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("budget", [1, 8, 1000])
+def test_split_and_ranks_change_nothing(ranks, budget):
+    data, loss = batch(), NLL()
+    weighted = weigh(data, loss.reduce())
+    whole, split = role(1, 10_000), role(ranks, budget)
+    expected, _ = whole.update(weighted, loss, Update("policy", "loss"))
+    got, _ = split.update(weighted, loss, Update("policy", "loss"))
+    assert len({w.micros for w in split.group.workers}) == 1
+    gradient = sum(w.table.grad for w in split.group.workers)
+    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
+    assert finish_sums(got) == pytest.approx(finish_sums(expected), rel=1e-5), "fillers count for nothing"
+    annotation = Annotation("policy", "logprobs", "old")
+    torch.testing.assert_close(
+        split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"]
+    )
+
+
+def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():
+    data = batch()
+    update = Update("policy", "loss", epochs=2, minibatches=2)
+    parts = list(minibatches(data, update, seed=1, step=3))
+    lengths = [sorted(int(n) for p in parts[i : i + 2] for n in p.lens_B) for i in (0, 2)]
+    assert lengths == [[3, 4, 5, 6, 9]] * 2
+    again = list(minibatches(data, update, seed=1, step=3))
+    assert all(torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, again, strict=True))
+    other = list(minibatches(data, update, seed=2, step=3))
+    assert any(not torch.equal(a.ids_N, b.ids_N) for a, b in zip(parts, other, strict=True))
+    with pytest.raises(TrainingError, match="9 minibatches of 5 units"):
+        list(minibatches(data, Update("policy", "loss", minibatches=9), 0, 0))
+
+
+@pytest.mark.parametrize(("output", "message"), [("values", "does not give 'values'"), ("rubbish", "no model output")])
+def test_an_output_that_the_head_does_not_give_is_refused(output, message):
+    with pytest.raises(TrainingError, match=message):
+        role(1, 10).annotate(batch(), [Annotation("policy", output, "x")])
