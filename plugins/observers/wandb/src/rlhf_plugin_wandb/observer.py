@@ -45,6 +45,8 @@ class WandbObserver(Observer):
     name = "wandb"
     source = "https://docs.wandb.ai/ref/python/"
     Config = WandbConfig
+    conformance = {"configs": (WandbConfig(mode="offline"),), "environment": {"WANDB_SILENT": "true"}}
+    """What ``rlhf plugins check`` runs, as the default wants an account."""
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
