@@ -175,9 +175,9 @@ class Foreign(Adapter):
 
     @contextmanager
     def importing(self):
-        sys.modules["throwaway_foreign"] = ModuleType("throwaway_foreign")
+        sys.modules["throwaway_framework"] = ModuleType("throwaway_framework")
         yield
-        del sys.modules["throwaway_foreign"]
+        del sys.modules["throwaway_framework"]
 
     def adapt(self, kind, module, attribute):
         number = module.NUMBER
@@ -192,7 +192,7 @@ class Foreign(Adapter):
 def rlhf_register_adapter():
     return [Foreign]
 """
-FOREIGN = "import throwaway_foreign\nNUMBER = 7.0\n"
+FOREIGN = "import throwaway_framework\nNUMBER = 7.0\n"
 
 
 def add_adapter(site, name, source=ADAPTER):
@@ -211,9 +211,12 @@ def test_an_adapter_takes_a_file_that_defines_no_component(site, write):
 
 
 def test_adapters_are_not_asked_where_the_file_defines_a_component(site, write):
-    add_adapter(site, "foreign", "raise RuntimeError('imported')")
-    path = write("ours.py", "# foreign\ndef score(prompt, completion, row): return 1")
+    add_adapter(site, "foreign")
+    path = write("ours.py", "# foreign\nNUMBER = 7.0\ndef score(prompt, completion, row): return 1")
     assert values(site.plugins().resolve("reward", f"file:{path}")) == [1.0, 1.0]
+    path = write("classes.py", "# foreign\nNUMBER = 7.0\n" + CLASSES)
+    assert values(site.plugins().resolve("reward", f"file:{path}")) == [1.0, 1.0]
+    assert "throwaway_foreign" not in sys.modules
 
 
 def test_a_file_nobody_recognises_lists_the_adapters_asked(site, write):

@@ -179,6 +179,12 @@ def test_version_mismatch_is_found_before_importing(site, requires, status):
     assert str(raised.value) == f"reward 'new' (rlhf-plugin-new 0.1.0) {status}"
 
 
+def test_the_version_of_the_core_is_that_of_the_running_code(site):
+    site.add("rlhf-core", {}, version="9")
+    site.reward("new", requires=["rlhf-core>=9"])
+    assert site.plugins().list()[0].status == "needs rlhf-core>=9, found 0.1.0"
+
+
 def test_requirements_of_extras_and_other_platforms_and_third_parties_do_not_count(site):
     site.reward("x", requires=["rlhf-core>=9; extra == 'dev'", "rlhf-core>=9; python_version < '3'", "numpy>=99"])
     assert site.plugins().resolve("reward", "x").name == "x"

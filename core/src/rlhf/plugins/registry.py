@@ -148,7 +148,7 @@ class Plugins:
         return [e for e in self._all() if e.kind == kind and e.name == name]
 
     def _version(self, distribution: str) -> str | None:
-        if self._path is not None:
+        if self._path is not None and canonicalize_name(distribution) != "rlhf-core":  # the core is the running one
             for found in importlib_metadata.distributions(name=distribution, path=[*self._path]):
                 return found.version
         return requirements.installed_version(distribution)
