@@ -192,7 +192,7 @@ class Foreign(Adapter):
 def rlhf_register_adapter():
     return [Foreign]
 """
-FOREIGN = "import throwaway_framework\nNUMBER = 7.0\n"
+FOREIGN = "# foreign\nimport throwaway_framework\nNUMBER = 7.0\n"
 
 
 def add_adapter(site, name, source=ADAPTER):
