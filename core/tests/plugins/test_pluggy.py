@@ -1,0 +1,60 @@
+"""What pluggy does and does not do: the reasons why ``rlhf.plugins.registration`` is written as it is.
+
+Where one of these fails after an upgrade, read that module again before loosening the pin.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from pluggy import PluginManager, PluginValidationError
+from rlhf import hookimpl, hookspecs
+
+
+def manager(*plugins):
+    made = PluginManager("rlhf")
+    made.add_hookspecs(hookspecs)
+    for plugin in plugins:
+        made.register(plugin)
+    return made
+
+
+def offering(*classes):
+    @hookimpl
+    def rlhf_register_reward():
+        return list(classes)
+
+    return SimpleNamespace(rlhf_register_reward=rlhf_register_reward)
+
+
+def test_a_misspelled_hook_registers_in_silence_until_pending_hooks_are_checked():
+    @hookimpl
+    def rlhf_register_rewards():
+        return []
+
+    made = manager(SimpleNamespace(rlhf_register_rewards=rlhf_register_rewards))
+    with pytest.raises(PluginValidationError, match="unknown hook 'rlhf_register_rewards'"):
+        made.check_pending()
+
+
+def test_an_unknown_argument_is_refused_at_registration():
+    @hookimpl
+    def rlhf_register_reward(extra):
+        return []
+
+    with pytest.raises(PluginValidationError, match="extra"):
+        manager(SimpleNamespace(rlhf_register_reward=rlhf_register_reward))
+
+
+def test_results_come_in_reverse_order_of_registration_so_order_must_mean_nothing():
+    assert manager(offering(1), offering(2)).hook.rlhf_register_reward() == [[2], [1]]
+
+
+def test_one_raising_hook_ends_the_call_for_all_so_hooks_are_called_one_by_one():
+    @hookimpl
+    def rlhf_register_reward():
+        raise RuntimeError("broken")
+
+    made = manager(offering(1), SimpleNamespace(rlhf_register_reward=rlhf_register_reward))
+    with pytest.raises(RuntimeError):
+        made.hook.rlhf_register_reward()
+    assert len(made.hook.rlhf_register_reward.get_hookimpls()) == 2
