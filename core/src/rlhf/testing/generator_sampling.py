@@ -58,7 +58,7 @@ class SamplingChecks:
             about, s = self.about(config), self.make(config)
             for temperature in (0.7, 1.3):
                 sampling = Sampling(1, temperature, ignore_eos=True)
-                requests = [GenerationRequest(PROMPT, seed, sampling) for seed in range(800)]
+                requests = [GenerationRequest(PROMPT, seed, sampling) for seed in range(400)]
                 drawn = [t.ids[0] for t in s.turns(requests, about)]
                 p_V = s.logprobs(PROMPT, [0], temperature)[0].exp().double()
                 order = p_V.argsort(descending=True)

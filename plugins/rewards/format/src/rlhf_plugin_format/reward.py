@@ -49,9 +49,8 @@ class FormatReward(Reward):
 
     name = "format"
     Config = FormatConfig
-    conformance = {
-        "configs": (FormatConfig(pattern=".*4.*"),)
-    }  # what `rlhf plugins check` runs, as the defaults say no form
+    conformance = {"configs": (FormatConfig(pattern=".*4.*"),)}
+    """What ``rlhf plugins check`` runs, as the defaults say no form."""
 
     def __init__(self, config: FormatConfig | None = None) -> None:
         super().__init__(config)

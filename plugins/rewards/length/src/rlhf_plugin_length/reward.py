@@ -35,9 +35,8 @@ class LengthReward(Reward):
 
     name = "length"
     Config = LengthConfig
-    conformance = {
-        "configs": (LengthConfig(low=2, high=20),)
-    }  # what `rlhf plugins check` runs, as the defaults give no range
+    conformance = {"configs": (LengthConfig(low=2, high=20),)}
+    """What ``rlhf plugins check`` runs, as the defaults give no range."""
 
     async def score(self, group: Group) -> list[RewardResult]:
         return [self._value(t.sampled_tokens) for t in group.trajectories]
