@@ -233,6 +233,8 @@ def test_a_reward_without_its_role_in_a_worker_or_with_state_is_refused() -> Non
         Scorer([active(Running)])
     with pytest.raises(ConfigError, match=r"two rewards are called 'giving'"):
         Scorer([active(giving(values(1.0))), active(giving(values(1.0)))])
+    with pytest.raises(ConfigError, match=r"cannot be called 'env'.*set `name`"):
+        Scorer([active(giving(values(1.0)), "env")])
 
 
 def test_two_rewards_that_mean_different_models_by_one_role_are_refused() -> None:

@@ -91,7 +91,9 @@ class Scorer:
         for reward in rewards:
             _check_place(reward)
         _check_roles(rewards)
-        self._pools = {r.name: WorkerPool(r.resolved, r.config, RewardError, size) for r in rewards if r.in_worker}
+        self._pools = {
+            r.name: WorkerPool(r.resolved, r.config, RewardError, size, str(r)) for r in rewards if r.in_worker
+        }
 
     async def setup(self) -> None:
         """Set every reward up and start a worker of each that needs one, so that one which cannot start stops the run

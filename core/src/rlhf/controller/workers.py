@@ -44,12 +44,14 @@ class WorkerDied(Exception):
 class Worker:
     """One process that serves one plugin. After any failure of the process itself it is dead; the pool starts another.
 
-    ``error`` is the class raised for everything that goes wrong, with ``what`` (the plugin and its distribution) in
-    its message.
+    ``error`` is the class raised for everything that goes wrong, with ``what`` (by default the plugin and its
+    distribution) in its message.
     """
 
-    def __init__(self, resolved: Resolved, config: ComponentConfig | None, error: type[RlhfError]) -> None:
-        self.what, self.error, self.alive = str(resolved), error, True
+    def __init__(
+        self, resolved: Resolved, config: ComponentConfig | None, error: type[RlhfError], what: str = ""
+    ) -> None:
+        self.what, self.error, self.alive = what or str(resolved), error, True
         self._build = (_reference(resolved, error), None if config is None else config.model_dump_json())
         self._socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
@@ -166,9 +168,14 @@ class WorkerPool:
     """At most ``size`` workers of one plugin; who waits for one is served in order of arrival."""
 
     def __init__(
-        self, resolved: Resolved, config: ComponentConfig | None, error: type[RlhfError], size: int = 1
+        self,
+        resolved: Resolved,
+        config: ComponentConfig | None,
+        error: type[RlhfError],
+        size: int = 1,
+        what: str = "",
     ) -> None:
-        self.resolved, self.config, self.error, self.size = resolved, config, error, size
+        self.resolved, self.config, self.error, self.what = resolved, config, error, what
         self._free = size
         self._idle: list[Worker] = []
         self._workers: list[Worker] = []
@@ -189,7 +196,7 @@ class WorkerPool:
         try:
             if self._idle:
                 return self._idle.pop()
-            worker = Worker(self.resolved, self.config, self.error)
+            worker = Worker(self.resolved, self.config, self.error, self.what)
             self._workers.append(worker)
             try:
                 await worker.start()

@@ -14,7 +14,7 @@ from rlhf.types import Group, RewardResult, RoleSpec
 class ScoreWithRole(Protocol):
     """``await score(role, texts or token lists) -> values``: a reward model held by the run."""
 
-    def __call__(self, role: str, ids: Sequence[Sequence[int]]) -> Awaitable[list[float]]: ...
+    def __call__(self, role: str, ids: Sequence[Sequence[int]], /) -> Awaitable[list[float]]: ...
 
 
 @dataclass(frozen=True, slots=True)

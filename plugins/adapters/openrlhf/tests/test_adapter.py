@@ -1,0 +1,32 @@
+"""The adapter conforms, and knows its files by their text alone."""
+
+from __future__ import annotations
+
+from rlhf.testing.adapter import AdapterContract
+from rlhf_plugin_openrlhf import OpenRLHF
+
+REWARD = """
+from openrlhf.utils import grade_answer
+
+def reward_func(queries, prompts, labels, **kwargs):
+    return {"rewards": [float(grade_answer(queries[0], labels[0]))]}
+"""
+AGENT = """
+from openrlhf.utils import agent
+
+class AgentInstance(agent.AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        pass
+
+    async def step(self, states, **kwargs):
+        return {"rewards": 0.0, "done": True}
+
+class AgentExecutor(agent.MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+class TestConformance(AdapterContract):
+    adapter = OpenRLHF
+    files = [("reward", REWARD, None), ("env", AGENT, None), ("env", AGENT, "AgentInstance")]
