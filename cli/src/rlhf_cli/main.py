@@ -71,11 +71,28 @@ def _dispatch(words: list[str]) -> int:
     )
     command.add_arguments(parser)
     if getattr(command, "OVERRIDES", False):
-        args, overrides = parser.parse_known_args(rest)
-        args.overrides = overrides
+        rest, dotted = split_dotted(rest)
+        args, unknown = parser.parse_known_args(rest)
+        args.overrides = dotted + unknown
     else:
         args = parser.parse_args(rest)
     return int(command.run(args))
+
+
+def split_dotted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(other words, dotted flags with their values): argparse would take such a value for a positional argument."""
+    others: list[str] = []
+    dotted: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            others.append(word)
+            continue
+        dotted.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            dotted.append(rest.pop(0))
+    return others, dotted
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ def check(
     reward_roles: Collection[RoleSpec] = (),
     generator: type[Generator] | None = None,
     trainer: type[Trainer] | None = None,
+    scored: bool = True,
 ) -> None:
     """Refuse a run that could only fail later or silently ignore something.
 
@@ -28,6 +29,7 @@ def check(
         rollout_needs_env: ``Rollout.needs_env`` of the selected rollout (online runs).
         reward_roles: roles that the selected rewards declare; the run holds them too.
         generator, trainer: the selected classes, where their capabilities are to be checked.
+        scored: whether answers must get a reward.
 
     Raises ConfigError listing every problem and what to do about it.
     """
@@ -39,7 +41,7 @@ def check(
             f"{algorithm.data}. Remove it."
         )
     if algorithm.data == "prompts":
-        problems += _online(run, algorithm, needs, rollout_needs_env)
+        problems += _online(run, algorithm, needs, rollout_needs_env, scored)
         problems += _capabilities(algorithm, needs, generator, trainer)
     else:
         problems += _offline(run, algorithm)
@@ -67,7 +69,7 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
     return problems
 
 
-def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env: bool) -> list[str]:
+def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env: bool, scored: bool) -> list[str]:
     problems, s = [], run.sampling
     name = algorithm.name
     if s.samples_per_prompt < needs.group_min:
@@ -97,7 +99,7 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout to one that does "
             "(e.g. multi_turn), or remove it."
         )
-    if not run.reward and run.env is None:
+    if scored and not run.reward and run.env is None:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
     f = run.stream.filter
     if f is not None:

@@ -50,8 +50,14 @@ class Prepared:
         return self.algorithm.data == "prompts"
 
 
-def prepare(config: RunFile, plugins: Plugins) -> Prepared:
-    """Resolve and check. Raises ConfigError, PluginError, DataError or ModelError saying what to change."""
+def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
+    """Resolve and check.
+
+    Args:
+        scored: whether answers must get a reward.
+
+    Raises ConfigError, PluginError, DataError or ModelError saying what to change.
+    """
     check_requirements(config.run.requires)
     config = resolved_run(plugins, config)
     algorithm, used = build_algorithm(plugins, config.algorithm, config.origins)
@@ -73,6 +79,7 @@ def prepare(config: RunFile, plugins: Plugins) -> Prepared:
         reward_roles=[role for r in rewards for role in r.instance.roles()],
         generator=parts["generator"].resolved.cls if "generator" in parts else None,
         trainer=parts["trainer"].resolved.cls,
+        scored=scored,
     )
     algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
     for name in roles:

@@ -1,0 +1,54 @@
+"""Sample answers: `rlhf generate --model PATH --prompt "47+38="`, or `--data FILE` for many.
+
+Sampling parameters are those of a run file: `--sampling.temperature 0.7`, `--sampling.max_new_tokens 64`,
+`--eval.samples 4`. With `--save FILE.jsonl` every answer is written with its tokens and log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf_cli.flags import add_short_flags, overrides
+
+OVERRIDES = True
+NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
+    add_short_flags(parser, without=NOT_HERE)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write every answer with its tokens there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rlhf.errors import ConfigError
+
+    from rlhf_cli.answering import load_for_answers
+
+    if bool(args.prompt) == bool(args.data):
+        raise ConfigError("give the prompts either as --prompt TEXT (repeated for several) or as --data FILE")
+    flags = overrides(args, {"data": "data.eval"})
+    with tempfile.TemporaryDirectory() as folder:
+        if args.prompt:
+            path = Path(folder) / "prompts.jsonl"
+            path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
+            flags.append(("data.eval", str(path)))
+        config, plugins = load_for_answers(args.run_file, flags, scored=False)
+        from rlhf.controller.inference import evaluate_model
+
+        _, groups = evaluate_model(config, plugins)
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.status == "failed":
+                raise ConfigError(f"row {group.row.index}: {trajectory.error}")
+            sys.stdout.write(f"{trajectory.prompt_text}{trajectory.completion}\n")
+    if args.save is not None:
+        from rlhf.serialise import write_groups
+
+        write_groups(args.save, groups)
+    return 0

@@ -1,0 +1,62 @@
+"""A model that only answers, with the rollouts, rewards and data of training: `rlhf eval` and `rlhf generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rlhf.controller.answering import Answering, answering, evaluation_settings
+from rlhf.controller.build import launch_roles
+from rlhf.controller.evaluate import evaluate_rollouts
+from rlhf.controller.learn import Metrics
+from rlhf.controller.prepare import Prepared, prepare
+from rlhf.interfaces import Algorithm
+from rlhf.ops.batch import Batch
+from rlhf.plugins import Plugins
+from rlhf.runfile import Choice, RunFile
+from rlhf.types import Group, Needs, RoleSpec
+
+
+class Answer(Algorithm):
+    """Learns nothing: holds an untrained policy."""
+
+    name = "answer"
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy"),))
+
+    def assemble(self, examples: Sequence[object]) -> Batch | None:
+        return None
+
+    def updates(self, step: int) -> list:
+        return []
+
+
+@contextmanager
+def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answering]]:
+    """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
+    plugins.register("algorithm", Answer)
+    data = config.data.model_copy(update={"train": config.data.eval or config.data.train})
+    algorithm = Choice(use="answer")
+    config = config.model_copy(update={"algorithm": algorithm, "data": data, "observer": ()})
+    prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
+    launcher = prepared.parts["launcher"].build()
+    roles = launch_roles(prepared, launcher)
+    made = answering(prepared, roles, launcher)
+    try:
+        made.generator.load(roles["policy"].group.worker, 0)
+        yield prepared, made
+    finally:
+        for closer in (*made.closers, launcher.shutdown):
+            closer()
+
+
+def evaluate_model(
+    config: RunFile, plugins: Plugins, progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Metrics, list[Group]]:
+    """Answer and score every evaluation row. Metrics without the ``eval/`` in front."""
+    with answers(config, plugins) as (prepared, made):
+        rows = prepared.data.eval_rows()[: config.eval.max_rows]
+        settings = evaluation_settings(config)
+        metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
+        return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups
