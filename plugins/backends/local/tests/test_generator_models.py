@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf.errors import ModelError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -85,6 +85,14 @@ def test_long_prompts_with_windows_are_computed_in_blocks(monkeypatch):
 def test_models_whose_cache_is_something_else_are_refused(kind, options, words):
     with pytest.raises(ModelError, match=f"{words}.*cannot sample from it. Use another generator"):
         generator(make(kind, **options))
+
+
+def test_rotary_embeddings_that_depend_on_neighbours_limit_the_length():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = make("phi3", original_max_position_embeddings=32, rope_parameters=rope)
+    assert len(list(generator(model).generate([GenerationRequest((3, 4), 0, Sampling(30))]))) == 1
+    with pytest.raises(ConfigError, match=r"33 tokens .* original_max_position_embeddings \(longrope\) = 32"):
+        generator(model).generate([GenerationRequest((3, 4), 0, Sampling(31))])
 
 
 def test_attention_to_later_tokens_is_refused():

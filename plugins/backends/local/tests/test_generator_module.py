@@ -186,6 +186,7 @@ def test_requests_are_checked_before_anything_is_computed(build):
             (GenerationRequest((3, 500), 0, Sampling()), "request 1 has token 500; the model's ids are 0 to 9"),
             (GenerationRequest((-1, 3), 0, Sampling()), "request 1 has token -1"),
             (GenerationRequest((3,), 0, Sampling(top_p=0.0)), "top_p is 0.0"),
+            (GenerationRequest((3,), -4, Sampling()), "request 1 has seed -4; a seed is an integer from 0"),
             (
                 GenerationRequest((3,), 0, Sampling(max_new_tokens=5000)),
                 "may need 5001 tokens .* max_position_embeddings = 4096",

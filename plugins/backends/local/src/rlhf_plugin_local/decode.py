@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from rlhf.errors import ModelError
@@ -32,7 +33,8 @@ class Decoder:
         self.device = next(module.parameters()).device
         self.layers = self.config.num_hidden_layers
         self.vocabulary = self.config.vocab_size
-        self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.positions = _positions(self.config)
+        """Longest sequence, and the config field that says so."""
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -105,7 +107,17 @@ def _check(models: list[PreTrainedModel]) -> None:
         )
 
 
-def _windows(config: object) -> dict[int, int]:
+def _windows(config: Any) -> dict[int, int]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ()
     return {i: window for i, kind in enumerate(kinds) if kind == "sliding_attention" and window}
+
+
+def _positions(config: Any) -> tuple[int | None, str]:
+    """Rotary embeddings of type longrope change for every row of a batch once one of them passes the original length;
+    samples would depend on their neighbours, so that length is the limit."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and original:
+        return original, "original_max_position_embeddings (longrope)"
+    return getattr(config, "max_position_embeddings", None), "max_position_embeddings"

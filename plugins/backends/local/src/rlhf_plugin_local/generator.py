@@ -128,10 +128,13 @@ class TransformersGenerator(Generator):
                 f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
                 "model's own tokenizer."
             )
+        if not 0 <= request.seed < 2**64:
+            raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")
         need = len(request.ids) + request.sampling.max_new_tokens
+        positions, field = self._decoder.positions
         for limit, what, cure in (
             (self.config.max_cache_tokens, "generator.max_cache_tokens is", "Raise it, or lower"),
-            (self._decoder.positions, "the model has max_position_embeddings =", "Lower"),
+            (positions, f"the model has {field} =", "Lower"),
         ):
             if limit is not None and need > limit:
                 raise ConfigError(

@@ -137,11 +137,13 @@ def _attend(
     K, L = key.shape[1], key.shape[2]
     with torch.autocast(query.device.type, enabled=False):
         q = query.reshape(B * K, H // K * Q, D)
-        kT = key.reshape(B * K, L, D).transpose(1, 2)
-        if softcap is None:
-            score = torch.baddbmm(bias, q, kT, alpha=scale)
-        else:
-            score = torch.bmm(q, kT).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
+        k = key.reshape(B * K, L, D)
+        if softcap is not None:
+            score = torch.bmm(q, k.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
+        elif q.dtype == torch.float32:
+            score = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+        else:  # k first: as a transposed right factor, a CPU's bf16 product would copy the part of the cache it reads
+            score = torch.bmm(k, (q * scale).transpose(1, 2)).transpose(1, 2).add(bias)
         if sinks is None:
             weight = score.softmax(-1, dtype=torch.float32)
         else:

@@ -1,0 +1,78 @@
+"""Sampling from the torch trainer's module, whose layers are fused, and training on what was sampled."""
+
+import pytest
+import torch
+from rlhf.interfaces import ModelSpec
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_local.fused import _FusedLayer
+from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.trainer import TorchTrainer
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def trainer(request, model_path):
+    role = RoleSpec("policy", trained=True)
+    return TorchTrainer(None, ModelSpec(role, str(model_path), dtype=request.param, total_updates=4))
+
+
+@pytest.fixture
+def generator(trainer):
+    made = TransformersGenerator(None, eos_token_ids=trainer.eos_token_ids, decode=trainer.tokenizer.decode)
+    made.load(trainer, 0)
+    return made
+
+
+TEMPERATURES = (0.7, 1.0, 1.3)
+
+
+def wanted():
+    prompts = [tuple(range(5, 9 + 4 * p)) for p in range(3)]
+    return [GenerationRequest(ids, s, Sampling(30, TEMPERATURES[s % 3])) for ids in prompts for s in range(6)]
+
+
+def batch_of(requests, turns):
+    units = []
+    for request, turn in zip(requests, turns, strict=True):
+        n, m = len(request.ids), len(turn.ids)
+        columns = {
+            "loss_mask": [False] * n + [True] * m,
+            "temperature": [1.0] * n + [turn.temperature] * m,
+            "sampled": [0.0] * n + turn.logprobs,
+        }
+        units.append(UnitData([SequenceData([*request.ids, *turn.ids], columns)]))
+    return pack(units)
+
+
+def draw(generator):
+    found = dict(generator.generate(wanted()))
+    return [found[i] for i in range(len(found))]
+
+
+def test_the_generators_logprobs_are_the_trainers(trainer, generator):
+    turns = draw(generator)
+    batch = batch_of(wanted(), turns)
+    got = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
+    difference = (got - batch.tok["sampled"])[batch.tok["loss_mask"]].abs()
+    assert any(isinstance(m.forward, _FusedLayer) for m in trainer.module.modules())
+    if trainer.precision.bf16:
+        assert difference.mean() < 0.01
+    else:
+        assert difference.max() < 1e-5
+
+
+def test_sampling_and_training_alternate(trainer, generator, nll):
+    first = draw(generator)
+    assert draw(generator) == first
+    batch = weigh(batch_of(wanted(), first), nll.reduce())
+    before = trainer.forward([batch], ["logprobs"])[0]["logprobs"]
+    trainer.update([batch], nll, {}, {})
+    generator.load(trainer, 1)
+    after = draw(generator)
+    assert {t.versions for t in after} == {((0, 1),)}
+    new = batch_of(wanted(), after)
+    got = trainer.forward([new], ["logprobs"])[0]["logprobs"]
+    difference = (got - new.tok["sampled"])[new.tok["loss_mask"]].abs()
+    assert difference.max() < (0.1 if trainer.precision.bf16 else 1e-5)
+    assert not torch.equal(trainer.forward([batch], ["logprobs"])[0]["logprobs"], before)
