@@ -192,7 +192,9 @@ class PolicyGradient(Algorithm):
             roles.append(RoleSpec("reference", like="policy"))
         if self.advantage.needs_values:
             roles.append(RoleSpec("critic", head="scalar", trained=True, like="policy"))
-        return Needs(tuple(roles), self.advantage.group_min, self.loss.generator_logprobs)
+        corrected = self.loss.generator_logprobs
+        features = ("correction",) if corrected else ()
+        return Needs(tuple(roles), self.advantage.group_min, corrected, features)
 
     def annotations(self, step: int) -> list[Annotation]:
         wanted = []

@@ -31,11 +31,16 @@ class CountingGenerator(Generator):
 
 
 class PlainTemplate:
+    end_token_ids = (0,)
+
     def encode_prompt(self, row):
         return Turn([row["id"]], False, text=str(row["id"]))
 
-    def encode_observation(self, text):
-        return Turn([len(text)], False, text=text)
+    def encode_opening(self, row, text):
+        return [self.encode_prompt(row), self.encode_observation(text)]
+
+    def encode_observation(self, text, closed=True):
+        return Turn([len(text), *([] if closed else [0])], False, text=text)
 
 
 class OneForAll:
@@ -97,6 +102,13 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
     assert [g.row["id"] for g in groups] == [10, 11]
     assert [t.index for g in groups for t in g.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_an_observation_closes_an_answer_that_was_cut(main):
+    groups, _ = run(main, rows(3), samples=8)
+    for t in groups[0].trajectories:
+        for answer, observation in zip(t.turns[1::2], t.turns[2::2], strict=True):
+            assert (observation.ids[-1:] == [0] and len(observation.ids) == 2) == (answer.ids[-1] != 0)
 
 
 def test_samples_of_a_prompt_have_different_seeds_and_purposes_too(main):

@@ -93,6 +93,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     policy = _model(config, roles, "policy")
     tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
     data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed)
+    if rollout is not None and rollout.needs_env:
+        data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
     updates = _optimizer_steps(algorithm, steps)
     used += [s.resolved for s in (*parts.values(), *observers.values())] + [r.resolved for r in rewards]

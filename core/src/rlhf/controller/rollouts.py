@@ -18,9 +18,13 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 class PromptTemplate(Protocol):
     """How rows and observations become tokens (:class:`rlhf.data.template.Template`)."""
 
+    end_token_ids: tuple[int, ...]
+
     def encode_prompt(self, row: Row) -> Turn: ...
 
-    def encode_observation(self, text: str) -> Turn: ...
+    def encode_opening(self, row: Row, text: str) -> list[Turn]: ...
+
+    def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
 
 
 class GroupScorer(Protocol):
@@ -126,14 +130,19 @@ class _Context(RolloutContext):
     ) -> None:
         self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
         self._envs: list[Env] = []
+        self._closed = True
         self.clock: asyncio.Timeout | None = None
         self.sampling, self.max_tokens = settings.sampling, settings.max_tokens
 
     def encode_prompt(self, row: Row) -> Turn:
         return self._run.template.encode_prompt(row)
 
+    def encode_opening(self, row: Row, text: str) -> list[Turn]:
+        return self._run.template.encode_opening(row, text)
+
     def encode_observation(self, text: str) -> Turn:
-        return self._run.template.encode_observation(text)
+        """Closes the answer before it first, where that was cut before its end token."""
+        return self._run.template.encode_observation(text, self._closed)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
@@ -149,6 +158,7 @@ class _Context(RolloutContext):
         remaining = self._stop_clock()
         turn = await self._waves.generate((*self._index, turn_number), request)
         self._start_clock(remaining)
+        self._closed = bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
         return turn
 
     def _stop_clock(self) -> float:
