@@ -133,8 +133,8 @@ class Stream:
 def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
     """Whether a group's scores pass the dynamic filter; a group without scores does not.
 
-    low < mean < high (both strict) and std > min_std, each where configured. DAPO (arXiv:2503.14476) is low = 0,
-    high = 1 on 0/1 scores; ``min_std`` also catches constant groups of other rewards. std is the population's.
+    low < mean < high (both strict) and std > min_std, each where configured. arXiv:2503.14476 has low = 0, high = 1 on
+    0/1 scores; ``min_std`` also catches constant groups of other rewards. std is the population's.
     """
     if not scores:
         return False
