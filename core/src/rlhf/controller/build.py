@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.config import to_toml
 from rlhf.controller.answering import answering, evaluation_settings, training_settings
 from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf.controller.learn import Metrics
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.prepare import Prepared, prepare
@@ -76,15 +79,17 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
         store=CheckpointStore(directory.path, config.checkpoint.keep, progress.note),
         progress=progress,
         total_steps=prepared.total_steps,
+        snapshots=prepared.snapshots,
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
     )
     rows = data.eval_rows()[: config.eval.max_rows]
+    evaluations: list[Callable[[], Metrics]] = []
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher)
         run.generator, run.closers = answers.generator, answers.closers
         settings = evaluation_settings(config)
-        run.evaluate = lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0]
+        evaluations.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
         if prepared.online:
             run.stream = Stream(
                 data,
@@ -97,12 +102,11 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
                 on_failed_sample=config.stream.on_failed_sample,
                 group_min=algorithm.needs().group_min,
             )
-    elif rows:
+    if rows and not prepared.online:
         examples = data.examples(rows)
-        run.evaluate = lambda: evaluate_loss(algorithm, roles, examples)
-    if not rows:
-        run.evaluate = None
-    if run.evaluate is not None:
+        evaluations.append(lambda: evaluate_loss(algorithm, roles, examples))
+    if rows:
+        run.evaluate = lambda: {name: value for evaluate in evaluations for name, value in evaluate().items()}
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     if config.run.resume:
         _restore(run)

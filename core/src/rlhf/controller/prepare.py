@@ -36,6 +36,8 @@ class Prepared:
     total_steps: int
     specs: dict[str, ModelSpec]
     """By role."""
+    snapshots: frozenset[str]
+    """Roles whose weights the algorithm replaces on the way: they are in the checkpoint like trained ones."""
     parts: dict[str, Selection]
     """``launcher``, ``trainer``, ``generator``, ... and, per role with options of its own, ``trainer.<role>``."""
     rewards: list[ActiveReward]
@@ -96,7 +98,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
-    updates = _optimizer_steps(algorithm, steps)
+    updates, snapshots = _schedule(algorithm, steps)
     used += [s.resolved for s in (*parts.values(), *observers.values())] + [r.resolved for r in rewards]
     return Prepared(
         config,
@@ -105,6 +107,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         tokenizer,
         steps,
         {name: _spec(config, roles, name, updates.get(name, 0)) for name in roles},
+        snapshots,
         parts,
         rewards,
         rollout,
@@ -176,11 +179,14 @@ def _spec(config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: in
     )
 
 
-def _optimizer_steps(algorithm: Algorithm, steps: int) -> Counter[str]:
-    """{role: optimizer steps of the whole run}, which its learning-rate schedule spans."""
+def _schedule(algorithm: Algorithm, steps: int) -> tuple[Counter[str], frozenset[str]]:
+    """({role: optimizer steps of the whole run}, which its learning-rate schedule spans; roles that are snapshots)."""
     count: Counter[str] = Counter()
+    snapshots = set()
     for step in range(steps):
         for update in algorithm.updates(step):
             if isinstance(update, Update):
                 count[update.role] += update.epochs * update.minibatches
-    return count
+            else:
+                snapshots.add(update.role)
+    return count, frozenset(snapshots)

@@ -18,7 +18,8 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 class PromptTemplate(Protocol):
     """How rows and observations become tokens (:class:`rlhf.data.template.Template`)."""
 
-    end_token_ids: tuple[int, ...]
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
 
     def encode_prompt(self, row: Row) -> Turn: ...
 

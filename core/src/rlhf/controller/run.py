@@ -42,6 +42,7 @@ class Run:
     store: CheckpointStore
     progress: Progress
     total_steps: int
+    snapshots: frozenset[str] = frozenset()
     stream: Stream | None = None
     generator: Generator | None = None
     rewards: Mapping[str, Reward] = field(default_factory=dict)
@@ -53,7 +54,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.seed = self.config.run.seed
-        self.saved_roles = tuple(name for name, role in self.roles.items() if role.spec.role.trained)
+        self.trained_roles = tuple(name for name, role in self.roles.items() if role.spec.role.trained)
+        self.saved_roles = tuple(name for name in self.roles if name in (*self.trained_roles, *self.snapshots))
         self.stop = StopRequest()
         self.updates = 0
         self.status = "failed"
@@ -202,7 +204,7 @@ class Run:
 
     def _report_coverage(self) -> None:
         """After a role's first update: parameters that got no gradient or did not move are named once."""
-        for name in self.saved_roles:
+        for name in self.trained_roles:
             if name in self._covered:
                 continue
             coverage = getattr(self.roles[name].group.worker, "coverage", None)
