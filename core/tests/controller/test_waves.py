@@ -151,6 +151,19 @@ class Recording(Env):
         Recording.closed += 1
 
 
+def test_the_samples_of_a_prompt_face_the_same_task(main):
+    seeds = []
+
+    class Keeps(Turns):
+        async def run(self, row, seed, ctx):
+            seeds.append((row["id"], seed))
+            return await super().run(row, seed, ctx)
+
+    run(main, rows(1, 1), Keeps(), samples=4)
+    assert len(seeds) == 8
+    assert len(set(seeds)) == 2
+
+
 def test_environments_are_closed_once_also_after_an_error(main):
     class Opens(Rollout):
         name = "opens"

@@ -100,7 +100,7 @@ class Rollouts:
 
     async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:
         context = _Context(self, row, index, settings, waves)
-        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", *index)
+        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # one task for the whole group
         what = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
         await waves.enter(index)

@@ -55,4 +55,9 @@ class Rollout(Component):
 
     @abstractmethod
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
-        """All turns of one sample."""
+        """All turns of one sample.
+
+        Args:
+            seed: for the environment; equal for all samples of a prompt, so that a group baseline compares answers to
+                the same task. What the policy samples has seeds of its own (:meth:`RolloutContext.generate`).
+        """
