@@ -76,3 +76,15 @@ def test_a_request_that_cannot_fit_is_refused(model):
     )
     with pytest.raises(ConfigError, match=words):
         sample(model, [forced(5, 5), forced(20, 40)], max_cache_tokens=50)
+
+
+def test_a_finished_row_writes_into_no_other(model):
+    """It ends at the very end of the cache, and stays in it for a while as one hole among many rows."""
+    wanted = [forced(10, 5, 0), *[forced(2, 13, i) for i in range(1, 15)]]
+    together, work = sample(model, wanted)
+    assert work["peak_cache_tokens"] == 15 * 14
+    assert work["row_steps"] == 15 * 12  # the hole was there to the end
+    for turn, request in zip(together, wanted, strict=True):
+        alone = sample(model, [request])[0][0]
+        assert turn.ids == alone.ids
+        assert turn.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
