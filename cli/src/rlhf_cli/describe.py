@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import types
+import typing
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -99,9 +101,19 @@ def _calls(method: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+    """``'k1' | 'k2' | None``, ``tuple[float, float]``, ``int``."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is typing.Literal:
+        return " | ".join(map(repr, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_type, arguments))
+    if origin is not None:
+        return f"{_type(origin)}[{', '.join('...' if a is Ellipsis else _type(a) for a in arguments)}]"
+    if annotation is type(None):
+        return "None"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
 
 
 def plain(value: Any) -> Any:
@@ -109,7 +121,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
-        return {k: plain(v) for k, v in asdict(value).items() if v not in (None, (), {}, "")}
+        return {k: plain(v) for k, v in asdict(value).items() if v not in (None, (), {}, "", False)}
     if isinstance(value, dict) or hasattr(value, "items"):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
