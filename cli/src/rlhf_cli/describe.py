@@ -121,7 +121,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
-        return {k: plain(v) for k, v in asdict(value).items() if v not in (None, (), {}, "", False)}
+        return {k: plain(v) for k, v in asdict(value).items() if v not in (None, (), {}, "")}
     if isinstance(value, dict) or hasattr(value, "items"):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
