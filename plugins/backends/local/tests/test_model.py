@@ -77,8 +77,9 @@ def test_a_checkpoint_with_missing_weights_is_refused(tmp_path):
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights .*layers.1.mlp.up_proj.weight"):
-        load(path)
+    for head in ("lm", "scalar"):
+        with pytest.raises(ModelError, match=r"lacks 1 weights .*layers.1.mlp.up_proj.weight"):
+            load(path, head)
 
 
 def test_final_softcapping_is_applied_and_unknown_scaling_refused(tmp_path):

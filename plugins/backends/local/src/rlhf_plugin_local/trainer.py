@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_plugin_local import heads as head_ops
 from rlhf_plugin_local import state
-from rlhf_plugin_local.attention import attend_with, current_route, packed
+from rlhf_plugin_local.attention import attend_with, current_route
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.ema import Ema
 from rlhf_plugin_local.model import eos_token_ids, exporting, load_model, load_tokenizer
@@ -74,6 +74,10 @@ class TorchTrainer(Trainer):
                 self._checkpoint_gradients()
 
     @property
+    def views(self) -> tuple[str, ...]:
+        return ("live",) if self.ema is None else ("live", "ema")
+
+    @property
     def precision_note(self) -> str:
         """Which arithmetic was chosen and why."""
         return self.precision.note
@@ -125,8 +129,7 @@ class TorchTrainer(Trainer):
             if not math.isfinite(sums["loss"][0]):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
             elif not self._bad_loss and total.requires_grad:
-                with packed(batch.lens_B.tolist()):  # gradient checkpointing computes layers again in here
-                    total.backward()
+                total.backward()
         return sums
 
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
@@ -273,7 +276,7 @@ class TorchTrainer(Trainer):
 
     def _checkpoint_gradients(self) -> None:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            # the second pass may run on another thread (GPU), where the context's lengths are unknown
+            # the second pass runs inside backward(), outside of the context that holds the lengths
             return nullcontext(), attend_with(current_route())
 
         self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
