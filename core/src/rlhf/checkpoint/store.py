@@ -103,7 +103,7 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(cause, RlhfError) or not isinstance(cause, Exception):
                 raise
-            raise CheckpointError(self._failure(target, cause)) from cause
+            raise self.unwritten(f"checkpoint {target}", cause) from cause
         return target
 
     def mark_best(self, step: int, **about: Any) -> None:
@@ -212,16 +212,17 @@ class CheckpointStore:
             if pointer is None or old.step != pointer["step"]:
                 files.discard_folder(old.path)
 
-    def _failure(self, target: Path, cause: Exception) -> str:
+    def unwritten(self, what: str, cause: Exception) -> CheckpointError:
+        """The error for ``what`` of this run that could not be written: says what is left and how to go on."""
         kept = [c.step for c in self.complete()]
-        text = f"checkpoint {target} could not be saved: {type(cause).__name__}: {cause}."
+        text = f"{what} could not be saved: {type(cause).__name__}: {cause}."
         if files.disk_is_full(cause):
             free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
             text += (
                 f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
                 f"(now {self.keep}) or choose another run.output."
             )
-        return f"{text} The checkpoints of steps {kept} are intact; continue with --resume."
+        return CheckpointError(f"{text} The checkpoints of steps {kept} are intact; continue with --resume.")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint import CheckpointStore
+from rlhf.checkpoint.files import disk_is_full
 from rlhf.controller.learn import Metrics
 from rlhf.controller.roles import Role
 from rlhf.controller.state import write_state
@@ -58,9 +59,13 @@ class Run:
         self.saved_roles = tuple(name for name in self.roles if name in (*self.trained_roles, *self.snapshots))
         self.stop = StopRequest()
         self.updates = 0
+        """Steps that changed weights, those before a resume included."""
+        self.done = 0
+        """Finished steps, those before a resume included."""
         self.status = "failed"
+        self._started = time.perf_counter()
         self._times: dict[str, float] = {}
-        self._stopped_early = False
+        self._stopping = False
         self._covered: set[str] = set()
 
     # ------------------------------------------------------------------------------- around the steps
@@ -80,14 +85,14 @@ class Run:
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             with self.timed("evaluate"):
                 self._log(0, self.evaluate())
+        self.done = self.first_step
+        self._stopping = self._is_exhausted()  # the process died between the last checkpoint and the end
         with self.stop:
-            for step in range(self.first_step, self.total_steps):
+            while self.done < self.total_steps and not self._stopping:
                 self._times = {}
                 self._started = time.perf_counter()
-                yield step
-                if self.stop.requested or self._stopped_early:
-                    break
-        self.status = "stopped" if self.stop.requested or self._stopped_early else "finished"
+                yield self.done
+        self.status = "finished" if self.done == self.total_steps else "stopped"
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -124,30 +129,34 @@ class Run:
         """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due."""
         done = step + 1
         if "empty" not in metrics:
-            self.updates += 1
+            # a role has a gradient norm where at least one of its optimizer steps was not skipped
+            self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
             metrics |= self.algorithm.finish(step, metrics)
             self._report_coverage()
         if ready is not None:
             metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
             metrics["stream/version"] = float(ready.version)
             if self.config.checkpoint.save_rollouts:
-                write_groups(self.directory.rollouts(done), ready.groups)
+                with self._writing(path := self.directory.rollouts(done)):
+                    write_groups(path, ready.groups)
             self._observe("rollouts_finished", done, ready.groups)
         metrics["epoch"] = self.data.epoch
-        last = done == self.total_steps or self.stop.requested
         is_best = False
         if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
             with self.timed("evaluate"):
                 metrics |= self.evaluate()
             if self.best is not None:
-                is_best, self._stopped_early = self.best.update(done, metrics)
+                is_best, _ = self.best.update(done, metrics)
         self._log(done, metrics)
-        section = self.config.checkpoint
-        last = last or self._stopped_early
+        self.done, section = done, self.config.checkpoint
+        # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
+        self._stopping = self.stop.requested or self._is_exhausted()
+        last = done == self.total_steps or self._stopping
         if _due(done, section.every) or last or (is_best and section.save_best):
             self.save(done, best=is_best and section.save_best)
         if _due(done, section.export_every) and not last:
-            self.directory.export(done, self.export, section.keep)
+            with self._writing(self.directory.exports(done)):
+                self.directory.export(done, self.export, section.keep)
 
     def save(self, step: int, best: bool = False) -> None:
         """A complete checkpoint, or an error and the old ones intact."""
@@ -157,30 +166,39 @@ class Run:
 
     def export(self, path: Path) -> None:
         """The policy in Hugging Face format; its moving average where one is kept."""
-        self.roles["policy"].group.worker.export(path)
+        policy = self.roles["policy"].group.worker
+        policy.export(path, "ema" if "ema" in policy.views else "live")
 
     def close(self) -> None:
         """Export the model of a finished run, say how it ended, release everything."""
         try:
             if self.status != "failed":
-                if self.status == "finished" and not self.updates and self.first_step < self.total_steps:
+                if self.status == "finished" and not self.updates:
                     self.status = "failed"
                     raise TrainingError(
-                        f"the run made {self.total_steps - self.first_step} steps and not one update: every step was "
-                        "empty. Look at stream/filtered and stream/failed_groups in metrics.jsonl"
+                        f"the run made {self.done} steps and not one update: every step was empty or skipped. Look at "
+                        "stream/filtered, stream/failed_groups and */skipped in metrics.jsonl"
                     )
-                self.directory.publish_model(self.export)
+                with self._writing(self.directory.model):
+                    self.directory.publish_model(self.export)
         finally:
-            for closer in (
-                lambda: self._observe("run_ended", self.status),
-                self.progress.close,
-                *self.closers,
-                self.launcher.shutdown,
-                self.directory.close,
-            ):
-                closer()
+            with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
+                for closer in (self.directory.close, self.launcher.shutdown, *reversed(self.closers)):
+                    closing.callback(closer)
+                closing.callback(self.progress.close)
+                closing.callback(self._observe, "run_ended", self.status)
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _is_exhausted(self) -> bool:
+        """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""
+        if self.best is None or not self.best.exhausted:
+            return False
+        self.progress.note(
+            f"stopped early: {self.best.metric} has not improved for {self.best.waited} evaluations; the best, "
+            f"{self.best.value}, was after step {self.best.step}"
+        )
+        return True
 
     def stateful(self) -> dict[str, Component]:
         """Every component whose state is in the checkpoint, by a stable name."""
@@ -189,11 +207,22 @@ class Run:
         parts |= {f"reward.{name}": reward for name, reward in self.rewards.items()}
         return parts | {f"observer.{name}": observer for name, observer in self.observers.items()}
 
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        """Turn a full disk into an error that says what is left of the run."""
+        try:
+            yield
+        except Exception as cause:
+            if isinstance(cause, OSError) or disk_is_full(cause):
+                raise self.store.unwritten(str(path), cause) from cause
+            raise
+
     def _log(self, done: int, metrics: Metrics) -> None:
         if self._times:
             metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
             metrics["time/step"] = time.perf_counter() - self._started
-        self.directory.metrics.append(done, metrics)
+        with self._writing(self.directory.metrics.path):
+            self.directory.metrics.append(done, metrics)
         self._observe("step_finished", done, metrics)
         self.progress.step(done, metrics)
 
@@ -209,7 +238,7 @@ class Run:
                 continue
             coverage = getattr(self.roles[name].group.worker, "coverage", None)
             report: Mapping[str, Sequence[str]] | None = coverage() if coverage else None
-            if report is None:
+            if not report:  # not updated yet
                 continue
             self._covered.add(name)
             for what, parameters in report.items():

@@ -24,7 +24,8 @@ def write_state(run: Run, step: int, folder: Path) -> None:
         path = folder / "roles" / name
         path.mkdir(parents=True)
         run.roles[name].every("save", path)
-    state: dict[str, Any] = {"step": step, "components": {n: c.state_dict() for n, c in run.stateful().items()}}
+    components = {name: component.state_dict() for name, component in run.stateful().items()}
+    state: dict[str, Any] = {"step": step, "updates": run.updates, "components": components}
     if run.stream is not None:
         state["stream"] = run.stream.state_dict()
         write_groups(folder / "ready.jsonl", [g for b in run.stream.ready for g in b.groups])
@@ -55,4 +56,5 @@ def read_state(run: Run, folder: Path) -> int:
         run.data.load_state_dict(state["data"])
     if run.best is not None:
         run.best.load_state_dict(state["best"])
+    run.updates = int(state["updates"])
     return int(state["step"])

@@ -47,7 +47,12 @@ class BestTracker:
             self.value, self.step, self.waited = value, step, 0
         else:
             self.waited += 1
-        return improved, self.patience is not None and self.waited >= self.patience
+        return improved, self.exhausted
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether ``patience`` evaluations in a row brought no improvement."""
+        return self.patience is not None and self.waited >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
         return {
