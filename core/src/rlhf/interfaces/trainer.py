@@ -62,6 +62,11 @@ class Trainer(Component):
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...
 
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The weights that this role can compute with and export: ``live``, and ``ema`` where an average is kept."""
+        return ("live",)
+
     @abstractmethod
     def forward(
         self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
