@@ -1,0 +1,33 @@
+"""What the tests of whole runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rlhf.testing.tiny import tiny_model
+
+from tests.forks import Forks
+from tests.runs import PROMPTS, Workshop
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Models and data, made once."""
+    folder = tmp_path_factory.mktemp("workshop")
+    workshop = Workshop(folder, tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1), folder / "data.jsonl")
+    workshop.rows("data.jsonl", PROMPTS)
+    return workshop
+
+
+@pytest.fixture
+def shop(tiny: Workshop, tmp_path) -> Workshop:
+    """The shared models, with a folder of the test's own for everything else."""
+    return Workshop(tmp_path, tiny.model, tiny.data)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Processes that run the command and can be killed."""
+    with Forks(tmp_path_factory.mktemp("forks")) as server:
+        yield server

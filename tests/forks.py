@@ -1,0 +1,141 @@
+"""The command `rlhf` in processes that can really be killed, without importing torch anew for each.
+
+A server process imports everything once, computes nothing (no threads are started), and forks a child per run::
+
+    with Forks(folder) as forks:
+        process = forks.start(["train", "run.toml"])
+        process.kill()
+        assert process.wait() == -9
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class Forks:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        root = Path(__file__).parent.parent
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=root,
+        )
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        self._server.stdout.close()
+
+    def start(self, arguments: Sequence[str], limits: Mapping[str, int] | None = None) -> Process:
+        """Run ``rlhf`` with ``arguments``. ``limits``: {name of a limit in ``resource``: value}."""
+        self._count += 1
+        log = self._folder / f"{self._count:03}.log"
+        pid = self.ask({"run": list(arguments), "log": str(log), "limits": dict(limits or {})})
+        return Process(self, pid, log)
+
+    def ask(self, request: Mapping[str, Any]) -> int:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+
+@dataclass
+class Process:
+    """A run in a process of its own; ``wait`` must be called once."""
+
+    forks: Forks
+    pid: int
+    log: Path
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """The exit code, or minus the signal that killed it."""
+        return self.forks.ask({"wait": self.pid})
+
+    def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Wait for ``condition``, looking every millisecond."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s in vain:\n{self.output}"
+            time.sleep(0.001)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def serve() -> None:
+    import threading
+
+    import rlhf.controller.build  # noqa: F401
+    import transformers.models.auto.tokenization_auto
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    from rlhf.plugins import Plugins
+    from rlhf_cli.main import main
+
+    plugins = Plugins.discover()
+    for kind in ("algorithm", "trainer", "generator", "launcher", "rollout", "loss", "advantage", "env"):
+        for entry in plugins.list(kind):
+            plugins.resolve(kind, entry.name)
+    assert threading.active_count() == 1, threading.enumerate()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "run" in request:
+            pid = os.fork()
+            if pid == 0:
+                _child(request, main)
+            answer = pid
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        print(answer, flush=True)
+
+
+def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> None:
+    code = 70
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for name, value in request["limits"].items():
+            number = getattr(resource, name)
+            resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
+        code = main(request["run"])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,141 @@
+"""Whole runs for tests: models and data of a few kilobytes, run files on them, and what a run directory holds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rlhf.observe import read_metrics
+from rlhf_cli.main import main
+
+PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
+REWARD = """
+async def score(prompt, completion, row):
+    digits = sum(c in "0123456789" for c in completion)
+    return digits / 6 + (row["answer"] in completion)
+"""
+"""Varies between the answers of an untrained model, so that there is something to learn."""
+
+ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
+"""Those that sample; the supervised one is ``sft``."""
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``changes`` laid over ``base``, table by table; None removes a key."""
+    result = dict(base)
+    for key, value in changes.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with tiny models, data and room for runs."""
+
+    folder: Path
+    model: Path
+    data: Path
+
+    def file(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def rows(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        return self.file(name, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(self, algorithm: str, output: str, **changes: Any) -> dict[str, Any]:
+        """A run file of three short steps, as nested tables."""
+        base: dict[str, Any] = {
+            "run": {"output": str(self.folder / output), "steps": 3, "seed": 1},
+            "algorithm": {"use": algorithm},
+            "data": {"train": str(self.data), "batch_size": 4, "max_tokens": 64},
+            "policy": {"model": str(self.model), "dtype": "fp32"},
+            "trainer": {"lr": 1e-3},
+        }
+        if algorithm != "sft":
+            base["sampling"] = {"samples_per_prompt": 3, "max_new_tokens": 6}
+            base["reward"] = [{"use": f"file:{self.file('reward.py', REWARD)}"}]
+        return merged(base, changes)
+
+    def arguments(self, config: Mapping[str, Any], *flags: str) -> list[str]:
+        """The command line that runs ``config``."""
+        output = Path(config["run"]["output"])
+        path = output.parent / f"{output.name}.toml"
+        path.write_text(tomli_w.dumps(config))
+        return ["train", str(path), *flags]
+
+    def run(self, algorithm: str, output: str, *flags: str, **changes: Any) -> Finished:
+        """Run in this process and return what happened; it need not have succeeded."""
+        return self.run_config(self.config(algorithm, output, **changes), *flags)
+
+    def run_config(self, config: Mapping[str, Any], *flags: str) -> Finished:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(self.arguments(config, *flags))
+        return Finished(Path(config["run"]["output"]), code, out.getvalue(), err.getvalue())
+
+    def train(self, algorithm: str, output: str, *flags: str, **changes: Any) -> Finished:
+        """:meth:`run`, which must succeed."""
+        finished = self.run(algorithm, output, *flags, **changes)
+        assert finished.code == 0, finished.err
+        return finished
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run directory and how its process ended."""
+
+    path: Path
+    code: int
+    out: str = field(default="", repr=False)
+    err: str = field(default="", repr=False)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """``metrics.jsonl`` without wall times."""
+        return [
+            {name: value for name, value in line.items() if not name.startswith("time/")}
+            for line in read_metrics(self.path / "metrics.jsonl")
+        ]
+
+    @property
+    def weights(self) -> bytes:
+        """The final model, as bytes."""
+        return (self.path / "model" / "model.safetensors").read_bytes()
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return max((self.path / "checkpoints").glob("step-*"))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """{file: size and checksum} of the newest checkpoint: weights, optimizer, data order, counters, best value."""
+        return json.loads((self.last_checkpoint / "manifest.json").read_text())["files"]
+
+    def rollouts(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted((self.path / "rollouts").glob("*"))}
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Every sample that a step was trained on, in order."""
+        for text in self.rollouts().values():
+            yield from map(json.loads, text.decode().splitlines())
+
+
+def assert_same_run(a: Finished, b: Finished) -> None:
+    """Bit for bit the same, outside wall times and the folder's name."""
+    assert [line["step"] for line in a.lines()] == [line["step"] for line in b.lines()]
+    for one, other in zip(a.lines(), b.lines(), strict=True):
+        assert one == other
+    assert a.rollouts() == b.rollouts()
+    assert a.checkpoint() == b.checkpoint()
+    assert a.weights == b.weights

@@ -1,0 +1,260 @@
+"""Kill a run at any moment, resume it: it ends bit for bit where it would have ended."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Forks, Process
+from tests.runs import ALGORITHMS, Finished, Workshop, assert_same_run, merged
+
+STEPS = 5
+GAME = {"rollout": {"use": "multi_turn"}, "env": {"use": "number_game", "max_turns": 3}, "reward": None}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "algorithm": {"epochs": 2, "minibatches": 2, "critic_warmup": 1, "kl": {"coef": 0.1, "target": 0.01}},
+        "trainer": {"schedule": "cosine", "warmup_steps": 2},
+    },
+    "reinforce_pp": {"trainer": {"ema_decay": 0.9, "schedule": "linear"}},
+    "reinforce_pp_baseline": {"stream": {"filter": {"min_std": 0.2}}},
+    "grpo": {"algorithm": {"kl": {"coef": 0.1, "where": "loss"}}, "eval": {"every": 2, "samples": 2}},
+    "dr_grpo": GAME,
+    "rloo": {"policy": {"dtype": "bf16"}, "data": {"shuffle": True, "batch_size": 5}},
+    "sft": {"trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
+}
+"""What else has a state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing."""
+
+KILLER = """
+import os, signal
+from rlhf.interfaces import Observer
+
+
+class Killer(Observer):
+    '''Dies for real where the file `die` in the run directory says: in a named event, or inside saving, where
+    state is asked for after the weights were written and before the checkpoint is complete.'''
+
+    name = "killer"
+
+    def run_started(self, info):
+        self.marker = info.output / "die"
+
+    def die(self, event):
+        if self.marker.exists() and self.marker.read_text() == event:
+            self.marker.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def state_dict(self):
+        self.die("saving")
+        return {}
+
+    def rollouts_finished(self, step, groups):
+        self.die(f"rollouts {step}")
+
+    def step_finished(self, step, metrics):
+        self.die(f"step {step}")
+
+    def checkpoint_saved(self, step, path):
+        self.die(f"saved {step}")
+
+    def run_ended(self, status):
+        self.die("ended")
+"""
+
+MOVING = """
+from rlhf.interfaces import Slot
+from rlhf.policy_gradient import PolicyGradient
+from rlhf.types import Snapshot
+
+
+class Moving(PolicyGradient):
+    name = "moving"
+    slots = PolicyGradient.slots | {"advantage": Slot("advantage", "rloo"), "loss": Slot("loss", "ppo")}
+
+    def updates(self, step):
+        return [*super().updates(step), *([Snapshot("reference", "policy")] if step == 2 else [])]
+"""
+"""The reference becomes a copy of the policy after the third step."""
+
+
+def config(shop: Workshop, name: str, output: str, staleness: int = 0, **changes: Any) -> dict[str, Any]:
+    base = shop.config(
+        name,
+        output,
+        run={"steps": STEPS},
+        checkpoint={"every": 2, "keep": 2},
+        observer=[{"use": f"file:{shop.file('killer.py', KILLER)}"}],
+    )
+    made = merged(merged(base, VARIANTS[name]), changes)
+    if "eval" in made:
+        made["data"]["eval"] = [{"path": str(shop.data), "max_rows": 3, "name": "held_out"}]
+    if name == "rloo":
+        shares = {"one": 0.25, "two": 0.75}
+        made["data"]["train"] = [
+            {"path": str(shop.data), "name": label, "probability": share} for label, share in shares.items()
+        ]
+    return merged(made, {"stream": {"staleness": staleness}}) if staleness else made
+
+
+class Runs:
+    """Runs in processes, in the folder of one test."""
+
+    def __init__(self, forks: Forks, shop: Workshop) -> None:
+        self.forks, self.shop = forks, shop
+
+    def start(self, run: dict[str, Any], *flags: str) -> Process:
+        return self.forks.start(self.shop.arguments(run, *flags))
+
+    def end(self, run: dict[str, Any], *flags: str) -> Finished:
+        return self.result(run, self.start(run, *flags))
+
+    def result(self, run: dict[str, Any], process: Process) -> Finished:
+        return Finished(Path(run["run"]["output"]), process.wait(), err=process.output)
+
+    def die_at(self, run: dict[str, Any], event: str, *flags: str) -> Path:
+        """Run until the process kills itself in ``event``; its folder."""
+        output = Path(run["run"]["output"])
+        output.mkdir(exist_ok=True)
+        (output / "die").write_text(event)
+        dead = self.end(run, *flags)
+        assert dead.code == -signal.SIGKILL, dead.err
+        return output
+
+    def resume(self, run: dict[str, Any]) -> Finished:
+        finished = self.end(run, "--resume")
+        assert finished.code == 0, finished.err
+        return finished
+
+
+@pytest.fixture
+def runs(forks: Forks, shop: Workshop) -> Runs:
+    return Runs(forks, shop)
+
+
+def lines_written(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), [("sft", 0), *((a, s) for a in ALGORITHMS for s in (0, 2))])
+def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm: str, staleness: int) -> None:
+    chance = random.Random(f"{algorithm} {staleness}")
+    whole, broken = (config(runs.shop, algorithm, name, staleness) for name in ("whole", "broken"))
+    reference, victim = runs.start(whole), runs.start(broken)
+    output = Path(broken["run"]["output"])
+    lines = chance.randint(1, STEPS - 1)
+    victim.until(lambda: lines_written(output) >= lines)
+    time.sleep(chance.uniform(0, 0.05))
+    victim.kill()
+    assert victim.wait() == -signal.SIGKILL, victim.output
+
+    runs.die_at(broken, "saving", "--resume")
+    half = list((output / "checkpoints").glob(".saving-step-*"))
+    assert [path.name for path in half[0].rglob("model.safetensors")], "it died while a checkpoint was half written"
+
+    assert_same_run(runs.resume(broken), expected := runs.result(whole, reference))
+    assert expected.code == 0, expected.err
+    assert not list((output / "checkpoints").glob(".saving-*"))
+
+
+MOMENTS = {
+    "before the first checkpoint": "step 1",
+    "between rollouts and metrics": "rollouts 4",
+    "between metrics and checkpoint": "step 4",
+    "right after a checkpoint": "saved 4",
+    "after the last step, before the model is exported": "saved 5",
+}
+
+
+@pytest.mark.parametrize("event", MOMENTS.values(), ids=MOMENTS.keys())
+def test_killed_at_every_kind_of_moment(runs: Runs, whole: Finished, event: str) -> None:
+    broken = config(runs.shop, "grpo", "broken", 2)
+    runs.die_at(broken, event)
+    assert_same_run(runs.resume(broken), whole)
+
+
+@pytest.fixture(scope="module")
+def whole(forks: Forks, tiny: Workshop) -> Finished:
+    """What the killed runs must end as."""
+    reference = Runs(forks, tiny).end(config(tiny, "grpo", "reference", 2))
+    assert reference.code == 0, reference.err
+    return reference
+
+
+def test_resuming_a_finished_run_changes_nothing(runs: Runs) -> None:
+    run = config(runs.shop, "sft", "run")
+    before = runs.end(run)
+    weights, lines = before.weights, before.lines()
+    after = runs.resume(run)
+    assert (after.weights, after.lines()) == (weights, lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
+    whole, broken = (config(runs.shop, "ppo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
+    reference, stopped = runs.start(whole), runs.start(broken)
+    output = Path(broken["run"]["output"])
+    stopped.until(lambda: lines_written(output) >= 1)
+    stopped.kill(number)
+    partial = runs.result(broken, stopped)
+    assert partial.code == 0, partial.err
+    assert f"{number.name}: stopping after this step, with a checkpoint" in partial.err
+    done = partial.lines()[-1]["step"]
+    assert 1 <= done < STEPS
+    assert partial.last_checkpoint.name == f"step-{done:06d}"
+    assert_same_run(runs.resume(broken), runs.result(whole, reference))
+
+
+def test_a_run_that_stopped_early_stays_stopped(runs: Runs) -> None:
+    """Killed between its last checkpoint and its end, it must not go on training when it is resumed."""
+    patient = {"eval": {"patience": 1, "every": 1, "metric": "eval/loss", "mode": "max"}}  # the loss falls: no progress
+    whole, broken = (config(runs.shop, "sft", name, 0, **patient) for name in ("whole", "broken"))
+    reference = runs.end(whole)
+    steps = len(reference.lines())
+    assert steps < STEPS
+    runs.die_at(broken, f"saved {steps}")
+    assert_same_run(runs.resume(broken), reference)
+
+
+def test_what_was_recorded_after_the_checkpoint_is_cut(runs: Runs) -> None:
+    run = config(runs.shop, "rloo", "run")
+    output = runs.die_at(run, "step 5")  # checkpoint 4 is the newest
+    assert lines_written(output) == 5
+    (output / "die").write_text("rollouts 5")
+    killed = runs.end(run, "--resume")
+    assert killed.code == -signal.SIGKILL
+    assert [line["step"] for line in killed.lines()] == [1, 2, 3, 4]
+    starts = json.loads((output / "manifest.json").read_text())["starts"]
+    assert [start["first_step"] for start in starts] == [0, 4]
+
+
+def test_updates_before_the_kill_count(runs: Runs) -> None:
+    """A resumed run whose last steps hold nothing to learn from did learn something."""
+    rows = [{"prompt": "1+1=", "response": "2"}] * 2 + [{"prompt": "", "response": "2"}] * 2
+    run = config(
+        runs.shop,
+        "sft",
+        "run",
+        data={"train": str(runs.shop.rows("rows.jsonl", rows)), "shuffle": False, "batch_size": 1, "add_eos": False},
+        run={"steps": 4},
+        eval=None,
+    )
+    runs.die_at(run, "saved 2")
+    finished = runs.resume(run)
+    assert [line.get("empty") for line in finished.lines()] == [None, None, 1.0, 1.0]
+
+
+def test_a_reference_that_follows_the_policy_is_in_the_checkpoint(runs: Runs) -> None:
+    moving = {"algorithm": {"use": f"file:{runs.shop.file('moving.py', MOVING)}", "kl": {"coef": 0.1, "where": "loss"}}}
+    whole, broken = (config(runs.shop, "reinforce_pp", name, **moving) for name in ("whole", "broken"))
+    reference = runs.start(whole)
+    runs.die_at(broken, "saved 4")
+    assert (Path(broken["run"]["output"]) / "checkpoints/step-000004/roles/reference/model.safetensors").exists()
+    finished = runs.resume(broken)
+    assert_same_run(finished, runs.result(whole, reference))
+    assert finished.lines()[-1]["policy/kl_reference"] != 0
