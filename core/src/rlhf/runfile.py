@@ -55,7 +55,9 @@ class RunSection(ComponentConfig):
     steps: Count | None = None
     """Controller steps. Where absent: ``epochs`` passes over the data."""
     epochs: Positive = 1.0
+    """Passes over the training data; 0.5 is half of it. Not read where ``steps`` is set."""
     seed: int = 0
+    """Every random choice is a function of it and of counters."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``output``."""
     threads: Count | None = None
@@ -70,7 +72,9 @@ class SourceSection(ComponentConfig):
     name: str = ""
     """For per-source metrics; the file's stem where empty."""
     split: str = "train"
+    """Of a hub name or a saved folder."""
     subset: str | None = None
+    """Configuration of a hub name."""
     probability: Share | None = None
     """Share of draws; give it for all sources or for none (then sources are concatenated)."""
     max_rows: Count | None = None
@@ -84,10 +88,13 @@ class SourceSection(ComponentConfig):
 
 class DataSection(ComponentConfig):
     train: tuple[SourceSection, ...] = ()
+    """Sources; a text is the path of one."""
     eval: tuple[SourceSection, ...] = ()
+    """Sources of held-out rows, each used once an evaluation."""
     batch_size: Count = 16
     """Prompts (online) or rows (offline) per step."""
     shuffle: bool = True
+    """Another order in every pass, from ``run.seed``; false: as the sources are written."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of ``{role, content}`` messages."""
     response: str = "response"
@@ -95,7 +102,9 @@ class DataSection(ComponentConfig):
     messages: str | None = None
     """Column with whole conversations (offline)."""
     chosen: str = "chosen"
+    """Column with the better answer of a pair."""
     rejected: str = "rejected"
+    """Column with the worse answer of a pair."""
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat``: the tokenizer's chat template (an error where it has none); ``plain``: text as it is; ``auto``: chat
     where the tokenizer has a template."""
@@ -110,6 +119,7 @@ class DataSection(ComponentConfig):
     add_eos: bool = True
     """Plain only: end demonstrations with the end token."""
     max_prompt_tokens: Count | None = None
+    """Longest prompt; where absent only ``max_tokens`` bounds it."""
     max_tokens: Count = 2048
     """Longest sequence: prompt, observations and answers."""
     too_long: Literal["error", "drop"] = "error"
@@ -137,13 +147,22 @@ class DataSection(ComponentConfig):
 
 class SamplingSection(ComponentConfig):
     samples_per_prompt: Count = 1
+    """Answers drawn per prompt: the group size."""
     max_new_tokens: Count = 256
+    """Longest sampled turn, in tokens."""
     temperature: Positive = 1.0
+    """Divides the logits, in sampling and in training alike."""
     top_p: Share = 1.0
+    """Draw from the most likely tokens that hold this share; 1 = off. Training allows it with an importance correction
+    only, and so it does ``top_k`` and ``min_p``."""
     top_k: NotNegative = 0
+    """Draw from so many most likely tokens; 0 = off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw from tokens at least this likely, relative to the likeliest; 0 = off."""
     stop: tuple[str, ...] = ()
+    """A turn ends where one of these texts appears; it stays in the turn."""
     ignore_eos: bool = False
+    """Sample on to ``max_new_tokens``; benchmarks only."""
 
 
 class FilterSection(ComponentConfig):
@@ -172,10 +191,13 @@ class StreamSection(ComponentConfig):
 
 class RewardSection(Choice):
     name: str = ""
+    """In metrics and flags; what the reference names where empty."""
     weight: float = 1.0
+    """Of its values in the trajectory's reward."""
     deadline: Positive = 60.0
     """Seconds for scoring one group."""
     retries: NotNegative = 0
+    """Further attempts after an error or a missed deadline, before the samples count as failed."""
     credit: Literal["outcome", "step"] = "outcome"
     """Where process rewards go: summed at the end, or placed at their (turn, token)."""
 
@@ -184,6 +206,7 @@ class EnvSection(Choice):
     deadline: Positive = 60.0
     """Seconds for one call."""
     max_turns: Count = 8
+    """Turns of the policy after which an episode is ended."""
     concurrency: Count = 16
     """Episodes open at once, for environments that run in worker processes."""
 
@@ -192,11 +215,14 @@ class ModelSection(ComponentConfig):
     model: str | None = None
     """Path or hub name."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic; ``auto``: bf16 where the device gains by it. Weights are fp32 in any case."""
     gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass: less memory, more time, equal results."""
     micro_tokens: Count = 2048
     """Token budget of a micro-batch. Results do not depend on it; memory and speed do. A longer unit is alone in its
     micro-batch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model's files."""
     trainer: PluginOptions = Field(default_factory=dict)
     """Laid over ``[trainer]`` for this role."""
 
@@ -205,28 +231,36 @@ class EvalSection(ComponentConfig):
     every: Count | None = None
     """Steps; where absent: at the end only, if there is evaluation data."""
     at_start: bool = False
+    """Evaluate before the first step too (as step 0)."""
     samples: Count = 1
     """Answers per prompt, for avg@k and pass@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 = greedy."""
     max_new_tokens: Count | None = None
+    """``sampling.max_new_tokens`` where absent."""
     pass_threshold: float = 1.0
     """An answer passes if its reward is at least this."""
     max_rows: Count | None = None
+    """Use only the first rows."""
     metric: str | None = None
     """Metric of the best checkpoint; where absent the first of pass@1 and loss that exists."""
     mode: Literal["auto", "max", "min"] = "auto"
+    """Which way is better; ``auto``: down for losses, else up."""
     patience: Count | None = None
     """Stop after this many evaluations without improvement."""
 
 
 class CheckpointSection(ComponentConfig):
     every: Count | None = None
+    """Steps; where absent: at the end, and where evaluation finds a new best."""
     keep: Count = 3
+    """How many of the newest stay; the best one stays besides. Also of exports."""
     save_best: bool = True
+    """Save where evaluation finds a new best, and never rotate that one away."""
     export_every: Count | None = None
     """Steps between Hugging Face exports to ``exports/step-N``; the final one is ``model/``."""
     save_rollouts: bool = True
+    """Write the samples of every step to ``rollouts/``."""
 
 
 def unique(names: Sequence[str], what: str, remedy: str) -> None:

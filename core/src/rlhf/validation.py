@@ -93,11 +93,11 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
         )
     if rollout_needs_env and run.env is None:
-        problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env NAME.")
+        problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME.")
     if run.env is not None and not rollout_needs_env:
         problems.append(
-            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout to one that does "
-            "(e.g. multi_turn), or remove it."
+            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
+            "does (e.g. multi_turn), or remove it."
         )
     if scored and not run.reward and run.env is None:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")

@@ -68,7 +68,7 @@ def test_truncated_sampling_needs_a_correction(key, value):
 @pytest.mark.parametrize(
     ("flags", "given", "expected"),
     [
-        ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env NAME"),
+        ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
         ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses none"),
         (
             [("critic.model", "c")],
