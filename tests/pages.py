@@ -1,0 +1,81 @@
+"""The documentation as data: pages, their code blocks, their links, and the commands they show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """Every hand-written or generated page that a reader meets."""
+    outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    members = [*ROOT.glob("core/*.md"), *ROOT.glob("cli/*.md"), *ROOT.glob("plugins/*/*/README.md")]
+    return sorted([*outer, *DOCS.rglob("*.md"), *members, *ROOT.glob("examples/*/README.md")])
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block; ``file`` is where a page that is executed puts it."""
+
+    page: Path
+    language: str
+    file: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}: {self.text.splitlines()[0] if self.text else ''}"
+
+
+@cache
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The page's code blocks of these languages, in order; all where none is given."""
+    found = [
+        Block(page, m[1], (re.search(r"file=(\S+)", m[2]) or ["", ""])[1], m[3]) for m in FENCE.finditer(read(page))
+    ]
+    return [b for b in found if not languages or b.language in languages]
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return FENCE.sub("", read(page))
+
+
+def links(page: Path) -> list[str]:
+    """Targets of the page's links within the repository."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return [link for link in found if not re.match(r"\w+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link's ``#...`` may name on a page, as GitHub makes it from the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every ``rlhf ...`` command line of the page, as words: in shell blocks, indented blocks and inline code."""
+    shell = "\n".join(b.text for b in blocks(page, "sh", "bash", "")).replace("\\\n", " ")
+    lines = [line.strip() for line in shell.splitlines()]
+    lines += [line.strip() for line in prose(page).splitlines() if line.startswith("    ")]
+    lines += re.findall(r"`(rlhf [^`\n]+)`", prose(page))
+    found = []
+    for line in lines:
+        for part in re.split(r"\s*(?:&&|\|\||;)\s*", line):
+            if part.startswith("rlhf "):
+                found.append(shlex.split(part.partition(" #")[0])[1:])
+    return found
