@@ -143,7 +143,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Log-probs are those of the distribution after ``temperature``, before truncation."""
+    """How tokens are drawn. Log-probs are of the distribution they are drawn from: after ``temperature`` and, where
+    ``top_p``, ``top_k`` or ``min_p`` leave tokens out, renormalised over those that are left."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0

@@ -12,7 +12,8 @@ The truth is :class:`rlhf.testing.plain.PlainTrainer` on the same weights: one s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class GeneratorContract(SamplingChecks, Contract):
                     )
 
     def test_truncated_sampling(self) -> None:
-        """With top_p, top_k or min_p only allowed tokens are drawn, and log-probs are those before truncation."""
+        """With top_p, top_k or min_p only allowed tokens are drawn, and log-probs are of what is left, renormalised:
+        the distribution that the tokens were drawn from."""
         capabilities = self.cls.capabilities
         for config in self.grid():
             about, s = self.about(config), self.make(config)
@@ -141,7 +143,8 @@ class GeneratorContract(SamplingChecks, Contract):
                 if name not in capabilities:
                     continue
                 sampling = Sampling(12, 1.3, ignore_eos=True, **{name: value})  # type: ignore[arg-type]
-                for request, turn in self._same_logprobs(s, sampling, f"{about} {name} = {value}:"):
+                keep = partial(allowed, name=name, value=value)
+                for request, turn in self._same_logprobs(s, sampling, f"{about} {name} = {value}:", keep):
                     for position, row in enumerate(s.logprobs(request.ids, turn.ids, 1.3)):
                         token = turn.ids[position]
                         expect(
@@ -149,17 +152,22 @@ class GeneratorContract(SamplingChecks, Contract):
                             f"{about} {name} = {value} drew token {token}, outside of it",
                         )
 
-    def _same_logprobs(self, s: Sampled, sampling: Sampling, about: str) -> list[tuple[GenerationRequest, Turn]]:
+    def _same_logprobs(
+        self, s: Sampled, sampling: Sampling, about: str, keep: Callable[[torch.Tensor, int], bool] | None = None
+    ) -> list[tuple[GenerationRequest, Turn]]:
         requests = self.requests(sampling)
         turns = s.turns(requests, about)
         for request, turn in zip(requests, turns, strict=True):
             rows = s.logprobs(request.ids, turn.ids, sampling.temperature)
+            if keep is not None:
+                kept = torch.tensor([[keep(row, token) for token in range(len(row))] for row in rows])
+                rows = rows.masked_fill(~kept, float("-inf")).log_softmax(-1)
             want = rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
             apart = float((torch.tensor(turn.logprobs) - want).abs().max())
             expect(
                 apart <= LOGPROB,
                 f"{about} log-probs differ from the reference forward pass by {apart:.1e} (allowed {LOGPROB:.0e}). "
-                "They are of the distribution after temperature and before truncation",
+                "They are of the distribution that the token was drawn from: after temperature and truncation",
             )
         return list(zip(requests, turns, strict=True))
 

@@ -18,12 +18,17 @@ def uniforms(n, seed=1):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logprobs_are_of_the_tempered_distribution_before_truncation(temperature):
+def test_logprobs_are_of_the_distribution_that_is_drawn_from(temperature):
     logits = rows(64, 50)
-    p = Draw.of([Sampling(temperature=temperature, top_k=3, top_p=0.8, min_p=0.1)] * 64, 50)
-    tokens, logprobs = draw(logits, p, uniforms(64))
-    want = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    assert (logprobs - want).abs().max() < 1e-6
+    tempered = logits.double() / temperature
+    for top_k in (0, 3):
+        p = Draw.of([Sampling(temperature=temperature, top_k=top_k)] * 64, 50)
+        tokens, logprobs = draw(logits, p, uniforms(64))
+        left = tempered
+        if top_k:
+            left = tempered.masked_fill(tempered < tempered.topk(top_k).values[:, -1:], float("-inf"))
+        want = left.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        assert (logprobs - want).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("V", [7, BLOCK, BLOCK + 1, 5000])

@@ -2,8 +2,9 @@
 
 Definition, per row, with fp32 logits z over the vocabulary, temperature T > 0 and one uniform u in [0, 1):
 
-1. ``z := z / T``. The reported log-prob of token i is ``z_i - logsumexp(z)``: of the tempered distribution, *before*
-   truncation, because that is what a trainer's forward pass can reproduce.
+1. ``z := z / T``. Without truncation the reported log-prob of token i is ``z_i - logsumexp(z)``: what a trainer's
+   forward pass reproduces. With truncation the logsumexp is over the tokens that stay: the log-prob of the distribution
+   that the token was drawn from, so that an importance correction against the full distribution is right.
 2. Truncation is one threshold on z, the largest of three: top_k, the k-th largest z; top_p, the z of the last token of
    the smallest set of most likely tokens whose mass reaches top_p (masses renormalised after top_k); min_p,
    ``max(z) + log(min_p)``. Every token with ``z >= threshold`` stays, so tokens tied at the threshold all stay.
@@ -111,6 +112,7 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
     threshold_B1 = _threshold(z_BV, top_B1, weight_BV, p)
     if threshold_B1 is not None:
         weight_BV = weight_BV.masked_fill(z_BV < threshold_B1, 0.0)
+        total_B = weight_BV.sum(-1)
     token_B = _inverse_cdf(weight_BV, uniform_B)
     if p.greedy_B is not None:
         token_B = torch.where(p.greedy_B, z_BV.argmax(-1), token_B)
