@@ -37,7 +37,10 @@ class Value(Loss):
         metrics: dict[str, tuple[Any, torch.Tensor]] = {"value": ("token", values_A), "return": ("token", returns_A)}
         if self.config.clip > 0:
             old_A = x["old_values"]
-            clipped_A = (old_A + (values_A - old_A).clamp(-self.config.clip, self.config.clip) - returns_A).square()
-            metrics["value_clip_fraction"] = ("token", (clipped_A > error_A).float())
+            moved_A = values_A - old_A
+            clipped_A = (old_A + moved_A.clamp(-self.config.clip, self.config.clip) - returns_A).square()
+            # old + (v - old) may differ from v in its last bit: only what moved too far is clipped
+            outside_A = moved_A.abs() > self.config.clip
+            metrics["value_clip_fraction"] = ("token", (outside_A & (clipped_A > error_A)).float())
             error_A = torch.maximum(clipped_A, error_A)
         return LossOutput({"value": error_A / 2}, metrics)
