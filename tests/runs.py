@@ -55,16 +55,16 @@ class Workshop:
     def rows(self, name: str, rows: list[dict[str, Any]]) -> Path:
         return self.file(name, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def config(self, algorithm: str, output: str, **changes: Any) -> dict[str, Any]:
+    def config(self, algo: str, output: str, **changes: Any) -> dict[str, Any]:
         """A run file of three short steps, as nested tables."""
         base: dict[str, Any] = {
             "run": {"output": str(self.folder / output), "steps": 3, "seed": 1},
-            "algorithm": {"use": algorithm},
+            "algorithm": {"use": algo},
             "data": {"train": str(self.data), "batch_size": 4, "max_tokens": 64},
             "policy": {"model": str(self.model), "dtype": "fp32"},
             "trainer": {"lr": 1e-3},
         }
-        if algorithm != "sft":
+        if algo != "sft":
             base["sampling"] = {"samples_per_prompt": 3, "max_new_tokens": 6}
             base["reward"] = [{"use": f"file:{self.file('reward.py', REWARD)}"}]
         return merged(base, changes)
@@ -76,9 +76,9 @@ class Workshop:
         path.write_text(tomli_w.dumps(config))
         return ["train", str(path), *flags]
 
-    def run(self, algorithm: str, output: str, *flags: str, **changes: Any) -> Finished:
+    def run(self, algo: str, output: str, *flags: str, **changes: Any) -> Finished:
         """Run in this process and return what happened; it need not have succeeded."""
-        return self.run_config(self.config(algorithm, output, **changes), *flags)
+        return self.run_config(self.config(algo, output, **changes), *flags)
 
     def run_config(self, config: Mapping[str, Any], *flags: str) -> Finished:
         out, err = io.StringIO(), io.StringIO()
@@ -86,10 +86,10 @@ class Workshop:
             code = main(self.arguments(config, *flags))
         return Finished(Path(config["run"]["output"]), code, out.getvalue(), err.getvalue())
 
-    def train(self, algorithm: str, output: str, *flags: str, **changes: Any) -> Finished:
+    def train(self, algo: str, output: str, *flags: str, **changes: Any) -> Finished:
         """:meth:`run`, which must succeed."""
-        finished = self.run(algorithm, output, *flags, **changes)
-        assert finished.code == 0, finished.err
+        finished = self.run(algo, output, *flags, **changes)
+        assert finished.code == 0, finished.said
         return finished
 
 
@@ -101,6 +101,11 @@ class Finished:
     code: int
     out: str = field(default="", repr=False)
     err: str = field(default="", repr=False)
+
+    @property
+    def said(self) -> str:
+        """Everything that was printed."""
+        return self.out + self.err
 
     def lines(self) -> list[dict[str, Any]]:
         """``metrics.jsonl`` without wall times."""

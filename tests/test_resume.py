@@ -15,7 +15,7 @@ from tests.forks import Forks, Process
 from tests.runs import ALGORITHMS, Finished, Workshop, assert_same_run, merged
 
 STEPS = 5
-GAME = {"rollout": {"use": "multi_turn"}, "env": {"use": "number_game", "max_turns": 3}, "reward": None}
+GAME = {"rollout": {"use": "multi_turn"}, "env": {"use": "number_game", "max_turns": 3}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {
         "algorithm": {"epochs": 2, "minibatches": 2, "critic_warmup": 1, "kl": {"coef": 0.1, "target": 0.01}},

@@ -1,0 +1,358 @@
+"""Whole runs through the command: every algorithm, what a run leaves behind, and that nothing depends on chance."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.checkpoint import CheckpointStore
+from rlhf.config import load
+from rlhf.testing.tiny import tiny_reward_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.runs import ALGORITHMS, PROMPTS, Finished, Workshop, assert_same_run
+
+GAME = {"rollout": {"use": "multi_turn"}, "env": {"use": "number_game", "max_turns": 3}}
+
+
+def held_out(shop: Workshop, **settings: Any) -> dict[str, Any]:
+    return {
+        "data": {"eval": [{"path": str(shop.data), "name": "held_out", "max_rows": 3}]},
+        "eval": {"every": 1, **settings},
+    }
+
+
+def policy(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "roles" / "policy" / "model.safetensors")
+
+
+# ------------------------------------------------------------------------------------------ every algorithm
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), [("sft", 0), *((a, s) for a in ALGORITHMS for s in (0, 2))])
+def test_an_algorithm_runs(shop: Workshop, algorithm: str, staleness: int) -> None:
+    changes = {"stream": {"staleness": staleness}} if staleness else {}
+    run = shop.train(algorithm, "run", **changes)
+    lines = run.lines()
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+    if algorithm != "sft":
+        assert [line["stream/version"] for line in lines] == [max(0, k - staleness) for k in range(3)]
+        assert len(list(run.samples())) == 3 * 4 * 3
+    assert ("critic/loss" in lines[0]) == (algorithm == "ppo")
+    assert all("time/step" in json.loads(text) for text in (run.path / "metrics.jsonl").read_text().splitlines())
+
+    recorded = load(str(run.path / "config.toml"), [])
+    assert (recorded.algorithm.use, recorded.run.seed, recorded.policy.model) == (algorithm, 1, str(shop.model))
+    (start,) = json.loads((run.path / "manifest.json").read_text())["starts"]
+    assert algorithm in [plugin["name"] for plugin in start["plugins"]]
+    assert run.last_checkpoint.name == "step-000003"
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run.path / "model")
+    AutoTokenizer.from_pretrained(run.path / "model")
+    before = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
+    trained = policy(run.last_checkpoint)
+    assert any(not torch.equal(before[name], value) for name, value in trained.items())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.items())
+
+
+# ------------------------------------------------------------------------------------------ reproducible
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "ppo": {"algorithm": {"epochs": 2, "minibatches": 2, "kl": {"coef": 0.1, "where": "loss"}}},
+    "grpo": {**GAME, "sampling": {"temperature": 1.3}},
+}
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_same_seed_same_run(shop: Workshop, algorithm: str) -> None:
+    one, two = (shop.train(algorithm, name, **KINDS[algorithm]) for name in ("one", "two"))
+    assert_same_run(one, two)
+    other = shop.train(algorithm, "other", run={"seed": 2}, **KINDS[algorithm])
+    assert other.lines() != one.lines()
+    assert other.weights != one.weights
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_the_losses_do_not_depend_on_the_micro_batches(shop: Workshop, algorithm: str) -> None:
+    def losses(run: Finished) -> list[tuple[float, ...]]:
+        names = [n for n in run.lines()[0] if n.startswith(("policy/", "critic/"))]
+        assert {"policy/loss", "policy/grad_norm"} <= set(names)
+        return [tuple(line[name] for name in names) for line in run.lines()]
+
+    large = shop.train(algorithm, "large", **KINDS[algorithm])
+    small = {"micro_tokens": 20}
+    critic = {"critic": {**small, "dtype": "fp32"}} if algorithm == "ppo" else {}
+    split = shop.train(algorithm, "split", policy=small, **critic, **KINDS[algorithm])
+    for one, other in zip(losses(large), losses(split), strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_the_installed_command(shop: Workshop) -> None:
+    run = shop.config("rloo", "run")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("rlhf")), *shop.arguments(run)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"finished: {shop.folder / 'run'}\n")
+    assert "3 of 3 steps" in done.stdout
+    assert_same_run(Finished(shop.folder / "run", 0), shop.train("rloo", "here"))
+
+
+# ------------------------------------------------------------------------------------------ turns and rewards
+
+
+def test_a_run_in_an_environment(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", **GAME)
+    samples = list(run.samples())
+    sampled = [[turn for turn in sample["turns"] if turn["sampled"]] for sample in samples]
+    assert {len(turns) for turns in sampled} & {2, 3}, "episodes of several turns"
+    for sample, turns in zip(samples, sampled, strict=True):
+        (digits,) = sample["rewards"].values()
+        assert sample["reward"] == pytest.approx(digits["value"] + sum(turn["reward"] for turn in turns))
+    assert any(line["reward/std"] > 0 for line in run.lines())
+
+
+REWARD_FUNC = """
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    values = torch.tensor([float(sum(c in "0123456789" for c in q[len(p):])) for q, p in zip(queries, prompts)])
+    return {"rewards": values, "scores": values / 6, "extra_logs": {"digits": values}}
+"""
+AGENT = """
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        reward = torch.tensor(float(any(c.isdigit() for c in states["action_text"])))
+        return {"rewards": reward, "scores": reward, "environment_feedback": " again: ", "done": self.turns == 2}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def test_files_of_another_framework(shop: Workshop) -> None:
+    reward = shop.train("grpo", "reward", reward=[{"use": f"file:{shop.file('func.py', REWARD_FUNC)}"}])
+    for sample in reward.samples():
+        (given,) = sample["rewards"].values()
+        assert given["info"] == {"digits": given["value"]}
+        assert sample["reward"] == given["value"]
+    env = {"use": f"file:{shop.file('agent.py', AGENT)}", "max_turns": 4}
+    agent = shop.train("rloo", "agent", env=env, rollout={"use": "multi_turn"}, reward=None)
+    for sample in agent.samples():
+        observed = [turn["text"] for turn in sample["turns"] if not turn["sampled"]]
+        assert observed[1:] == [" again: "]
+
+
+def test_several_weighted_rewards_and_a_reward_model(shop: Workshop) -> None:
+    model = tiny_reward_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, seed=3)
+    base = shop.config("rloo", "run")["reward"]
+    rewards = [
+        {**base[0], "name": "digits", "weight": 2.0},
+        {"use": "math", "weight": 0.5},
+        {"use": f"model:{model}", "weight": 0.25},
+    ]
+    run = shop.train("rloo", "run", reward=rewards)
+    weights = {"digits": 2.0, "math": 0.5, "model": 0.25}
+    opinions = set()
+    for sample in run.samples():
+        given = {name: result["value"] for name, result in sample["rewards"].items()}
+        assert sample["reward"] == pytest.approx(sum(weights[name] * value for name, value in given.items()))
+        opinions.add(given["model"])
+    assert len(opinions) > 3
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+def test_evaluation_on_schedule_and_the_best_checkpoint(shop: Workshop) -> None:
+    several = held_out(shop, at_start=True, every=2, samples=2, temperature=1.0)
+    run = shop.train("rloo", "run", run={"steps": 4}, checkpoint={"keep": 1, "every": 1}, **several)
+    evaluated = {line["step"]: line for line in run.lines() if "eval/pass@1" in line}
+    assert sorted(evaluated) == [0, 2, 4]
+    assert {"eval/pass@1", "eval/pass@2", "eval/avg@2", "eval/reward", "eval/length"} <= set(evaluated[4])
+
+    falling = held_out(shop, metric="loss", mode="max")
+    sft = shop.train("sft", "sft", run={"steps": 4}, checkpoint={"keep": 1, "every": 1}, **falling)
+    losses = [line["eval/loss"] for line in sft.lines()]
+    assert losses == sorted(losses, reverse=True)
+    store = CheckpointStore(sft.path)
+    best = store.best()
+    assert best is not None
+    assert (best.step, dict(best.best or {})) == (1, {"metric": "eval/loss", "value": losses[0]})
+    assert [c.step for c in store.complete()] == [1, 4]
+
+
+def test_early_stop(shop: Workshop) -> None:
+    run = shop.train("sft", "run", run={"steps": 9}, **held_out(shop, metric="loss", mode="max", patience=2))
+    assert [line["step"] for line in run.lines()] == [1, 2, 3]
+    assert "stopped early: eval/loss has not improved for 2 evaluations" in run.said
+    assert run.out.endswith(f"stopped: {run.path}\n")
+    assert run.last_checkpoint.name == "step-000003"
+    assert (run.path / "model" / "model.safetensors").exists()
+
+
+# ------------------------------------------------------------------------------------------ the stream
+
+
+def test_filtered_groups_are_replaced(shop: Workshop) -> None:
+    run = shop.train("grpo", "run", stream={"filter": {"min_std": 0.2}})
+    for line in run.lines():
+        assert line["stream/prompts"] == 4 + line["stream/filtered"] - line["stream/short"]
+        assert line["stream/short"] == 0
+    assert sum(line["stream/filtered"] for line in run.lines()) > 0
+    by_group: dict[int, set[float]] = {}
+    for sample in run.samples():
+        by_group.setdefault(sample["group"], set()).add(sample["reward"])
+    assert len(by_group) == 3 * 4
+    assert all(len(rewards) > 1 for rewards in by_group.values())
+
+
+def test_a_run_that_never_updates_fails(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", stream={"filter": {"low": 100.0, "max_rounds": 1}})
+    assert run.code == 1
+    assert "the run made 3 steps and not one update" in run.said
+    assert [line["empty"] for line in run.lines()] == [1.0, 1.0, 1.0]
+    assert not (run.path / "model").exists()
+
+
+# ------------------------------------------------------------------------------------------ skipped steps
+
+NOT_FINITE = """
+import torch
+from rlhf.interfaces import Loss
+from rlhf.types import LossOutput, Reduce
+
+
+class Unstable(Loss):
+    name = "unstable"
+    calls = 0
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        self.calls += 1
+        value = -x["logprobs"]
+        if self.calls in CALLS:
+            value = value + torch.sqrt(value * 0)  # finite, but its gradient is not
+        return LossOutput({"nll": value})
+"""
+
+
+def unstable(shop: Workshop, calls: str) -> dict[str, Any]:
+    file = shop.file("unstable.py", NOT_FINITE.replace("CALLS", calls))
+    return {"algorithm": {"loss": {"use": f"file:{file}"}}, "checkpoint": {"every": 1, "keep": 9}}
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(shop: Workshop) -> None:
+    run = shop.train("sft", "run", run={"steps": 4}, **unstable(shop, "(2,)"))
+    assert [line["policy/skipped"] for line in run.lines()] == [0.0, 1.0, 0.0, 0.0]
+    assert all(math.isfinite(value) for line in run.lines() for value in line.values())
+    assert "optimizer step skipped (policy: " in run.said
+    weights = {step: policy(run.path / "checkpoints" / f"step-{step:06d}") for step in (1, 2, 3)}
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
+    assert any(not torch.equal(weights[2][name], weights[3][name]) for name in weights[1])
+    (kept,) = (run.path / "skipped").iterdir()
+    with safe_open(kept, "pt") as file:
+        assert "finite" in file.metadata()["reason"]
+        assert file.get_tensor("lens_B").numel() == 4
+        assert file.get_tensor("tok.loss_mask").any()
+
+
+def test_a_run_whose_every_step_was_skipped_fails(shop: Workshop) -> None:
+    run = shop.run("sft", "run", **unstable(shop, "range(99)"))
+    assert run.code == 1
+    assert "3 steps and not one update: every step was empty or skipped" in run.said
+    assert len(list((run.path / "skipped").iterdir())) == 3
+
+
+# ------------------------------------------------------------------------------------------ around a run
+
+
+def test_a_dry_run_loads_no_model_and_writes_nothing(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
+    run = shop.run("ppo", "run", "--dry-run")
+    assert run.code == 0, run.err
+    assert not run.path.exists()
+    config = tomllib.loads(run.out)
+    assert config["algorithm"]["advantage"]["lam"] == 1.0
+    assert "# steps: 3, 12 rows per epoch" in run.out
+    assert "# role critic:" in run.out
+    assert "scalar head, trained, 3 optimizer steps" in run.out
+
+
+def test_both_loggers_see_every_step(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    observers = [{"use": "tensorboard"}, {"use": "wandb", "mode": "offline", "samples_every": 1}]
+    run = shop.train("rloo", "run", observer=observers)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    logged = [event.value for event in events.Scalars("reward/mean")]
+    assert logged == pytest.approx([line["reward/mean"] for line in run.lines()])
+    (offline,) = (run.path / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    state = json.loads((run.last_checkpoint / "state.json").read_text())
+    assert state["components"]["observer.wandb"]["run_id"] in offline.name
+
+
+def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
+    """The demonstrations never use most characters, but every matrix moves; with a rate of 0 none does."""
+    assert "after the first update" not in shop.train("sft", "run").said
+    still = shop.train("sft", "still", trainer={"lr": 0.0})
+    assert "parameters unchanged after the first update: model.embed_tokens.weight" in still.said
+
+
+def test_the_moving_average_is_what_is_exported(shop: Workshop) -> None:
+    run = shop.train("sft", "run", trainer={"ema_decay": 0.5, "lr": 1e-2})
+    role = run.last_checkpoint / "roles" / "policy"
+    exported, live, average = (
+        load_file(run.path / "model" / "model.safetensors"),
+        load_file(role / "model.safetensors"),
+        load_file(role / "ema.safetensors"),
+    )
+    assert all(torch.equal(exported[name], average[name]) for name in average)
+    assert any(not torch.equal(live[name], average[name]) for name in average)
+
+
+def test_exports_on_schedule(shop: Workshop) -> None:
+    run = shop.train("sft", "run", run={"steps": 4}, checkpoint={"export_every": 1, "keep": 2, "save_rollouts": True})
+    assert sorted(path.name for path in (run.path / "exports").iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_epochs_decide_how_long_a_run_is(shop: Workshop) -> None:
+    run = shop.train("sft", "run", run={"steps": None, "epochs": 1.5})
+    assert run.lines()[-1]["step"] == math.ceil(1.5 * len(PROMPTS) / 4)
+    assert run.lines()[-1]["epoch"] == pytest.approx(5 * 4 / len(PROMPTS))
