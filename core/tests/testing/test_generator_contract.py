@@ -37,8 +37,9 @@ class PlainGenerator(Generator):
         with torch.no_grad():
             return self.source.logits(torch.tensor([*request.ids, *ids]))[-1]
 
-    def report(self, row, temperature):
-        return torch.log_softmax(row / temperature, 0)
+    def report(self, row, s):
+        p = self.truncate(torch.softmax(row / (s.temperature or 1.0), 0), s)
+        return (p / p.sum()).log()
 
     def truncate(self, p, s):
         if s.top_k:
@@ -59,7 +60,7 @@ class PlainGenerator(Generator):
             p = self.truncate(torch.softmax(row / temperature, 0), s)
             token = int(torch.multinomial(p, 1, generator=random)) if s.temperature else int(row.argmax())
             ids.append(token)
-            logprobs.append(float(self.report(row, temperature)[token]))
+            logprobs.append(float(self.report(row, s)[token]))
             if token in ends or any(t in self.decode(ids) for t in s.stop):
                 finish = "stop"
                 break
@@ -77,21 +78,15 @@ class TestPlainGenerator(GeneratorContract):
 class IgnoresTemperature(PlainGenerator):
     """Log-probs at temperature 1."""
 
-    def report(self, row, temperature):
+    def report(self, row, s):
         return torch.log_softmax(row, 0)
 
 
-class TruncatedLogprobs(PlainGenerator):
-    """Log-probs after truncation."""
+class UntruncatedLogprobs(PlainGenerator):
+    """Log-probs of the whole distribution, whatever was left out."""
 
-    def generate(self, requests):
-        for n, request in enumerate(requests):
-            self.sampling = request.sampling
-            yield n, self.sample(n, request)
-
-    def report(self, row, temperature):
-        p = self.truncate(torch.softmax(row / temperature, 0), self.sampling)
-        return (p / p.sum()).log()
+    def report(self, row, s):
+        return torch.log_softmax(row / (s.temperature or 1.0), 0)
 
 
 class GlobalSeed(PlainGenerator):
@@ -184,10 +179,14 @@ class NotGreedy(PlainGenerator):
 
 
 class IgnoresTopK(PlainGenerator):
-    """Accepts top_k and does nothing."""
+    """Draws from all tokens and reports log-probs as if it had not."""
 
     def truncate(self, p, s):
         return super().truncate(p, replace(s, top_k=0))
+
+    def report(self, row, s):
+        p = torch.softmax(row / (s.temperature or 1.0), 0)
+        return p.log() - super().truncate(p, s).sum().log()
 
 
 def suite(made):
@@ -198,7 +197,7 @@ def suite(made):
     ("made", "check", "message"),
     [
         (IgnoresTemperature, "test_logprobs", "temperature 0.7: log-probs differ from the reference"),
-        (TruncatedLogprobs, "test_truncated_sampling", "log-probs differ"),
+        (UntruncatedLogprobs, "test_truncated_sampling", "log-probs differ"),
         (GlobalSeed, "test_seeds", "seeds belong to requests"),
         (GlobalSeed, "test_source_untouched", "global random state"),
         (SeedByPosition, "test_neighbours", "function of its own tokens"),
