@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf.testing.tiny import tiny_model
 
-FORGETS = 0.7
+FORGETS = 0.75
 """Share of the demonstrations that leave the carry out."""
 HELD_OUT = 400
 

@@ -1,0 +1,79 @@
+"""GSM8K as this example uses it: the rows, a tokenizer trained on them, and a small untrained model around it.
+
+Real data and nothing pre-trained, so it runs without a model hub. The calculator marks (`<<48/2=24>>`) are removed:
+they are for a tool that this model does not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from rlhf.testing.tiny import EOS, PAD, tiny_model
+
+VOCABULARY = 2048
+CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
+FILES = {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}
+
+
+def read(data: str, split: str) -> list[dict[str, str]]:
+    """Rows with `question` and `answer`: of `gsm8k_<split>.jsonl` in a folder, or of `openai/gsm8k` on the hub."""
+    if data == "hub":
+        from datasets import load_dataset
+
+        return [dict(row) for row in load_dataset("openai/gsm8k", "main", split=split)]
+    path = Path(data) / FILES[split]
+    if not path.exists():
+        sys.exit(
+            f"{path} does not exist. Give --data a folder that holds {' and '.join(FILES.values())} (columns question, "
+            "answer), or `--data hub` to download openai/gsm8k"
+        )
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def cleaned(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"question": r["question"], "answer": CALCULATOR_MARK.sub("", r["answer"])} for r in rows]
+
+
+def train_tokenizer(texts: list[str], path: Path) -> None:
+    """Byte-level BPE with every digit a token of its own, so that numbers are spelled alike wherever they stand."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    tokenizer.save_pretrained(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="folder for train.jsonl, test.jsonl and model/")
+    parser.add_argument("--data", required=True, metavar="DIR|hub", help="folder with the two files, or `hub`")
+    arguments = parser.parse_args()
+    output = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    rows = {split: cleaned(read(arguments.data, split)) for split in FILES}
+    for split, its in rows.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in its)
+        (output / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    train_tokenizer([text for row in rows["train"] for text in row.values()], output / "model")
+    tiny_model(output / "model", hidden=256, layers=6, heads=8, kv_heads=4, intermediate=704, std=0.02)
+    print(f"{len(rows['train'])} training and {len(rows['test'])} held-out rows, tokenizer and model in {output}")
+
+
+if __name__ == "__main__":
+    main()
