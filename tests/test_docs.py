@@ -42,7 +42,7 @@ done
 
 @pytest.fixture
 def shell(tmp_path):
-    """Run a shell block in a folder of its own, where ``pip install -e`` needs no network and changes no environment."""
+    """Run a shell block in a folder of its own; ``pip install -e`` needs no network and changes no environment."""
     tools, target, work = tmp_path / "tools", tmp_path / "installed", tmp_path / "work"
     for folder in (tools, target, work):
         folder.mkdir()
@@ -89,6 +89,203 @@ def execute(page: Path, shell) -> None:
 @pytest.mark.slow
 def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
     execute(DOCS / "writing-a-plugin.md", shell)
-    assert "QuantileAdvantage" in shell("rlhf plugins show quantile")
-    done = subprocess.run  # the page's own promise: a mistyped option is found before a model is loaded
-    assert done
+    mistake = "rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other 2>&1 && exit 1 || true"
+    assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in shell(mistake)
+    assert not (shell.folder / "runs" / "other").exists(), "found before anything starts"
+
+
+def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python file=a/b.py\nprint(1)\n```\n```sh\npython a/b.py\n```\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match="is not in the output"):
+        execute(page, shell)
+    page = tmp_path / "other.md"
+    page.write_text("```sh\nrlhf plugins show nothing_of_that_name\n```\n")
+    with pytest.raises(AssertionError, match="nothing_of_that_name"):
+        execute(page, shell)
+
+
+@every_page
+def test_python_blocks_compile(page):
+    for block in blocks(page, "python"):
+        compile(textwrap.dedent(block.text), str(block), "exec")
+
+
+# ---------------------------------------------------------------------------------------- generated
+
+
+def test_the_run_file_page_is_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("docs_run_file_reference", DOCS / "run_file_reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert read(reference.PAGE) == reference.page(), "run: python docs/run_file_reference.py"
+
+
+def test_the_run_file_page_documents_every_field():
+    text = read(DOCS / "run-file.md").partition("## Reference")[2]
+    assert {f"[{name}" for name in RunFile.model_fields} <= {
+        line.removeprefix("### `").replace("[[", "[").split("]")[0].split(".")[0]
+        for line in text.splitlines()
+        if line.startswith("### ")
+    }
+    undocumented = re.findall(r"^\| `(\w+)` \|.*\|  \|$", text, re.MULTILINE)
+    assert undocumented == []
+
+
+def test_the_messages_of_the_run_file_page_are_real(tmp_path, capsys, monkeypatch):
+    from rlhf_cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        '[run]\nsed = 3\n[algorithm]\nuse = "grpo"\n[algorithm.loss]\nclip_high = 0.28\n[data]\nbatch_size = "16"\n'
+    )
+    assert main(["train", "run.toml", "--dry-run"]) == 2
+    [block] = blocks(DOCS / "run-file.md", "text")
+    assert capsys.readouterr().err == block.text
+
+
+# ------------------------------------------------------------------------------------- what is named
+
+
+@every_page
+def test_links_resolve(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)} links to {link}, which does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{name_of(page)} links to {link}; there are {sorted(anchors(target))}"
+
+
+def test_every_page_of_the_documentation_can_be_reached_from_its_index():
+    linked = {(DOCS / link).resolve() for link in links(DOCS / "README.md")}
+    assert {p for p in DOCS.rglob("*.md") if p.name != "README.md"} <= linked
+
+
+@every_page
+def test_named_tests_and_files_exist(page):
+    for name in re.findall(r"`((?:core|cli|plugins|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`", prose(page)):
+        path, _, test = name.partition("::")
+        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+        if test:
+            assert re.search(rf"^def {test}\b", (ROOT / path).read_text(), re.MULTILINE), f"{name_of(page)}: {name}"
+
+
+@every_page
+def test_commands_and_their_flags_exist(page):
+    for words in commands(page):
+        problem = wrong(words)
+        assert not problem, f"{name_of(page)}: rlhf {' '.join(words)}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["trian", "run.toml"], "no command 'trian'"),
+        (["plugins", "lst"], "no action 'lst'"),
+        (["train", "--alog", "x"], "no flag --alog"),
+        (["train", "--data.batchsize", "3"], "no field data.batchsize"),
+        (["train", "--algorithm.loss.clip_hihg", "3"], "no field algorithm.loss.clip_hihg"),
+        (["train", "--reward.math.wieght", "3"], "no field reward.math.wieght"),
+        (["train", "--trainer.learning_rate", "3"], "no field trainer.learning_rate"),
+    ],
+)
+def test_a_wrong_command_is_noticed(line, problem):
+    assert wrong(line).startswith(problem)
+
+
+@every_page
+def test_run_files_shown_have_only_fields_that_exist(page):
+    for block in blocks(page, "toml"):
+        document = tomllib.loads(block.text)
+        if not set(document) <= set(RunFile.model_fields):
+            assert "project" in document, f"{block} is neither a run file nor a distribution's metadata"
+            continue
+        for path in leaves(document):
+            assert known(path), f"{block} sets {'.'.join(path)}, which does not exist"
+
+
+# ------------------------------------------------------------------------------------------ checking
+
+
+def wrong(words: list[str]) -> str:
+    """What is wrong with a command line that a page shows; empty where nothing is."""
+    command, *rest = words
+    if command.startswith("--"):
+        return "" if command[2:] in OWN_FLAGS else f"no flag {command}"
+    if command not in COMMANDS and command not in ("COMMAND", "X"):
+        return f"no command {command!r}"
+    if command == "plugins" and rest and rest[0].islower() and rest[0] not in ("list", "show", "check", "new"):
+        return f"no action {rest[0]!r}"
+    others, dotted = split_dotted(rest)
+    for word in [w.strip("[]") for w in others]:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name not in OWN_FLAGS | set(short_flags()):
+            return f"no flag {word}"
+    for word in dotted:
+        path = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and not known(path.split(".")):
+            return f"no field {path}"
+    return ""
+
+
+def leaves(table: object, path: tuple[str, ...] = ()) -> list[list[str]]:
+    """Paths of all values; entries of lists of tables by their index. Options of a file are the file's business."""
+    if isinstance(table, dict) and str(table.get("use", "")).startswith("file:"):
+        return [[*path, "use"]]
+    if isinstance(table, dict) and table:
+        return [found for key, value in table.items() for found in leaves(value, (*path, key))]
+    if isinstance(table, list) and table and isinstance(table[0], dict):
+        return [found for i, entry in enumerate(table) for found in leaves(entry, (*path, str(i)))]
+    return [list(path)]
+
+
+def known(path: list[str]) -> bool:
+    """Whether a run file has the field: one of its own, or an option of some installed plugin."""
+    head, *rest = path
+    if head == "backend":
+        return not rest
+    if head not in RunFile.model_fields:
+        return False
+    if head in LISTS:
+        return len(rest) < 2 or rest[-1] in LISTS[head].model_fields or ".".join(rest[1:]) in plugin_options(head)
+    if head in SINGLE:
+        return not rest or rest[-1] in SINGLE[head].model_fields or ".".join(rest) in plugin_options(head)
+    return own(RunFile.model_fields[head].annotation, rest)
+
+
+def own(annotation: object, rest: list[str]) -> bool:
+    if not rest:
+        return True
+    item = item_of(annotation)
+    if item is not None:  # the index or name of an entry, or the key of a table
+        return model_of(item[1]) is None or own(item[1], rest[1:])
+    model = model_of(annotation)
+    if model is None or rest[0] not in model.model_fields:
+        return False
+    if rest[0] == "trainer":
+        return ".".join(rest[1:]) in {"", *plugin_options("trainer")}
+    return own(model.model_fields[rest[0]].annotation, rest[1:])
+
+
+EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
+"""Options of the plugin that docs/writing-a-plugin.md makes."""
+
+
+@cache
+def plugin_options(kind: str) -> set[str]:
+    """Option paths of all installed plugins of a kind; of algorithms also those of whatever fits their slots."""
+    plugins = Plugins.discover()
+    found = set(EXAMPLES.get(kind, ()))
+    for entry in plugins.list(kind):
+        cls = plugins.resolve(kind, f"{entry.distribution}/{entry.name}").cls
+        found |= paths(cls.Config)
+        for name, slot in getattr(cls, "slots", {}).items() if kind == "algorithm" else ():
+            found |= {f"{name}.{option}" for option in {"use"} | plugin_options(slot.kind)}
+    return found
+
+
+def paths(config: type) -> set[str]:
+    """Option paths, and those of the tables on the way."""
+    names = {option["name"] for option in options(config)}
+    return names | {name.rpartition(".")[0] for name in names if "." in name}

@@ -182,6 +182,7 @@ class StreamSection(ComponentConfig):
     staleness: NotNegative = 0
     """S: batch k is generated with the weights of version max(0, k - S)."""
     filter: FilterSection | None = None
+    """Dynamic filter, off where absent."""
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     """What happens to a sample whose rollout or reward failed: end the run, leave it out, or leave its group out and
     refill."""
