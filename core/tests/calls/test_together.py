@@ -39,12 +39,18 @@ def score(prompt, completion, row):
 
 
 class Characters:
-    """One token per character."""
+    """One token per character; every answer ends with a dot."""
+
+    end_token_ids = (46,)
 
     def encode_prompt(self, row):
         return self.encode_observation(row["prompt"])
 
-    def encode_observation(self, text):
+    def encode_opening(self, row, text):
+        return [self.encode_prompt(row), self.encode_observation(text)]
+
+    def encode_observation(self, text, closed=True):
+        assert closed
         return Turn([ord(c) for c in text], sampled=False, text=text)
 
 
