@@ -17,6 +17,7 @@ from rlhf.config import short_flags
 from rlhf.flags import item_of, model_of
 from rlhf.plugins import Plugins
 from rlhf.runfile import LISTS, SINGLE, RunFile
+from rlhf.testing import conformance
 from rlhf_cli.describe import options
 from rlhf_cli.main import COMMANDS, split_dotted
 
@@ -105,6 +106,21 @@ def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path)
         execute(page, shell)
 
 
+def test_the_readmes_plugin_passes_the_suites_of_its_kinds():
+    module: dict[str, object] = {"__name__": "readme"}
+    exec(blocks(ROOT / "README.md", "python")[0].text, module)
+    [declared] = [tomllib.loads(b.text) for b in blocks(ROOT / "README.md", "toml")]
+    plugins = Plugins.discover()
+    for kind in ("advantage", "algorithm"):
+        [cls] = module[f"rlhf_register_{kind}"]()
+        plugins.register(kind, cls)
+        assert list(declared["project"]["entry-points"][f"rlhf.{kind}"]) == [cls.name]
+    results = conformance.run(plugins.resolve("advantage", "centered"))
+    assert len(results) > 5
+    assert [r for r in results if not r.passed and r.name != "class"] == [], "`class` asks for a docstring"
+    assert plugins.resolve("algorithm", "centered_gradient").cls.slots["advantage"].use == "centered"
+
+
 @every_page
 def test_python_blocks_compile(page):
     for block in blocks(page, "python"):
@@ -158,7 +174,9 @@ def test_links_resolve(page):
 
 
 def test_every_page_of_the_documentation_can_be_reached_from_its_index():
-    linked = {(DOCS / link).resolve() for link in links(DOCS / "README.md")}
+    linked = {
+        (page.parent / link).resolve() for page in (DOCS / "README.md", ROOT / "README.md") for link in links(page)
+    }
     assert {p for p in DOCS.rglob("*.md") if p.name != "README.md"} <= linked
 
 
