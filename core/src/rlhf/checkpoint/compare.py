@@ -63,14 +63,14 @@ def describe(
 
     Args:
         config: the resolved run file, with the plugins' options and defaults.
-        plugins: {"kind", "name", "distribution", "version"} of each component in use.
+        plugins: {"kind", "name", "distribution", "version"} of each component in use; for files "sha256".
         threads: torch threads of the process that trains.
         device: ``cpu``, or the accelerator's name.
     """
     return {
         "config_hash": config_hash(config),
         "config": json_values.encode(dict(config), "config"),
-        "plugins": {f"{p['kind']}:{p['name']}": f"{p['distribution']} {p['version']}" for p in plugins},
+        "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
         "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
     }
 
@@ -123,8 +123,8 @@ def _severity_of_key(key: str, before: Any, now: Any) -> Severity:
 
 
 def _severity_of_plugin(key: str, before: Any, now: Any) -> Severity:
-    """Another version is reported. Another distribution under the same name is another plugin, and one that came or
-    went shows in the config, where it is judged."""
+    """Another version, or content of a file, is reported. Another distribution under the same name is another plugin,
+    and one that came or went shows in the config, where it is judged."""
     if _ABSENT in (before, now):
         return "report"
     return "report" if before.split(" ")[0] == now.split(" ")[0] else "refuse"
@@ -141,6 +141,10 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if not items:
         return {prefix: value if isinstance(value, Mapping) else list(value)} if prefix else {}
     return {k: v for name, item in items for k, v in _flatten(item, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _identity(plugin: Mapping[str, Any]) -> str:
+    return f"{plugin['distribution']} {plugin['version'] or plugin.get('sha256', '')[:12]}".strip()
 
 
 def _version(distribution: str) -> str | None:

@@ -32,6 +32,9 @@ def train(config: RunFile, plugins: Plugins | None = None) -> Run:
     run = build(prepared)
     try:
         (online if prepared.online else offline)(run)
+    except Exception:
+        run.rescue()
+        raise
     finally:
         run.close()
     return run
@@ -112,8 +115,11 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
         _restore(run)
     if run.generator is not None:
         run.sync(run.first_step)
-    directory.write_config(to_toml(config))
-    directory.write_manifest(config.run.seed, plugins, run.first_step)
+    with run.writing(directory.path):
+        directory.write_config(to_toml(config))
+        directory.write_manifest(config.run.seed, plugins, run.first_step)
+    if run.data.eval_dropped:
+        progress.note(f"{run.data.eval_dropped} evaluation rows are over the limits and left out")
     if note := getattr(policy, "precision_note", ""):
         progress.note(f"precision: {note}")
     return run
@@ -125,11 +131,13 @@ def _restore(run: Run) -> None:
     newest = run.store.newest()
     if newest is None:
         run.progress.note("no complete checkpoint to resume from: starting at step 0")
-        run.directory.cut(None)
+        with run.writing(run.directory.path):
+            run.directory.cut(None)
         return
     for line in require_same_run(compare(newest.meta, run.meta), newest.path):
         run.progress.note(line)
     checkpoint = run.store.open(newest.step)
     run.first_step = read_state(run, checkpoint.path)
-    run.directory.cut(run.first_step)
+    with run.writing(run.directory.path):
+        run.directory.cut(run.first_step)
     run.progress.note(f"resumed after step {run.first_step} from {checkpoint.path}")

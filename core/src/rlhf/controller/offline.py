@@ -14,6 +14,6 @@ def offline(run: Run) -> None:
         if batch is None:
             metrics = run.nothing_to_learn(step)
         else:
-            with run.timed("learn"):
+            with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         run.finish(step, metrics)  # observe, evaluate, checkpoint

@@ -22,7 +22,7 @@ def online(run: Run) -> None:
         if batch is None:
             metrics = run.nothing_to_learn(step)
         else:
-            with run.timed("learn"):
+            with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator

@@ -13,7 +13,7 @@ from rlhf.checkpoint import CheckpointStore
 from rlhf.checkpoint.files import disk_is_full
 from rlhf.controller.learn import Metrics
 from rlhf.controller.roles import Role
-from rlhf.controller.state import write_state
+from rlhf.controller.state import State, collect_state, write_state
 from rlhf.controller.stream import ReadyBatch, Stream
 from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
@@ -67,6 +67,8 @@ class Run:
         self._times: dict[str, float] = {}
         self._stopping = False
         self._covered: set[str] = set()
+        self._intact: State | None = None
+        """The state of the last finished step, as long as it is in no checkpoint and the weights are still its own."""
 
     # ------------------------------------------------------------------------------- around the steps
 
@@ -84,7 +86,9 @@ class Run:
         self._observe("run_started", info)
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             with self.timed("evaluate"):
-                self._log(0, self.evaluate())
+                metrics = self.evaluate()
+            self._record(0, metrics)
+            self._tell(0, metrics)
         self.done = self.first_step
         self._stopping = self._is_exhausted()  # the process died between the last checkpoint and the end
         with self.stop:
@@ -102,6 +106,13 @@ class Run:
             yield
         finally:
             self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """The phase that changes weights."""
+        self._intact = None
+        with self.timed("learn"):
+            yield
 
     def sync(self, version: int) -> Metrics:
         """Weights of the policy go to the generator; it samples with ``version`` from now on."""
@@ -137,32 +148,59 @@ class Run:
             metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
             metrics["stream/version"] = float(ready.version)
             if self.config.checkpoint.save_rollouts:
-                with self._writing(path := self.directory.rollouts(done)):
+                with self.writing(path := self.directory.rollouts(done)):
                     write_groups(path, ready.groups)
             self._observe("rollouts_finished", done, ready.groups)
         metrics["epoch"] = self.data.epoch
+        if self.config.data.too_long == "drop":
+            metrics["data/dropped"] = float(self.data.dropped)
         is_best = False
         if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
             with self.timed("evaluate"):
                 metrics |= self.evaluate()
             if self.best is not None:
                 is_best, _ = self.best.update(done, metrics)
-        self._log(done, metrics)
-        self.done, section = done, self.config.checkpoint
+        self._record(done, metrics)
+        self.done, self._intact, section = done, collect_state(self, done), self.config.checkpoint
+        self._tell(done, metrics)
         # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
         self._stopping = self.stop.requested or self._is_exhausted()
         last = done == self.total_steps or self._stopping
         if _due(done, section.every) or last or (is_best and section.save_best):
             self.save(done, best=is_best and section.save_best)
         if _due(done, section.export_every) and not last:
-            with self._writing(self.directory.exports(done)):
+            with self.writing(self.directory.exports(done)):
                 self.directory.export(done, self.export, section.keep)
 
     def save(self, step: int, best: bool = False) -> None:
         """A complete checkpoint, or an error and the old ones intact."""
+        self._intact = None
         mark = {"metric": self.best.metric, "value": self.best.value} if best and self.best is not None else None
         path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta, mark)
         self._observe("checkpoint_saved", step, path)
+
+    def rescue(self) -> None:
+        """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
+        when a row, a reward or an environment fails. The failure remains the error to show."""
+        state, self._intact = self._intact, None
+        if state is None:
+            return
+        try:
+            self.store.save(state.step, lambda folder: write_state(self, state.step, folder, state), self.meta)
+        except RlhfError as error:
+            self.progress.note(f"what was learnt since the last checkpoint is lost: {error}")
+        else:
+            self.progress.note(f"saved what was learnt in {state.step} steps; continue with --resume")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turn a full disk into an error that says what is left of the run."""
+        try:
+            yield
+        except Exception as cause:
+            if isinstance(cause, OSError) or disk_is_full(cause):
+                raise self.store.unwritten(str(path), cause) from cause
+            raise
 
     def export(self, path: Path) -> None:
         """The policy in Hugging Face format; its moving average where one is kept."""
@@ -179,7 +217,7 @@ class Run:
                         f"the run made {self.done} steps and not one update: every step was empty or skipped. Look at "
                         "stream/filtered, stream/failed_groups and */skipped in metrics.jsonl"
                     )
-                with self._writing(self.directory.model):
+                with self.writing(self.directory.model):
                     self.directory.publish_model(self.export)
         finally:
             with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
@@ -207,22 +245,14 @@ class Run:
         parts |= {f"reward.{name}": reward for name, reward in self.rewards.items()}
         return parts | {f"observer.{name}": observer for name, observer in self.observers.items()}
 
-    @contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
-        """Turn a full disk into an error that says what is left of the run."""
-        try:
-            yield
-        except Exception as cause:
-            if isinstance(cause, OSError) or disk_is_full(cause):
-                raise self.store.unwritten(str(path), cause) from cause
-            raise
-
-    def _log(self, done: int, metrics: Metrics) -> None:
+    def _record(self, done: int, metrics: Metrics) -> None:
         if self._times:
             metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
             metrics["time/step"] = time.perf_counter() - self._started
-        with self._writing(self.directory.metrics.path):
+        with self.writing(self.directory.metrics.path):
             self.directory.metrics.append(done, metrics)
+
+    def _tell(self, done: int, metrics: Metrics) -> None:
         self._observe("step_finished", done, metrics)
         self.progress.step(done, metrics)
 

@@ -7,33 +7,53 @@ optimizer, schedule, EMA). Frozen roles are loaded from their model again, unles
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoint import read_json, write_json
+from rlhf.checkpoint.json_values import encode
 from rlhf.errors import CheckpointError
 from rlhf.serialise import read_groups, write_groups
+from rlhf.types import Group
 
 if TYPE_CHECKING:
     from rlhf.controller.run import Run
 
 
-def write_state(run: Run, step: int, folder: Path) -> None:
-    """Everything that the run needs to go on after ``step`` finished steps as if it had never stopped."""
+@dataclass(frozen=True, slots=True)
+class State:
+    """All of a run after ``step`` finished steps but the weights, as plain values that later steps do not change."""
+
+    step: int
+    values: dict[str, Any]
+    ready: list[Group]
+
+
+def collect_state(run: Run, step: int) -> State:
+    """The state of now, to be written now or, while the weights stay what they are, later."""
+    components = {name: component.state_dict() for name, component in run.stateful().items()}
+    values: dict[str, Any] = {"step": step, "updates": run.updates, "components": components}
+    if run.stream is not None:
+        values["stream"] = run.stream.state_dict()
+    else:
+        values["data"] = run.data.state_dict()
+    if run.best is not None:
+        values["best"] = run.best.state_dict()
+    return State(step, encode(values), [g for b in run.stream.ready for g in b.groups] if run.stream else [])
+
+
+def write_state(run: Run, step: int, folder: Path, state: State | None = None) -> None:
+    """Everything that the run needs to go on after ``step`` finished steps as if it had never stopped: the weights of
+    now, and ``state``, by default that of now."""
     for name in run.saved_roles:
         path = folder / "roles" / name
         path.mkdir(parents=True)
         run.roles[name].every("save", path)
-    components = {name: component.state_dict() for name, component in run.stateful().items()}
-    state: dict[str, Any] = {"step": step, "updates": run.updates, "components": components}
+    state = state or collect_state(run, step)
     if run.stream is not None:
-        state["stream"] = run.stream.state_dict()
-        write_groups(folder / "ready.jsonl", [g for b in run.stream.ready for g in b.groups])
-    else:
-        state["data"] = run.data.state_dict()
-    if run.best is not None:
-        state["best"] = run.best.state_dict()
-    write_json(folder / "state.json", state)
+        write_groups(folder / "ready.jsonl", state.ready)
+    write_json(folder / "state.json", state.values)
 
 
 def read_state(run: Run, folder: Path) -> int:
