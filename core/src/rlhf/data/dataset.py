@@ -117,6 +117,8 @@ class TrainData:
         section = self.section
         if self.form == "prompts":
             prompt = len(self.template.encode_prompt(row).ids)
+            if not prompt:
+                raise DataError("the prompt is empty; at least one token is needed to continue from")
             if section.max_prompt_tokens is not None and prompt > section.max_prompt_tokens:
                 return f"the prompt has {prompt} tokens, over data.max_prompt_tokens = {section.max_prompt_tokens}"
             if prompt >= section.max_tokens:
@@ -127,6 +129,8 @@ class TrainData:
         example = self._encode(row)
         self._examples[row.source, row.index] = example
         for sequence in example.sequences:
+            if len(sequence.ids) < 2:
+                raise DataError("the row is empty: it has no token that could be learnt from what precedes it")
             prompt = sequence.loss_mask.index(True) if True in sequence.loss_mask else len(sequence.ids)
             if section.max_prompt_tokens is not None and prompt > section.max_prompt_tokens:
                 return f"the prompt has {prompt} tokens, over data.max_prompt_tokens = {section.max_prompt_tokens}"
