@@ -50,7 +50,8 @@ class Killer(Observer):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def state_dict(self):
-        self.die("saving")
+        if list((self.marker.parent / "checkpoints").glob(".saving-*")):
+            self.die("saving")
         return {}
 
     def rollouts_finished(self, step, groups):
@@ -235,18 +236,23 @@ def test_what_was_recorded_after_the_checkpoint_is_cut(runs: Runs) -> None:
 
 def test_updates_before_the_kill_count(runs: Runs) -> None:
     """A resumed run whose last steps hold nothing to learn from did learn something."""
-    rows = [{"prompt": "1+1=", "response": "2"}] * 2 + [{"prompt": "", "response": "2"}] * 2
+    rows = [{"prompt": "1+1=", "answer": "2"}, *[{"prompt": "1+1=", "answer": "never"}] * 4]
+    reward = (
+        "async def score(prompt, completion, row):\n    return -1.0 if row['answer'] == 'never' else len(completion)\n"
+    )
     run = config(
         runs.shop,
-        "sft",
+        "rloo",
         "run",
-        data={"train": str(runs.shop.rows("rows.jsonl", rows)), "shuffle": False, "batch_size": 1, "add_eos": False},
-        run={"steps": 4},
-        eval=None,
+        reward=[{"use": f"file:{runs.shop.file('never.py', reward)}"}],
+        data={"shuffle": False, "batch_size": 1},
+        stream={"filter": {"low": -0.5, "max_rounds": 1}},
+        run={"steps": 3},
     )
+    run["data"]["train"] = str(runs.shop.rows("rows.jsonl", rows))
     runs.die_at(run, "saved 2")
     finished = runs.resume(run)
-    assert [line.get("empty") for line in finished.lines()] == [None, None, 1.0, 1.0]
+    assert [line.get("empty") for line in finished.lines()] == [None, 1.0, 1.0]
 
 
 def test_a_reference_that_follows_the_policy_is_in_the_checkpoint(runs: Runs) -> None:

@@ -1,0 +1,334 @@
+"""Bad input through the command: each a clear error or the configured policy, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf.checkpoint import CheckpointStore
+from rlhf.testing.tiny import tiny_model
+
+from tests.forks import Forks
+from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run
+
+
+def refused(run: Finished, *parts: str, code: int = 2) -> str:
+    """The run ended with ``code`` and one error that says all of ``parts``; no traceback. Returns the error."""
+    assert run.code == code, run.said
+    assert "Traceback" not in run.said
+    error = run.err[run.err.index("rlhf: ") :]
+    for part in parts:
+        assert part in error
+    return error
+
+
+def nothing_written(run: Finished) -> bool:
+    return not run.path.exists()
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def test_a_missing_model(shop: Workshop) -> None:
+    run = shop.run("sft", "run", policy={"model": str(shop.model.parent / "modle")})
+    refused(run, "modle: there is no such folder", "there are: ", "model", code=1)
+    assert nothing_written(run)
+
+
+def test_an_unreadable_model(shop: Workshop) -> None:
+    broken = Path(shutil.copytree(shop.model, shop.folder / "broken"))
+    (broken / "model.safetensors").write_bytes(b"not a model")
+    run = shop.run("sft", "run", policy={"model": str(broken)})
+    refused(run, f"cannot load the model {str(broken)!r} of role 'policy'", code=1)
+    (broken / "tokenizer.json").unlink()
+    (broken / "tokenizer_config.json").unlink()
+    refused(shop.run("sft", "run", policy={"model": str(broken)}), "holds no tokenizer", code=1)
+
+
+def test_a_model_that_could_not_be_loaded_leaves_the_folder_usable(shop: Workshop) -> None:
+    broken = Path(shutil.copytree(shop.model, shop.folder / "broken"))
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:100])
+    assert shop.run("sft", "run", policy={"model": str(broken)}).code == 1
+    (broken / "model.safetensors").write_bytes(weights)
+    shop.train("sft", "run", policy={"model": str(broken)})
+
+
+def test_no_chat_template_where_one_is_needed(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", data={"template": "chat"})
+    refused(run, "chat template", 'template = "plain"')
+    assert nothing_written(run)
+    chat = tiny_model(shop.folder / "chat", hidden=16, heads=2, kv_heads=1, chat_template="default")
+    shop.train("rloo", "chat_run", policy={"model": str(chat)}, data={"template": "chat"})
+
+
+# ------------------------------------------------------------------------------------------ data
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "empty"),
+        ('{"prompt": "1+1=", "response"', "not valid JSON"),
+        ('["1+1=", "2"]', "a row is a JSON object"),
+        ('{"prompt": "", "response": ""}', "the row is empty"),
+        ("{}", "no column 'prompt'"),
+        ('{"prompt": "1+1=", "response": null}', "response"),
+        ('{"prompt": "1+1="}', "response"),
+        ('{"prompt": 3, "response": "4"}', "prompt"),
+    ],
+    ids=["blank", "cut", "array", "empty", "no columns", "null", "lacking", "number"],
+)
+def test_a_malformed_row(shop: Workshop, line: str, says: str) -> None:
+    texts = [json.dumps(row) for row in PROMPTS[:3]]
+    path = shop.file("bad.jsonl", "\n".join([*texts, line, *texts]) + "\n")
+    run = shop.run("sft", "run", data={"train": str(path)})
+    if line == "":  # blank lines are no rows
+        assert run.code == 0, run.said
+        return
+    refused(run, f"{path}, line 4", says, code=1)
+
+
+def test_an_empty_prompt(shop: Workshop) -> None:
+    path = shop.rows("empty.jsonl", [*PROMPTS[:2], {"prompt": "", "answer": "1"}])
+    run = shop.run("rloo", "run", data={"train": str(path)})
+    refused(run, f"{path}, line 3: the prompt is empty", code=1)
+
+
+def test_a_missing_column(shop: Workshop) -> None:
+    run = shop.run("sft", "run", data={"response": "respnse"})
+    refused(run, "no column 'respnse'", "columns present: prompt, answer, response", "Did you mean 'response'?", code=1)
+    assert nothing_written(run)
+
+
+def test_missing_and_empty_data(shop: Workshop) -> None:
+    refused(shop.run("sft", "run", data={"train": str(shop.folder / "nothing.jsonl")}), "nothing.jsonl", code=1)
+    refused(shop.run("sft", "run", data={"train": str(shop.file("e.jsonl", ""))}), "holds no rows", code=1)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
+def test_a_prompt_longer_than_allowed(shop: Workshop, algorithm: str) -> None:
+    long = {"prompt": "9" * 40 + "=", "answer": "1", "response": "1"}
+    data = {"train": str(shop.rows("long.jsonl", [*PROMPTS[:5], long])), "max_prompt_tokens": 30, "batch_size": 2}
+    refused(
+        shop.run(algorithm, "refused", data=data),
+        f"{shop.folder / 'long.jsonl'}, line 6",
+        "the prompt has 41 tokens, over data.max_prompt_tokens = 30",
+        'data.too_long = "drop"',
+        code=1,
+    )
+    run = shop.train(algorithm, "dropped", data={**data, "too_long": "drop"}, run={"steps": 6})
+    assert [line["data/dropped"] for line in run.lines()] == sorted(line["data/dropped"] for line in run.lines())
+    assert run.lines()[-1]["data/dropped"] >= 2
+    prompts = {sample["row"]["index"] for sample in run.samples()} if algorithm == "rloo" else set()
+    assert 5 not in prompts
+
+
+# ------------------------------------------------------------------------------------------ configuration
+
+
+def test_one_sample_where_a_group_is_needed(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", sampling={"samples_per_prompt": 1})
+    refused(run, "rloo needs at least 2 samples per prompt, got 1", "--sampling.samples_per_prompt 2")
+    assert nothing_written(run)
+
+
+def test_k1_as_a_loss(shop: Workshop) -> None:
+    kl = {"coef": 0.1, "where": "loss", "estimator": "k1"}
+    refused(
+        shop.run("grpo", "run", algorithm={"kl": kl}), "estimator 'k1' as a loss has zero expected gradient", "'k3'"
+    )
+
+
+def test_unknown_keys_and_plugins(shop: Workshop) -> None:
+    refused(shop.run("rloo", "run", sampling={"temprature": 1.0}), "temprature", "Did you mean 'temperature'?")
+    refused(shop.run("rloo", "run", trainer={"learning_rat": 1.0}), "learning_rat")
+    refused(shop.run("rlo", "run"), "'rlo'", "Did you mean 'rloo'?")
+    refused(shop.run("rloo", "run", reward=[{"use": "maths"}]), "'maths'", "math")
+    refused(shop.run("rloo", "run", "--algorithm.clip", "1"), "clip")
+
+
+def test_an_output_folder_already_used(shop: Workshop) -> None:
+    before = shop.train("sft", "run")
+    weights = before.weights
+    refused(shop.run("sft", "run"), "already holds a run", "--resume", "Nothing was changed")
+    assert before.weights == weights
+    refused(shop.run("sft", "new", "--resume"), "there is no run to resume")
+
+
+def test_a_checkpoint_from_another_config(shop: Workshop) -> None:
+    before = shop.train("rloo", "run")
+    files = {path: path.read_bytes() for path in sorted(before.path.rglob("*")) if path.is_file()}
+    other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
+    refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
+    assert {path: path.read_bytes() for path in files} == files
+    refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
+
+
+def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:
+    shop.train("rloo", "run")
+    config = shop.config("rloo", "run", run={"steps": 4})
+    shop.file("reward.py", REWARD.replace("/ 6", "/ 7"))
+    resumed = shop.run_config(config, "--resume")
+    assert resumed.code == 0, resumed.said
+    assert "continues as a different run" in resumed.said
+    assert "plugins.reward:reward: was 'file " in resumed.said
+
+
+# ------------------------------------------------------------------------------------------ rewards
+
+REWARDS = {
+    "raises": ("raise KeyError('no key')", "score() raised KeyError: 'no key'"),
+    "hangs": ("await asyncio.sleep(60)", "score() took longer than its deadline of 0.3 s"),
+    "too few": ("return results[:-1]", "score() returned 2 results for 3 trajectories"),
+    "nan": ("return [RewardResult(float('nan')), *results[1:]]", "score() returned RewardResult(value=nan)"),
+    "blocks": ("SYNC import time; time.sleep(60)", "score() took longer than its deadline of 0.3 s"),
+}
+SPOILED = """
+import asyncio
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+
+class Spoiled(Reward):
+    name = "spoiled"
+
+    async def score(self, group):
+        results = [RewardResult(t.sampled_tokens + t.index[1] / 7) for t in group.trajectories]
+        if group.row.index == 3:
+            BODY
+        return results
+"""
+
+
+def spoiled(shop: Workshop, body: str) -> dict[str, Any]:
+    text = SPOILED.replace("BODY", body.removeprefix("SYNC "))
+    if body.startswith("SYNC"):
+        text = text.replace("async def", "def")
+    return {
+        "reward": [{"use": f"file:{shop.file('spoiled.py', text)}", "deadline": 0.3}],
+        "data": {"shuffle": False},
+        "run": {"steps": 2},
+    }
+
+
+@pytest.mark.parametrize("fault", REWARDS)
+def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
+    body, says = REWARDS[fault]
+    changes = spoiled(shop, body)
+    error = refused(shop.run("rloo", "abort", **changes), says, 'stream.on_failed_sample is "abort"', code=1)
+    assert "row 3" in error
+
+    groups = shop.train("rloo", "groups", stream={"on_failed_sample": "drop_group"}, **changes)
+    assert [line["stream/failed_groups"] for line in groups.lines()] == [1.0, 0.0]
+    assert [line["stream/short"] for line in groups.lines()] == [0.0, 0.0], "the dropped group was replaced"
+    assert 3 not in {sample["row"]["index"] for sample in groups.samples()}
+
+    samples = shop.train("rloo", "samples", stream={"on_failed_sample": "drop_sample"}, **changes)
+    alone = fault == "nan"  # the other two samples of the group were scored
+    assert samples.lines()[0]["stream/failed_samples"] == (1.0 if alone else 3.0)
+    assert [s["reward"] is None for s in samples.samples()].count(True) == 0
+    assert len([s for s in samples.samples() if s["row"]["index"] == 3]) == (2 if alone else 0)
+
+
+# ------------------------------------------------------------------------------------------ environments
+
+ENVS = {
+    "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
+    "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 0.3 s"),
+}
+ENV = """
+import asyncio
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+
+class Spoiled(Env):
+    name = "spoiled"
+
+    async def reset(self, row, seed):
+        self.row = row
+        return ""
+
+    async def step(self, action):
+        if self.row.index == 3:
+            BODY
+        return EnvStep(" more: ", reward=len(action) / 7)
+"""
+
+
+def env(shop: Workshop, body: str) -> dict[str, Any]:
+    return {
+        "env": {"use": f"file:{shop.file('env.py', ENV.replace('BODY', body))}", "deadline": 0.3, "max_turns": 3},
+        "rollout": {"use": "multi_turn"},
+        "reward": None,
+        "data": {"shuffle": False},
+        "run": {"steps": 2},
+    }
+
+
+@pytest.mark.parametrize("fault", ENVS)
+def test_an_environment_that_fails(shop: Workshop, fault: str) -> None:
+    body, says = ENVS[fault]
+    changes = env(shop, body)
+    refused(shop.run("rloo", "abort", **changes), says, "row 3", "on_failed_sample", code=1)
+    run = shop.train("rloo", "groups", stream={"on_failed_sample": "drop_group"}, **changes)
+    assert [line["stream/failed_groups"] for line in run.lines()] == [1.0, 0.0]
+    run = shop.train("rloo", "samples", stream={"on_failed_sample": "drop_sample"}, **changes)
+    assert run.lines()[0]["stream/failed_samples"] == 3.0
+
+
+def test_an_environment_that_never_ends(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", **env(shop, "pass"))
+    for sample in run.samples():
+        turns = [turn for turn in sample["turns"] if turn["sampled"]]
+        assert len(turns) == 3 or sample["status"] == "truncated"
+    assert any(len([t for t in s["turns"] if t["sampled"]]) == 3 for s in run.samples())
+
+
+# ------------------------------------------------------------------------------------------ nothing is lost
+
+
+def test_what_was_learnt_before_a_failure_is_saved(shop: Workshop) -> None:
+    """A reward that fails in the third step, with no checkpoint asked for before the end."""
+    marker = shop.folder / "down"
+    text = REWARD.replace("async def", "import os\nasync def").replace(
+        "    digits",
+        f"    assert not (row['answer'] == '5' and os.path.exists({str(marker)!r})), 'server is down'\n    digits",
+    )
+    reward = {"reward": [{"use": f"file:{shop.file('down.py', text)}"}], "data": {"shuffle": False}}
+    whole = shop.train("rloo", "whole", **reward)
+    marker.touch()
+    broken = shop.run("rloo", "broken", **reward)
+    refused(broken, "server is down", code=1)
+    assert [line["step"] for line in broken.lines()] == [1, 2]
+    assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
+    assert "saved what was learnt in 2 steps" in broken.said
+    marker.unlink()
+    assert_same_run(shop.train("rloo", "broken", "--resume", **reward), whole)
+
+
+@pytest.mark.parametrize("kilobytes", [1, 5, 12])
+def test_a_full_disk(forks: Forks, shop: Workshop, kilobytes: int) -> None:
+    """No file can grow beyond a size that a checkpoint, the samples of a step or the metrics exceed."""
+    whole = shop.train("rloo", "whole", run={"steps": 4}, checkpoint={"every": 2})
+    run = shop.config("rloo", "run", run={"steps": 2}, checkpoint={"every": 2})
+    first = forks.start(shop.arguments(run))
+    assert first.wait() == 0
+    run["run"]["steps"] = 4
+    full = forks.start(shop.arguments(run, "--resume"), limits={"RLIMIT_FSIZE": kilobytes * 1024})
+    assert full.wait() == 1, full.output
+    assert "Traceback" not in full.output
+    assert "could not be" in full.output
+    assert "The disk is full" in full.output
+    store = CheckpointStore(shop.folder / "run")
+    assert [c.step for c in store.complete()] == [2]
+    assert store.open(2).damage() == ""
+    assert not list(store.root.glob(".saving-*"))
+    again = forks.start(shop.arguments(run, "--resume"))
+    assert again.wait() == 0, again.output
+    assert Finished(shop.folder / "run", 0).lines() == whole.lines()
+    assert Finished(shop.folder / "run", 0).weights == whole.weights
