@@ -1,0 +1,95 @@
+"""Make what the arms share: the model and tokenizer, its twin that ends its answers, prompts, rows, and the batches of
+the correctness gate. Runs in our environment; both environments read the folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from rlhf.testing.tiny import tiny_model
+from settings import LONGEST, MAX_NEW_TOKENS, PROMPTS, ROWS, SAMPLES, SHORTEST
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+CHARS = "0123456789+-*/=()<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'\n"
+MEAN_LENGTH = 22
+"""Of answers without a limit; with the limit of 64 tokens the mean is about 20."""
+
+
+def make_model(path: Path) -> None:
+    """Qwen3, 4.45 M parameters, random weights; a vocabulary of characters."""
+    tiny_model(
+        path, hidden=256, intermediate=704, layers=6, heads=8, kv_heads=4, head_dim=32, std=0.02, chars=CHARS, seed=0
+    )
+
+
+def make_ending_model(source: Path, path: Path) -> None:
+    """The same model with an end token whose probability is about 1/22 wherever it stands.
+
+    All embeddings get a common component along one direction, so that every hidden state has one; the end token gets
+    more of it, and how much is found by bisection. With tied embeddings this is a bias on the end token's logit.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(source))
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    weight = model.get_input_embeddings().weight.data
+    direction = torch.randn(weight.shape[1], generator=generator)
+    direction /= direction.norm()
+    weight += 0.5 * direction
+    plain_end = weight[tokenizer.eos_token_id].clone()
+    ids = torch.randint(3, weight.shape[0], (16, MAX_NEW_TOKENS), generator=generator)
+    low, high = 0.0, 2.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        weight[tokenizer.eos_token_id] = plain_end + middle * direction
+        with torch.no_grad():
+            ends = model(ids).logits.softmax(-1)[:, 4:, tokenizer.eos_token_id].mean()
+        low, high = (middle, high) if ends < 1 / MEAN_LENGTH else (low, middle)
+    model.save_pretrained(str(path))
+    tokenizer.save_pretrained(str(path))
+
+
+def make_data(work: Path) -> None:
+    """``prompts.jsonl`` (sums) and ``rows-N.jsonl``: N x 16 demonstrations of 20 to 200 tokens, evenly spread."""
+    draw = random.Random(0)
+    sums = [f"{draw.randrange(10, 100)}+{draw.randrange(10, 100)}=" for _ in range(1024)]
+    (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in sums))
+    for scale in (1, 2, 4):
+        with (work / f"rows-{scale}.jsonl").open("w") as file:
+            for number in range(ROWS * scale):
+                tokens = SHORTEST + (LONGEST - SHORTEST) * (number % ROWS) // (ROWS - 1)
+                answer = "".join(draw.choice(CHARS[:-1]) for _ in range(tokens - 7))  # prompt 6, end token 1
+                file.write(json.dumps({"prompt": draw.choice(sums), "completion": answer}) + "\n")
+
+
+def make_gate(work: Path) -> None:
+    """``gate.json``: one GRPO batch (answers of several lengths, rewards) and one SFT batch, as token ids."""
+    draw = random.Random(2)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 3 + len(CHARS)) for _ in range(count)]
+
+    groups = []
+    for _ in range(PROMPTS // 4):
+        answers = [ids(draw.randrange(1, MAX_NEW_TOKENS + 1)) for _ in range(SAMPLES)]
+        prompt = ids(draw.randrange(4, 12))
+        groups.append({"prompt": prompt, "answers": answers, "rewards": [draw.random() for _ in answers]})
+    rows = [{"prompt": ids(draw.randrange(3, 9)), "answer": ids(draw.randrange(15, 190))} for _ in range(ROWS)]
+    (work / "gate.json").write_text(json.dumps({"grpo": groups, "sft": rows}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path)
+    work = parser.parse_args().work
+    work.mkdir(parents=True, exist_ok=True)
+    make_model(work / "model")
+    make_ending_model(work / "model", work / "ending")
+    make_data(work)
+    make_gate(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Gradients of ours on the batches of gate.json, through the algorithms grpo and sft as they are, in fp32."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from ours_train import run_file
+from rlhf.controller.build import build
+from rlhf.controller.prepare import prepare
+from rlhf.data.rows import Example, Sequence
+from rlhf.ops.reduce import weigh
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row, Trajectory, Turn
+from safetensors.torch import save_file
+from settings import THREADS
+
+
+def groups(rows: list[dict]) -> list[Group]:
+    made = []
+    for number, given in enumerate(rows):
+        row, trajectories = Row({}, "gate", number), []
+        for sample, (ids, reward) in enumerate(zip(given["answers"], given["rewards"], strict=True)):
+            turns = [Turn(given["prompt"], sampled=False), Turn(ids, sampled=True, finish="stop")]
+            trajectories.append(Trajectory(row, turns, (number, sample), reward=reward, score=reward))
+        made.append(Group(row, number, trajectories))
+    return made
+
+
+def demonstrations(rows: list[dict]) -> list[Example]:
+    return [
+        Example(
+            Row({}, "gate", number),
+            [
+                Sequence(
+                    given["prompt"] + given["answer"],
+                    [False] * len(given["prompt"]) + [True] * len(given["answer"]),
+                )
+            ],
+        )
+        for number, given in enumerate(rows)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True)
+    work = parser.parse_args().work
+    torch.set_num_threads(THREADS)
+    gate = json.loads((work / "gate.json").read_text())
+    for workload, examples in (("grpo-forced", groups(gate["grpo"])), ("sft", demonstrations(gate["sft"]))):
+        with tempfile.TemporaryDirectory() as folder:
+            config = run_file(workload, "fp32", work, 1, f"{folder}/run", 1)
+            prepared = prepare(config, Plugins.discover())
+            run = build(prepared)
+            try:
+                batch, _ = run.algorithm.credit(run.algorithm.assemble(examples))
+                (update,) = run.algorithm.updates(0)
+                loss = run.algorithm.parts[update.loss]
+                batch = weigh(loss.prepare(batch), loss.reduce())
+                found = run.roles["policy"].gradients(batch, loss, update)
+            finally:
+                run.status = "failed"  # no step was made: nothing to export
+                run.close()
+        save_file(
+            {k: v.contiguous() for k, v in found.items()}, str(work / f"ours-{workload.split('-')[0]}.safetensors")
+        )
+
+
+if __name__ == "__main__":
+    main()

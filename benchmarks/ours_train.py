@@ -1,0 +1,179 @@
+"""Time whole training steps of ours, through the same controller as `rlhf train`, and say where the time goes."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.controller.build import build
+from rlhf.controller.offline import offline
+from rlhf.controller.online import online
+from rlhf.controller.prepare import prepare
+from rlhf.interfaces import Observer
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+from settings import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    LONGEST,
+    MAX_GRAD_NORM,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    ROWS,
+    SAMPLES,
+    THREADS,
+    WEIGHT_DECAY,
+    Clock,
+    arm_arguments,
+    write,
+)
+
+
+def run_file(workload: str, precision: str, work: Path, steps: int, output: str, scale: int) -> RunFile:
+    run: dict[str, Any] = {
+        "run": {"output": output, "steps": steps, "threads": THREADS},
+        "policy": {"model": str(work / ("ending" if workload == "grpo-natural" else "model")), "dtype": precision},
+        "trainer": {
+            "lr": LEARNING_RATE,
+            "betas": list(BETAS),
+            "eps": EPS,
+            "weight_decay": WEIGHT_DECAY,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+    }
+    if workload == "sft":
+        data = {
+            "train": str(work / f"rows-{scale}.jsonl"),
+            "batch_size": ROWS * scale,
+            "response": "completion",
+            "max_tokens": LONGEST + 8,
+        }
+        return RunFile.model_validate({**run, "algorithm": "sft", "data": data})
+    sampling = {
+        "samples_per_prompt": SAMPLES,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "ignore_eos": workload == "grpo-forced",
+    }
+    data = {"train": str(work / "prompts.jsonl"), "batch_size": PROMPTS * scale, "max_tokens": 128}
+    reward = f"file:{Path(__file__).with_name('ours_reward.py')}:score"
+    return RunFile.model_validate({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling})
+
+
+class Watch(Observer):
+    """Ticks the clock at the end of every step and cuts the phases' times there."""
+
+    name = "watch"
+
+    def __init__(self, clock: Clock, phases: Phases) -> None:
+        super().__init__()
+        self.clock, self.phases = clock, phases
+
+    def step_finished(self, step: int, metrics: Any) -> None:
+        self.clock.step(self.phases.tokens)
+        self.phases.cut(metrics)
+
+
+class Phases:
+    """Seconds spent in the calls where a step's arithmetic happens, per step."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, float] = defaultdict(float)
+        self.tokens, self.trained = 0, 0
+        self.steps: list[dict[str, float]] = []
+
+    def watch(self, owner: Any, method: str, phase: str) -> None:
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*arguments, **options)
+            finally:
+                self.now[phase] += time.perf_counter() - start
+
+        setattr(owner, method, timed)
+
+    def watch_generator(self, generator: Any) -> None:
+        original = generator.generate
+
+        def timed(requests: Any) -> Any:
+            turns, start = original(requests), time.perf_counter()
+            for position, turn in turns:
+                self.now["generate"] += time.perf_counter() - start
+                self.tokens += len(turn.ids)
+                yield position, turn
+                start = time.perf_counter()
+            self.now["generate"] += time.perf_counter() - start
+
+        generator.generate = timed
+
+    def watch_scorer(self, stream: Any) -> None:
+        """Wall time from the end of generation to the last score is the part of scoring that a step waits for."""
+        original = stream.rollouts.run
+
+        def timed(*arguments: Any) -> Any:
+            generated, start = self.now["generate"], time.perf_counter()
+            groups = original(*arguments)
+            self.now["score and hand over"] += time.perf_counter() - start - (self.now["generate"] - generated)
+            return groups
+
+        stream.rollouts.run = timed
+
+    def watch_trainer(self, trainer: Any) -> None:
+        accumulate = trainer.accumulate
+
+        def counted(micros: Any, *arguments: Any) -> Any:
+            self.trained += sum(micro.tokens for micro in micros)
+            return accumulate(micros, *arguments)
+
+        trainer.accumulate = counted
+        self.watch(trainer, "accumulate", "forward and backward")
+        self.watch(trainer, "apply", "optimizer")
+        self.watch(trainer, "forward", "log-probs")
+
+    def cut(self, metrics: Any) -> None:
+        self.steps.append({**self.now, "trained_tokens": self.trained, "step": metrics["time/step"]})
+        self.now.clear()
+        self.tokens = self.trained = 0
+
+
+def main() -> None:
+    arguments = arm_arguments(__doc__)
+    torch.set_num_threads(THREADS)
+    phases = Phases()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = arguments.warmup + arguments.steps
+        config = run_file(
+            arguments.workload, arguments.precision, arguments.work, steps, f"{folder}/run", arguments.scale
+        )
+        prepared = prepare(config, Plugins.discover())
+        run = build(prepared)
+        trainer = run.roles["policy"].group.worker
+        phases.watch_trainer(trainer)
+        if run.stream is not None:
+            phases.watch_generator(run.generator)
+            phases.watch_scorer(run.stream)
+        clock = Clock(arguments.warmup)
+        run.observers["watch"] = Watch(clock, phases)
+        try:
+            (online if prepared.online else offline)(run)
+            result = clock.result()
+        finally:
+            run.close()
+    timed = phases.steps[arguments.warmup :]
+    if run.stream is None:
+        result["tokens"] = [step["trained_tokens"] for step in timed]
+    result["parameters"] = sum(p.numel() for p in trainer.module.parameters())
+    result["phases"] = timed
+    write(arguments.result, result)
+
+
+if __name__ == "__main__":
+    main()

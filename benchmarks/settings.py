@@ -1,0 +1,76 @@
+"""What every arm shares: the workloads, the optimizer, and how a process is measured. Standard library only, as both
+Python environments import it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+THREADS = int(os.environ.get("BENCH_THREADS", "2"))
+"""torch threads of every arm; figures that are compared with stated ones need two."""
+PROMPTS, SAMPLES, MAX_NEW_TOKENS = 16, 8, 64
+ROWS, SHORTEST, LONGEST = 16, 20, 200
+LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
+"""A rate so small that the weights, and so the lengths of answers, stay what they are while a step is timed."""
+WORKLOADS = ("grpo-forced", "grpo-natural", "sft")
+
+
+def digits(text: str) -> float:
+    """The reward: share of digits. Cheap, varied, and the same function in every arm."""
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def memory_mib(field: str) -> float:
+    """``VmRSS`` (resident now) or ``VmHWM`` (the most that ever was) of this process, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise LookupError(f"/proc/self/status has no {field}: these benchmarks need Linux")
+
+
+class Clock:
+    """Whole steps, end to end: from the end of one to the end of the next, so nothing between them is lost."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup, self.ends, self.before_mib = warmup, [time.perf_counter()], memory_mib("VmRSS")
+        self.tokens: list[int] = []
+        """Tokens that each step learned from or sampled, as the arm counts them."""
+
+    def step(self, tokens: int) -> None:
+        self.ends.append(time.perf_counter())
+        self.tokens.append(tokens)
+
+    def result(self) -> dict[str, Any]:
+        seconds = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][self.warmup :]
+        return {
+            "seconds": seconds,
+            "tokens": self.tokens[self.warmup :],
+            "peak_mib": memory_mib("VmHWM"),
+            "before_mib": self.before_mib,
+        }
+
+
+def arm_arguments(description: str) -> argparse.Namespace:
+    """The command line of the scripts that time one workload in one precision."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("precision", choices=("fp32", "bf16"))
+    parser.add_argument("--work", type=Path, required=True, help="folder made by model.py")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them, not timed")
+    parser.add_argument("--scale", type=int, default=1, help="times the tokens of a step")
+    return parser.parse_args()
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def median(values: list[float]) -> float:
+    return float(statistics.median(values))

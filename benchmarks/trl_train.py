@@ -1,0 +1,132 @@
+"""Time whole training steps of TRL on the same work: its GRPOTrainer and SFTTrainer, as a user would run them on a CPU.
+
+Gradient checkpointing, which TRL turns on by default, is off: it would only cost time.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from settings import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    LONGEST,
+    MAX_GRAD_NORM,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    ROWS,
+    SAMPLES,
+    THREADS,
+    WEIGHT_DECAY,
+    Clock,
+    arm_arguments,
+    digits,
+    write,
+)
+
+
+def common(precision: str, steps: int, output: str) -> dict[str, Any]:
+    """Options of both trainers."""
+    return {
+        "output_dir": output,
+        "max_steps": steps,
+        "use_cpu": True,
+        "bf16": precision == "bf16",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "gradient_checkpointing": False,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(str(path))
+
+
+def grpo_trainer(model: Any, tokenizer: Any, prompts: list[str], options: dict[str, Any], forced: bool) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [digits(c) for c in completions]
+
+    config = GRPOConfig(
+        **options,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=MAX_NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": MAX_NEW_TOKENS} if forced else None,
+        beta=0.0,
+        num_iterations=1,
+        loss_type="dapo",
+        temperature=1.0,
+    )
+    dataset = Dataset.from_list([{"prompt": p} for p in prompts])
+    return GRPOTrainer(model, reward, args=config, train_dataset=dataset, processing_class=tokenizer)
+
+
+def sft_trainer(model: Any, tokenizer: Any, rows: list[dict[str, str]], options: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(**options, per_device_train_batch_size=ROWS, max_length=LONGEST + 8)
+    return SFTTrainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    arguments = arm_arguments(__doc__)
+    torch.set_num_threads(THREADS)
+    from transformers import TrainerCallback
+
+    work, natural = arguments.work, arguments.workload == "grpo-natural"
+    with tempfile.TemporaryDirectory() as folder:
+        options = common(arguments.precision, arguments.warmup + arguments.steps, folder)
+        model, tokenizer = load(work / ("ending" if natural else "model"))
+        if arguments.workload == "sft":
+            trainer = sft_trainer(model, tokenizer, lines(work / "rows-1.jsonl"), options)
+        else:
+            prompts = [row["prompt"] for row in lines(work / "prompts.jsonl")]
+            trainer = grpo_trainer(model, tokenizer, prompts, options, forced=not natural)
+        clock, seen = Clock(arguments.warmup), [0]
+
+        class Tick(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                # completion tokens of this step (GRPO: mean length x samples), or tokens seen so far (SFT)
+                metrics = trainer._metrics["train"]
+                if arguments.workload == "sft":
+                    total = metrics["num_tokens"][-1]
+                    clock.step(int(total - seen[0]))
+                    seen[0] = total
+                else:
+                    clock.step(round(metrics["completions/mean_length"][-1] * PROMPTS * SAMPLES))
+
+        trainer.add_callback(Tick())
+        trainer.train()
+        result = clock.result()
+    write(arguments.result, result)
+
+
+if __name__ == "__main__":
+    main()
