@@ -84,6 +84,7 @@ class Rollouts:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await waves.settled()
 
     async def _group(self, row: Row, number: int, settings: RolloutSettings, waves: Waves) -> Group:
         samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]

@@ -66,6 +66,10 @@ class Waves:
         self._start_if_all_wait()
         return await waiting.done
 
+    async def settled(self) -> None:
+        """Wait until no wave is under way; its samples may all have ended, or failed, before it does."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def _start_if_all_wait(self) -> None:
         if self._busy or not self._waiting:
             return
