@@ -33,8 +33,16 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install
+PEERS := .venv-peers
+
+$(PEERS)/.installed: benchmarks/requirements-peers.txt
+	@echo "installing the peers into $(PEERS) ..."
+	@test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-peers.txt
+	@touch $@
+
+bench: install $(PEERS)/.installed
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(PEERS) runs
