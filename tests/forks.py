@@ -27,7 +27,10 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
         root = Path(__file__).parent.parent
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+        # passive: threads of a busy machine sleep while they wait for each other
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment = {**os.environ, **threads, "PYTHONPATH": path}
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.forks"],
             stdin=subprocess.PIPE,

@@ -26,9 +26,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl": {"coef": 0.1, "where": "loss"}}, "eval": {"every": 2, "samples": 2}},
     "dr_grpo": GAME,
     "rloo": {"policy": {"dtype": "bf16"}, "data": {"shuffle": True, "batch_size": 5}},
-    "sft": {"trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
+    "sft": {"run": {"threads": 2}, "trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
 }
-"""What else has a state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing."""
+"""What else has a state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing. One run
+has two threads, one computes in bf16."""
 
 KILLER = """
 import os, signal
@@ -145,10 +146,11 @@ def lines_written(output: Path) -> int:
 @pytest.mark.parametrize(("algorithm", "staleness"), [("sft", 0), *((a, s) for a in ALGORITHMS for s in (0, 2))])
 def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm: str, staleness: int) -> None:
     chance = random.Random(f"{algorithm} {staleness}")
-    whole, broken = (config(runs.shop, algorithm, name, staleness) for name in ("whole", "broken"))
+    often = {"checkpoint": {"every": 1}}
+    whole, broken = (config(runs.shop, algorithm, name, staleness, **often) for name in ("whole", "broken"))
     reference, victim = runs.start(whole), runs.start(broken)
     output = Path(broken["run"]["output"])
-    lines = chance.randint(1, STEPS - 1)
+    lines = chance.randint(2, STEPS - 1)
     victim.until(lambda: lines_written(output) >= lines)
     time.sleep(chance.uniform(0, 0.05))
     victim.kill()
@@ -158,7 +160,9 @@ def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm
     half = list((output / "checkpoints").glob(".saving-step-*"))
     assert [path.name for path in half[0].rglob("model.safetensors")], "it died while a checkpoint was half written"
 
-    assert_same_run(runs.resume(broken), expected := runs.result(whole, reference))
+    finished = runs.resume(broken)
+    assert "resumed after step" in finished.err, "it continued from a checkpoint"
+    assert_same_run(finished, expected := runs.result(whole, reference))
     assert expected.code == 0, expected.err
     assert not list((output / "checkpoints").glob(".saving-*"))
 
