@@ -13,14 +13,14 @@ from pathlib import Path
 
 from rlhf.testing.tiny import tiny_model
 
-FORGETS = 0.75
-"""Share of the demonstrations that leave the carry out."""
+FORGETS = 0.6
+"""Share of the demonstrations that leave every carry out."""
 HELD_OUT = 400
 
 
 def without_carry(a: int, b: int) -> int:
-    """47 + 38 = 75: the tens are added as if the units had not passed ten."""
-    return 10 * (a // 10 + b // 10) + (a + b) % 10
+    """47 + 38 = 75, 82 + 51 = 33: each column is added as if the one before had not passed ten."""
+    return 10 * ((a // 10 + b // 10) % 10) + (a + b) % 10
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
