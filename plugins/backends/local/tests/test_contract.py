@@ -25,3 +25,4 @@ class TestTransformersGenerator(GeneratorContract):
 
 class TestLocalLauncher(LauncherContract):
     launcher = LocalLauncher
+    world_sizes = (1,)
