@@ -38,12 +38,13 @@ def main() -> None:
     run("rlhf", "train", str(HERE / "sft.toml"))
     run("rlhf", "train", str(HERE / "rloo.toml"))
     seconds = time.perf_counter() - start
+    model = RUNS / "rloo" / "model"
     print(
-        f"\nTrained in {seconds:.0f} s. The model is in {RUNS / 'rloo' / 'model'} (loads with transformers). Try next:\n"
-        f'  rlhf generate --model {RUNS / "rloo" / "model"} --prompt "47+38="\n'
-        f"  rlhf train examples/quickstart/rloo.toml --algo grpo --run.output runs/quickstart/grpo\n"
-        "  rlhf plugins list\n"
-        "  rlhf plugins new my_reward --kind reward\n"
+        f"\nTrained in {seconds:.0f} s. The model is in {model} (loads with transformers). Try next:\n"
+        f'  .venv/bin/rlhf generate --model {model} --prompt "47+38=" --sampling.max_new_tokens 4\n'
+        "  .venv/bin/rlhf train examples/quickstart/rloo.toml --algo grpo --run.output runs/quickstart/grpo\n"
+        "  .venv/bin/rlhf plugins list\n"
+        "  .venv/bin/rlhf plugins new my_reward --kind reward\n"
         f"held-out accuracy: {accuracy(0):.2f} -> {accuracy():.2f}"
     )
 
