@@ -38,6 +38,9 @@ def comparison(arms: dict[str, Runs]) -> list[dict[str, Any]]:
             row[f"{who}_tokens"] = median([t for run in runs for t in run["tokens"]])
             row[f"{who}_tokens_per_second"] = throughput(runs)
             row[f"{who}_peak_mib"] = median([run["peak_mib"] for run in runs])
+        if parts := arms.get(f"{workload}/{precision}/trl in 4 parts"):
+            row["trl_parts_tokens_per_second"] = throughput(parts)
+            row["trl_parts_peak_mib"] = median([run["peak_mib"] for run in parts])
         row["ratio"] = row["ours_tokens_per_second"] / row["trl_tokens_per_second"]
         rows.append(row)
     return rows
@@ -78,6 +81,13 @@ def tables(result: dict[str, Any]) -> str:
             f"| {r['ours_tokens_per_second']:.0f} | {r['trl_tokens_per_second']:.0f} | **{r['ratio']:.2f}** "
             f"| {r['target']}{met} | {r['ours_peak_mib']:.0f} | {r['trl_peak_mib']:.0f} |"
         )
+    lines += ["", "| TRL with its batch in 4 parts | | tokens/s | ours over it | MiB |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {r['workload']} | {r['precision']} | {r['trl_parts_tokens_per_second']:.0f} "
+        f"| {r['ours_tokens_per_second'] / r['trl_parts_tokens_per_second']:.2f} | {r['trl_parts_peak_mib']:.0f} |"
+        for r in result["comparison"]
+        if "trl_parts_peak_mib" in r
+    ]
     names = (*PHASES, "rest")
     lines += ["", f"| ours, ms per step | {' | '.join(names)} | update's share of the limit |"]
     lines += ["|---" * (len(names) + 2) + "|"]

@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,23 @@ class Clock:
     """Whole steps, end to end: from the end of one to the end of the next, so nothing between them is lost."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.ends, self.before_mib = warmup, [time.perf_counter()], memory_mib("VmRSS")
+        self.warmup, self.before_mib = warmup, memory_mib("VmRSS")
+        self.ends, self.processor_ends = [time.perf_counter()], [time.process_time()]
         self.tokens: list[int] = []
         """Tokens that each step learned from or sampled, as the arm counts them."""
 
     def step(self, tokens: int) -> None:
         self.ends.append(time.perf_counter())
+        self.processor_ends.append(time.process_time())
         self.tokens.append(tokens)
 
     def result(self) -> dict[str, Any]:
-        seconds = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][self.warmup :]
+        def between(ends: list[float]) -> list[float]:
+            return [b - a for a, b in pairwise(ends)][self.warmup :]
+
         return {
-            "seconds": seconds,
+            "seconds": between(self.ends),
+            "processor_seconds": between(self.processor_ends),
             "tokens": self.tokens[self.warmup :],
             "peak_mib": memory_mib("VmHWM"),
             "before_mib": self.before_mib,
@@ -64,6 +70,7 @@ def arm_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, not timed")
+    parser.add_argument("--parts", type=int, default=1, help="TRL, grpo: batches that a step's samples are cut into")
     parser.add_argument("--scale", type=int, default=1, help="times the tokens of a step")
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ from settings import (
 )
 
 
-def common(precision: str, steps: int, output: str) -> dict[str, Any]:
+def common(precision: str, steps: int, output: str, parts: int = 1) -> dict[str, Any]:
     """Options of both trainers."""
     return {
         "output_dir": output,
@@ -46,7 +46,7 @@ def common(precision: str, steps: int, output: str) -> dict[str, Any]:
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "gradient_checkpointing": False,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": parts,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -70,7 +70,7 @@ def grpo_trainer(model: Any, tokenizer: Any, prompts: list[str], options: dict[s
 
     config = GRPOConfig(
         **options,
-        per_device_train_batch_size=PROMPTS * SAMPLES,
+        per_device_train_batch_size=PROMPTS * SAMPLES // options["gradient_accumulation_steps"],
         num_generations=SAMPLES,
         max_completion_length=MAX_NEW_TOKENS,
         generation_kwargs={"min_new_tokens": MAX_NEW_TOKENS} if forced else None,
@@ -102,7 +102,7 @@ def main() -> None:
 
     work, natural = arguments.work, arguments.workload == "grpo-natural"
     with tempfile.TemporaryDirectory() as folder:
-        options = common(arguments.precision, arguments.warmup + arguments.steps, folder)
+        options = common(arguments.precision, arguments.warmup + arguments.steps, folder, arguments.parts)
         model, tokenizer = load(work / ("ending" if natural else "model"))
         if arguments.workload == "sft":
             trainer = sft_trainer(model, tokenizer, lines(work / "rows-1.jsonl"), options)
