@@ -95,9 +95,7 @@ class Trainer(Component):
         sums = self.accumulate(micros, loss, coef, live)
         return sums, self.apply()
 
-    def evaluate(
-        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
-    ) -> Sums:
+    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         """The sums of :meth:`accumulate` without training; override where they come cheaper without gradients."""
         sums = self.accumulate(micros, loss, coef, live)
         self.zero_grad()
