@@ -26,7 +26,7 @@ quickstart: install
 	@$(BIN)/python examples/quickstart/quickstart.py
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
