@@ -21,16 +21,16 @@ RUN = ROOT / "examples" / "gsm8k" / "run.py"
     not all((DATA / name).exists() for name in FILES),
     reason=f"{' or '.join(FILES)} is not in {DATA}; set RLHF_DATA to the folder that holds both",
 )
-def test_the_example_trains_both_models_and_its_format_rate_does_not_fall(tmp_path):
+def test_the_example_trains_both_models_and_its_format_rate_rises(tmp_path):
     command = [sys.executable, str(RUN), "--data", str(DATA)]
-    command += ["--sft-steps", "60", "--grpo-steps", "4", "--eval-rows", "48"]
+    command += ["--sft-steps", "110", "--grpo-steps", "8", "--eval-rows", "96"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for name in ("sft", "grpo"):
         assert (tmp_path / "runs/gsm8k" / name / "model" / "model.safetensors").exists()
     last = done.stdout.strip().splitlines()[-1]
     before, after = map(float, re.search(r"'#### number': ([\d.]+) -> ([\d.]+)$", last).groups())
-    assert after > before
+    assert after > before + 0.1
 
 
 def test_data_that_is_not_there_is_named_with_what_to_give_instead(tmp_path):
