@@ -219,9 +219,9 @@ class ModelSection(ComponentConfig):
     """Arithmetic; ``auto``: bf16 where the device gains by it. Weights are fp32 in any case."""
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass: less memory, more time, equal results."""
-    micro_tokens: Count = 2048
-    """Token budget of a micro-batch. Results do not depend on it; memory and speed do. A longer unit is alone in its
-    micro-batch."""
+    micro_tokens: Count | None = None
+    """Token budget of a micro-batch; where absent the trainer's own choice. Results do not depend on it; memory and
+    speed do. A longer unit is alone in its micro-batch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model's files."""
     trainer: PluginOptions = Field(default_factory=dict)

@@ -59,7 +59,8 @@ def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
         trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
         section = getattr(config, name) if name in ("policy", "critic", "reference") else config.roles.get(name)
         group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
-        roles[name] = Role(spec, group, (section or ModelSection()).micro_tokens)
+        usual: int = group.call("token_budget", [()] * group.size)[0]
+        roles[name] = Role(spec, group, (section or ModelSection()).micro_tokens or usual)
     return roles
 
 

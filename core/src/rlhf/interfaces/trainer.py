@@ -95,6 +95,10 @@ class Trainer(Component):
         sums = self.accumulate(micros, loss, coef, live)
         return sums, self.apply()
 
+    def token_budget(self) -> int:
+        """Tokens of a micro-batch at which this trainer is fast, where the run file names no ``micro_tokens``."""
+        return 2048
+
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         """The sums of :meth:`accumulate` without training; override where they come cheaper without gradients."""
         sums = self.accumulate(micros, loss, coef, live)

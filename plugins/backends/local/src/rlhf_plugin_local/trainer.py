@@ -82,6 +82,10 @@ class TorchTrainer(Trainer):
         """Which arithmetic was chosen and why."""
         return self.precision.note
 
+    def token_budget(self) -> int:
+        """bf16 gains by larger matrices; in fp32 they only cost memory (docs/benchmarks.md has the shapes)."""
+        return 4096 if self.precision.bf16 else 2048
+
     @property
     def tokenizer_path(self) -> str:
         return self.spec.path
