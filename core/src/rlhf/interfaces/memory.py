@@ -1,0 +1,74 @@
+"""What a trainer's rank and a generator's device hold: facts that ``rlhf plan`` asks of the classes, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a trainer lays one role's model over its ranks; the default is a whole fp32 copy on every rank.
+
+    ``*_ranks``: the ranks that one copy is divided over. ``*_bytes``: bytes per parameter of the model, before that
+    division. Optimizer, master weights and average are read for trained roles only.
+    """
+
+    weight_ranks: int = 1
+    gradient_ranks: int = 1
+    optimizer_ranks: int = 1
+    """Of the optimizer's state, the master weights and the average."""
+    weight_bytes: float = 4.0
+    """The weights that layers compute with."""
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    """AdamW: two fp32 moments."""
+    master_bytes: float = 0.0
+    """The optimizer's own fp32 weights, where ``weight_bytes`` are of lower precision."""
+    average_bytes: float = 0.0
+    """A moving average of the weights."""
+    keeps_gradients: bool = False
+    """Gradient buffers exist between steps too."""
+    host_weights: bool = False
+    """The weights live in host memory; layers are brought to the device one by one."""
+    host_optimizer: bool = False
+    """Optimizer state, master weights, average and gradients live in host memory."""
+    offloads: bool = False
+    """:meth:`Trainer.offload` moves optimizer state, master weights, average and gradients to host memory."""
+    gathered: int = 0
+    """Where the weights are divided: most parameters that are whole on a rank at once, beside the layer in use."""
+    buffers: int = 0
+    """Bytes of communication buffers on every rank, whatever the model's size."""
+    bf16: bool = False
+    """Arithmetic of forward and backward; else fp32."""
+    cast_bytes: float = 0.0
+    """Bytes per parameter of copies in the arithmetic's precision that live from forward to backward (autocast)."""
+    fused: bool = False
+    """The layers' element-wise work is fused where :mod:`rlhf.modeling` knows how (on CPUs)."""
+    logits: int = 2**24
+    """Most logits that exist at once."""
+    micro_tokens: int = 2048
+    """``token_budget()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one engine of a generator holds; the default samples from the trainer's own module."""
+
+    weight_bytes: float = 0.0
+    """Bytes per parameter of a copy of the weights; 0: there is none."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    kv_bytes: float = 2.0
+    """Bytes per element of the key-value cache."""
+    share: float | None = None
+    """The part of the device's memory that the engine claims in all: weights, ``working`` and, with the rest, cache."""
+    kv_space: int | None = None
+    """Bytes per device reserved for the cache at the start. With neither, the cache grows with what is sampled."""
+    rows: int = 256
+    """Most samples drawn at once."""
+    prefill_tokens: int = 8192
+    """Most prompt tokens of one forward pass."""
+    working: int = 0
+    """Bytes of everything else on the device: captured graphs, workspace."""
+    sleeps: bool = False
+    """:meth:`Generator.sleep` gives weights and cache back."""
