@@ -25,7 +25,10 @@ from rlhf.runfile import Choice, RunFile, expand, long_form
 from rlhf.secret_keys import find_secrets
 
 BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"local": {"launcher": "local", "trainer": "torch", "generator": "transformers"}}
+    {
+        "local": {"launcher": "local", "trainer": "torch", "generator": "transformers"},
+        "ray": {"launcher": "ray", "trainer": "deepspeed", "generator": "vllm"},
+    }
 )
 """``--backend NAME``: the usual launcher, trainer and generator under one name."""
 

@@ -70,6 +70,14 @@ class TrainingError(RlhfError):
     """A loss, an advantage or an optimizer step that is wrong; always fatal."""
 
 
+class SyncError(RlhfError):
+    """New weights did not reach the generator, or cannot be proven to have."""
+
+
+class WorkerError(RlhfError):
+    """A worker process died, or stalled and was stopped."""
+
+
 class CheckpointError(RlhfError):
     """A checkpoint that is incomplete, damaged, or of another run."""
 

@@ -228,6 +228,33 @@ class ModelSection(ComponentConfig):
     """Laid over ``[trainer]`` for this role."""
 
 
+class PlacementSection(ComponentConfig):
+    """Where one role lives, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
+
+    ranks: Count = 1
+    """Processes of the role; engines of the generator."""
+    devices: Count = 1
+    """Devices per rank: GPUs, or CPU cores where there are none."""
+    share: str | None = None
+    """Live on the devices of this role; then it has that role's ``devices``."""
+
+
+class SyncSection(ComponentConfig):
+    """How new weights reach a generator that holds its own copy of them."""
+
+    check: Literal["fail", "retry", "warn"] = "fail"
+    """Where the proof after a sync does not hold: end the run, send once more and then end it, or go on and say so."""
+    bucket_mb: Count = 256
+    """Most MiB sent at once."""
+    timeout: Positive = 600.0
+    """Seconds for one bucket to be sent and taken."""
+    canaries: NotNegative = 2
+    """Sequences of random tokens whose log-probs are compared after each sync; 0 compares fingerprints only."""
+    tolerance: Positive | None = None
+    """Largest mean difference of a canary's log-probs; where absent 1e-4 in fp32 and 0.05 where either side computes in
+    bf16."""
+
+
 class EvalSection(ComponentConfig):
     every: Count | None = None
     """Steps; where absent: at the end only, if there is evaluation data."""
@@ -360,6 +387,9 @@ class RunFile(ComponentConfig):
     trainer: Choice = Choice(use="torch")
     generator: Choice = Choice(use="transformers")
     launcher: Choice = Choice(use="local")
+    placement: dict[str, PlacementSection] = Field(default_factory=dict)
+    """By role name, and ``generator``; what is not named has one rank on one device."""
+    sync: SyncSection = SyncSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observer: tuple[Choice, ...] = ()

@@ -18,9 +18,9 @@ class PlainGenerator(Generator):
     name = "plain"
     capabilities = frozenset({"accept:module", "logprobs", "seeds", "top_k", "top_p", "min_p"})
 
-    def __init__(self, config=None, *, eos_token_ids, decode):
+    def __init__(self, config, spec):
         self.config = self.Config() if config is None else config
-        self.eos, self.decode = eos_token_ids, decode
+        self.eos, self.decode = spec.eos_token_ids, spec.decode
 
     def load(self, source, version):
         self.source, self.version = source, version

@@ -98,8 +98,11 @@ class InProcess(Launcher):
 
         return Group([trainer(config, replace(spec, rank=r)) for r in range(spec.world_size)])
 
-    def launch_generator(self, build):
-        return build()
+    def place(self, places, plugins=()):
+        return None
+
+    def launch_generator(self, generator, config, spec):
+        return generator(config, spec)
 
 
 class Group(WorkerGroup):
@@ -108,6 +111,9 @@ class Group(WorkerGroup):
 
     def call(self, method, per_rank):
         return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
+
+    def stream(self, method, *arguments, timeout=None):
+        return iter(getattr(self.workers[0], method)(*arguments))
 
 
 class TestInProcess(LauncherContract):

@@ -21,6 +21,7 @@ _IGNORED = ("run.output", "run.resume", "run.name", "config_hash")
 _REPORTED = (
     # how long, how often, how fast: the steps that were done stay what they are
     "run.steps", "run.epochs", "run.threads", "run.requires", "checkpoint", "observer", "launcher", "generator",
+    "placement", "sync",
     "eval.every", "eval.at_start", "eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.max_rows",
     "eval.pass_threshold", "eval.patience", "data.eval", "stream.rollout_deadline",
     "reward.*.deadline", "reward.*.retries", "env.deadline", "env.concurrency",

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf.controller.mainthread import MainThread
+from rlhf.controller.phases import Phases
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.controller.scoring import Scorer
-from rlhf.interfaces import Generator, Launcher
+from rlhf.controller.sync import WeightSync
+from rlhf.data.tokenizer import Decoder
+from rlhf.interfaces import Generator, GeneratorSpec, Launcher
 from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import SCORES
@@ -26,19 +29,29 @@ class Answering:
     """Answers prompts with the policy of now."""
 
     generator: Generator
+    sync: WeightSync
     rollouts: Rollouts
     closers: list[Callable[[], None]]
     """In the order in which they must be called."""
 
 
-def answering(prepared: Prepared, roles: Mapping[str, Role], launcher: Launcher) -> Answering:
+def answering(
+    prepared: Prepared, roles: Mapping[str, Role], launcher: Launcher, note: Callable[[str], None]
+) -> Answering:
     """Build it from the parts that :func:`rlhf.controller.prepare.prepare` selected."""
-    policy = roles["policy"].group.worker
-    template = prepared.data.template
-    ends = tuple(dict.fromkeys((*policy.eos_token_ids, *template.end_token_ids)))
-    generator = launcher.launch_generator(
-        lambda: prepared.parts["generator"].build(eos_token_ids=ends, decode=template.decode)
+    policy, config, template = roles["policy"], prepared.config, prepared.data.template
+    spec = GeneratorSpec(
+        tuple(dict.fromkeys((*policy.facts.eos_token_ids, *template.end_token_ids))),
+        Decoder(policy.spec.path, policy.spec.trust_remote_code),
+        policy.spec.path,
+        policy.facts.dtype,
+        policy.spec.trust_remote_code,
+        config.data.max_tokens,
+        config.run.seed,
+        config.sync.timeout,
     )
+    selected = prepared.parts["generator"]
+    generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
     main = MainThread()
     scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
     episodes = prepared.episodes
@@ -55,8 +68,10 @@ def answering(prepared: Prepared, roles: Mapping[str, Role], launcher: Launcher)
         main,
         episodes.open if episodes is not None else None,
         episodes.limit if episodes is not None else None,
+        Phases(generator, roles, prepared.places),
     )
-    return Answering(generator, rollouts, closers)
+    sync = WeightSync(policy, generator, config.sync, config.run.seed, note)
+    return Answering(generator, sync, rollouts, [*closers, generator.close])
 
 
 def training_settings(config: RunFile) -> RolloutSettings:

@@ -54,7 +54,9 @@ def build(prepared: Prepared) -> Run:
 
 def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
     """Load every role's model where the launcher puts it."""
-    config, roles = prepared.config, {}
+    config = prepared.config
+    roles: dict[str, Role] = {}
+    launcher.place(prepared.places, prepared.plugins)
     for name, spec in prepared.specs.items():
         trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
         section = getattr(config, name) if name in ("policy", "critic", "reference") else config.roles.get(name)
@@ -69,12 +71,11 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
     progress = Progress(prepared.total_steps)
     launcher = prepared.parts["launcher"].build()
     roles = launch_roles(prepared, launcher)
-    policy = roles["policy"].group.worker
+    policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
-    device = str(getattr(policy, "device", "cpu"))
     run = Run(
         config=config,
-        meta=describe(config.model_dump(mode="json"), plugins, threads=torch.get_num_threads(), device=device),
+        meta=describe(config.model_dump(mode="json"), plugins, threads=torch.get_num_threads(), device=policy.device),
         algorithm=algorithm,
         roles=roles,
         data=data,
@@ -90,8 +91,8 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
     rows = data.eval_rows()[: config.eval.max_rows]
     evaluations: list[Callable[[], Metrics]] = []
     if prepared.rollout is not None:
-        answers = answering(prepared, roles, launcher)
-        run.generator, run.closers = answers.generator, answers.closers
+        answers = answering(prepared, roles, launcher, progress.note)
+        run.weights, run.closers = answers.sync, answers.closers
         settings = evaluation_settings(config)
         evaluations.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
         if prepared.online:
@@ -114,15 +115,15 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     if config.run.resume:
         _restore(run)
-    if run.generator is not None:
+    if run.weights is not None:
         run.sync(run.first_step)
     with run.writing(directory.path):
         directory.write_config(to_toml(config))
         directory.write_manifest(config.run.seed, plugins, run.first_step)
     if run.data.eval_dropped:
         progress.note(f"{run.data.eval_dropped} evaluation rows are over the limits and left out")
-    if note := getattr(policy, "precision_note", ""):
-        progress.note(f"precision: {note}")
+    if policy.precision:
+        progress.note(f"precision: {policy.precision}")
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -42,9 +43,9 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
     launcher = prepared.parts["launcher"].build()
     roles = launch_roles(prepared, launcher)
-    made = answering(prepared, roles, launcher)
+    made = answering(prepared, roles, launcher, lambda line: print(line, file=sys.stderr))  # noqa: T201
     try:
-        made.generator.load(roles["policy"].group.worker, 0)
+        made.sync.push(0)
         yield prepared, made
     finally:
         for closer in (*made.closers, launcher.shutdown):

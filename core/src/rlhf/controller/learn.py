@@ -106,4 +106,5 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := source`` on every rank."""
     source, target = roles[update.source], roles[update.role]
-    target.group.call("load_weights", [(weights,) for weights in source.every("weights")])
+    buckets = list(source.group.stream("buckets", "live"))
+    target.every("load_buckets", buckets)

@@ -17,7 +17,8 @@ from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, ModelSpec, Observer, Rollout
+from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
+from rlhf.placement import placement
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.runfile import Choice, ModelSection, RunFile
 from rlhf.types import RoleSpec, Update
@@ -46,6 +47,8 @@ class Prepared:
     observers: dict[str, Observer]
     plugins: list[Resolved]
     """Every plugin the run uses."""
+    places: dict[str, Place]
+    """Of every role, and of the generator where there is one."""
 
     @property
     def online(self) -> bool:
@@ -99,6 +102,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
+    places = placement(config.placement, list(roles), "generator" in parts)
     used += [s.resolved for s in (*parts.values(), *observers.values())] + [r.resolved for r in rewards]
     return Prepared(
         config,
@@ -106,7 +110,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data,
         tokenizer,
         steps,
-        {name: _spec(config, roles, name, updates.get(name, 0)) for name in roles},
+        {name: _spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles},
         snapshots,
         parts,
         rewards,
@@ -114,6 +118,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         Episodes(env.resolved, env.config, config.env) if env is not None and config.env is not None else None,
         {name: selection.build() for name, selection in observers.items()},
         list({(r.kind, r.ref): r for r in used}.values()),
+        places,
     )
 
 
@@ -164,7 +169,7 @@ def _model(config: RunFile, roles: Mapping[str, RoleSpec], name: str) -> str:
     return own
 
 
-def _spec(config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: int) -> ModelSpec:
+def _spec(config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: int, ranks: int) -> ModelSpec:
     """A role whose section names neither model nor precision takes both from the role it is like."""
     own, role = _section(config, name), roles[name]
     like = _section(config, role.like) if role.like is not None else own
@@ -176,6 +181,7 @@ def _spec(config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: in
         own.trust_remote_code or (own.model is None and like.trust_remote_code),
         config.run.seed,
         updates,
+        world_size=ranks,
     )
 
 

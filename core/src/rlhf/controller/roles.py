@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.controller.dispatch import Plan, fillers, plan
 from rlhf.errors import TrainingError
-from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, WorkerGroup
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
 from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
@@ -21,8 +21,11 @@ from rlhf.types import Annotation, Head, Update
 class Role:
     """What the controller calls a model by. ``budget`` is the token budget of a micro-batch."""
 
-    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int) -> None:
+    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
         self.spec, self.group, self.budget = spec, group, budget
+        self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
+        self.view = view
+        """What ``live`` means for this role: ``base`` where it is another role's model without its adapters."""
 
     @property
     def name(self) -> str:
@@ -46,6 +49,7 @@ class Role:
         slim = batch.only(sorted(needed))
         shares = plan(slim.tokens_per_unit(), self.group.size, self.budget)
         micros = [[slim.select(units) for units in rank] for rank in shares]
+        view = self.view if view == "live" else view
         results = self.group.call("forward", [(rank, list(heads), view) for rank in micros])
         return {h.name: _join(batch, shares, results, h) for h in heads}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhf.controller.mainthread import MainThread
+from rlhf.controller.phases import Phases
 from rlhf.controller.waves import Waves
 from rlhf.errors import EnvError, RlhfError, RolloutError, boundary
 from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
@@ -61,15 +63,18 @@ class Rollouts:
         main: MainThread,
         open_env: Callable[[], Env] | None = None,
         limit: int | None = None,
+        phases: Phases | None = None,
     ) -> None:
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
+        self.phases = phases
         self.limit = limit
         """Samples that may be live at once, where the environment limits them."""
 
     def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
         """Blocks until every group is complete and scored. A failed sample raises, or is data, as configured."""
-        return self.main.run(self._groups(rows, first_number, settings))
+        with self.phases.generating() if self.phases is not None else nullcontext():
+            return self.main.run(self._groups(rows, first_number, settings))
 
     async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
         numbers = range(first_number, first_number + len(rows))

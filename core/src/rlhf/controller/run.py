@@ -15,10 +15,11 @@ from rlhf.controller.learn import Metrics
 from rlhf.controller.roles import Role
 from rlhf.controller.state import State, collect_state, write_state
 from rlhf.controller.stream import ReadyBatch, Stream
+from rlhf.controller.sync import WeightSync
 from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
 from rlhf.errors import RlhfError, TrainingError, boundary
-from rlhf.interfaces import Algorithm, Component, Generator, Launcher, Observer, Reward, RunInfo
+from rlhf.interfaces import Algorithm, Component, Launcher, Observer, Reward, RunInfo
 from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
@@ -45,7 +46,8 @@ class Run:
     total_steps: int
     snapshots: frozenset[str] = frozenset()
     stream: Stream | None = None
-    generator: Generator | None = None
+    weights: WeightSync | None = None
+    """Takes the policy's weights to the generator, where there is one."""
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     observers: Mapping[str, Observer] = field(default_factory=dict)
     evaluate: Callable[[], Metrics] | None = None
@@ -116,11 +118,8 @@ class Run:
 
     def sync(self, version: int) -> Metrics:
         """Weights of the policy go to the generator; it samples with ``version`` from now on."""
-        assert self.generator is not None
-        proof = self.generator.load(self.roles["policy"].group.worker, version)
-        if proof.version != version:
-            raise TrainingError(f"the generator reports weight version {proof.version} after a sync of {version}")
-        return {"sync/version": float(version)}
+        assert self.weights is not None
+        return self.weights.push(version)
 
     def examples(self, step: int) -> list[Example]:
         """The tokenised rows of this (offline) step."""
@@ -204,8 +203,8 @@ class Run:
 
     def export(self, path: Path) -> None:
         """The policy in Hugging Face format; its moving average where one is kept."""
-        policy = self.roles["policy"].group.worker
-        policy.export(path, "ema" if "ema" in policy.views else "live")
+        policy = self.roles["policy"]
+        policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
 
     def close(self) -> None:
         """Export the model of a finished run, say how it ended, release everything."""
@@ -266,8 +265,7 @@ class Run:
         for name in self.trained_roles:
             if name in self._covered:
                 continue
-            coverage = getattr(self.roles[name].group.worker, "coverage", None)
-            report: Mapping[str, Sequence[str]] | None = coverage() if coverage else None
+            report: Mapping[str, Sequence[str]] = self.roles[name].every("coverage")[0]
             if not report:  # not updated yet
                 continue
             self._covered.add(name)

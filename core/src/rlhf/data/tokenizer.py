@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,24 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
             "tokenizer_config.json"
         )
     return tokenizer
+
+
+@dataclass
+class Decoder:
+    """``decode(ids) -> text`` without special tokens; pickles as the tokenizer's path, so that it works in other
+    processes."""
+
+    path: str
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        self._tokenizer: Any = None
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.path, self.trust_remote_code)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "trust_remote_code": self.trust_remote_code, "_tokenizer": None}

@@ -5,13 +5,13 @@ from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.env import Env
-from rlhf.interfaces.generator import Generator, Proof
-from rlhf.interfaces.launcher import Launcher, WorkerGroup
+from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.observer import Observer, RunInfo
 from rlhf.interfaces.reward import Reward, RewardContext
 from rlhf.interfaces.rollout import Rollout, RolloutContext
-from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
+from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer, TrainerFacts
 
 KINDS: dict[str, type[Component]] = {
     "algorithm": Algorithm,
@@ -29,7 +29,7 @@ KINDS: dict[str, type[Component]] = {
 """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
 
 __all__ = [
-    "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env", "Generator",
-    "Launcher", "Loss", "ModelSpec", "Observer", "Proof", "Reward", "RewardContext", "Rollout", "RolloutContext",
-    "RunInfo", "Slot", "Sums", "Trainer", "WorkerGroup",
+    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env",
+    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Proof", "Reward",
+    "RewardContext", "Rollout", "RolloutContext", "RunInfo", "Slot", "Sums", "Trainer", "TrainerFacts", "WorkerGroup",
 ]  # fmt: skip

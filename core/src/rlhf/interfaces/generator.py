@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.interfaces.memory import Footprint
 from rlhf.types import GenerationRequest, Turn
+
+if TYPE_CHECKING:
+    from rlhf.sync.bucket import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorSpec:
+    """What a generator samples from and for: the run file's ``[policy]`` and ``[data]``, resolved. It is pickled where
+    engines live in other processes, ``decode`` included."""
+
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends a text."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids -> text, for stop strings and ``Turn.text``."""
+    path: str = ""
+    """Folder or hub name of the policy's model, for generators that hold a copy of it."""
+    dtype: str = "auto"
+    """``auto`` | ``fp32`` | ``bf16``, the policy's."""
+    trust_remote_code: bool = False
+    max_tokens: int = 2048
+    """Longest sequence, prompt and answer together."""
+    seed: int = 0
+    sync_timeout: float = 600.0
+    """Seconds for one bucket of weights to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +42,24 @@ class Proof:
     """What a generator shows after taking weights."""
 
     version: int
-    tensors: int = 0
+    who: str = "the generator"
+    """Which engine, and which of its workers, in messages."""
+    nbytes: int = 0
+    received: Mapping[str, str] = field(default_factory=dict)
+    """{tensor name: fingerprint of the bytes as they arrived}, computed by the receiver (``accept:tensors``)."""
+    dtype: str = ""
+    """``fp32`` | ``bf16``: the arithmetic of sampling; empty: the trainer's own."""
     detail: str = ""
 
 
 class Generator(Component):
     """Samples are a function of (weights, ids, seed, sampling); neighbours in the batch do not enter beyond
-    floating-point rounding."""
+    floating-point rounding.
+
+    Weights come in one of two ways. ``accept:module``: :meth:`load` is given the trainer and samples from its module.
+    ``accept:tensors``: :meth:`begin_load`, :meth:`take` bucket by bucket, :meth:`end_load`; between begin and end
+    nothing is generated.
+    """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``, ``logprobs``,
@@ -31,20 +68,62 @@ class Generator(Component):
     version: int = 0
     """Weight version of what is sampled now: the number of updates the policy had."""
 
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
+
+    @classmethod
+    def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
+        """What one engine would hold, without starting it (``rlhf plan``); the default holds no copy of the weights.
+
+        Args:
+            dtype: ``auto`` | ``fp32`` | ``bf16``, the policy's.
+            devices: of one engine.
+            device: ``cpu`` | ``cuda``, where it would run.
+        """
+        return Footprint()
+
+    refresh: Callable[[], object] | None = None
+    """Set by the controller: brings the weights of now again, for an engine that was replaced."""
+
     @abstractmethod
-    def __init__(self, config: ComponentConfig | None, *, eos_token_ids: Sequence[int], decode: Any) -> None:
-        """``decode(ids) -> str`` decodes for stop strings and ``Turn.text``."""
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None: ...
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """(position in ``requests``, sampled turn), as samples finish. An end token is part of the turn."""
 
-    @abstractmethod
     def load(self, source: Any, version: int) -> Proof:
-        """Take weights: a trainer (``accept:module``) or an iterator of (name, tensor)."""
+        """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""
+        raise CapabilityError(f"generator {self.name!r} holds its own copy of the weights: it takes tensors")
+
+    def begin_load(self, version: int) -> None:
+        """Weights of ``version`` follow (``accept:tensors``)."""
+        raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
+
+    def take(self, bucket: Bucket) -> None:
+        """Some of the tensors, by Hugging Face name; valid during the call only."""
+        raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
+
+    def end_load(self) -> list[Proof]:
+        """All tensors have come: be ready to sample with them. One proof per process that holds weights; raises
+        SyncError where a tensor that the model needs did not come."""
+        raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs at temperature 1 of every token but the first, under the weights of now, by each engine: [engine]
+        [sequence][token - 1]. The canary of a sync (``accept:tensors``)."""
+        raise CapabilityError(f"generator {self.name!r} reports no log-probs of given tokens")
+
+    def stale(self, bucket: Bucket) -> list[str]:
+        """Which of these tensors, whose values the model should hold, it demonstrably does not: for the message after a
+        canary failed. Names that cannot be checked are left out."""
+        return []
 
     def sleep(self) -> None:
         """Give device memory back until :meth:`wake`."""
 
     def wake(self) -> None:
         """Be ready to generate."""
+
+    def close(self) -> None:
+        """Release what it holds."""

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.interfaces.component import Component
-from rlhf.interfaces.generator import Generator
+from rlhf.interfaces.generator import Generator, GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec, Trainer
+
+if TYPE_CHECKING:
+    from rlhf.plugins import Resolved
+
+GENERATOR = "generator"
+"""The name of the engines in a placement, beside the roles'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one role, or the generator's engines, live: the run file's ``[placement.NAME]``."""
+
+    ranks: int = 1
+    """Processes of a role; engines of the generator."""
+    devices: int = 1
+    """Devices per rank: GPUs, or CPU cores where there are none."""
+    share: str | None = None
+    """On the devices of this role."""
 
 
 class WorkerGroup(ABC):
@@ -22,6 +41,15 @@ class WorkerGroup(ABC):
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order."""
 
+    @abstractmethod
+    def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
+        """Call a method that yields on every rank; what rank 0 yields, one by one, as values or as handles that the
+        launcher's own groups and generators take in their place.
+
+        Args:
+            timeout: seconds from one to the next; TrainingError where none came.
+        """
+
     def shutdown(self) -> None:  # noqa: B027 - nothing to release is a valid answer
         """Release the workers."""
 
@@ -30,14 +58,26 @@ class Launcher(Component):
     """Starts trainers and generators; gives the controller the same worker group wherever they live."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    """``ranks:many``, ``processes`` (workers live outside of this process), ..."""
+
+    @abstractmethod
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+        """Reserve devices; called once, before anything is launched.
+
+        Args:
+            places: by role name; :data:`GENERATOR` for the engines, where there are any.
+            plugins: what the run uses; every process that is launched must find the same versions.
+
+        Raises ConfigError where they do not fit, with the arithmetic.
+        """
 
     @abstractmethod
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> WorkerGroup:
-        """One worker per rank, each ``trainer(config, spec)``."""
+        """``ranks`` workers of the role ``spec.role.name``, each ``trainer(config, spec)`` with its own rank."""
 
     @abstractmethod
-    def launch_generator(self, build: Callable[[], Generator]) -> Generator:
-        """One generator, or a front for several."""
+    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
+        """One generator, or a front for several that gives them the requests by load."""
 
     def shutdown(self) -> None:
         """Release everything that was launched."""

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.memory import Sharding
 from rlhf.types import Head, RoleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.ops.batch import Batch
+    from rlhf.sync.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class ModelSpec:
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     rank: int = 0
     world_size: int = 1
+    rendezvous: str = ""
+    """``tcp://HOST:PORT`` where the ranks of this role meet; empty where there is one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,6 +49,22 @@ class ApplyResult:
     skipped: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerFacts:
+    """What the controller asks of a loaded model, wherever it lives."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Every token that ends a text."""
+    vocabulary: int = 0
+    """Token ids are below it; 0: not known."""
+    device: str = "cpu"
+    dtype: str = "fp32"
+    """``fp32`` | ``bf16``: the arithmetic of forward and backward."""
+    precision: str = ""
+    """Which arithmetic was chosen and why, for people."""
+    views: tuple[str, ...] = ("live",)
+
+
 Sums = dict[str, tuple[float, float]]
 """{metric: (sum, count)}: adds over micro-batches and ranks; the driver divides."""
 
@@ -52,20 +72,45 @@ Sums = dict[str, tuple[float, float]]
 class Trainer(Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
 
-    Gradients ADD over micro-batches and ranks: the weights in the batch already hold the global normaliser.
+    Gradients ADD over micro-batches and ranks: the weights in the batch already hold the global normaliser. Every rank
+    gets equally many micro-batches, none of them empty; a trainer may communicate inside any method but
+    ``token_budget``, ``facts`` and ``coverage``. With several ranks ``forward``, ``accumulate`` and ``update`` return
+    the rank's own values, ``apply`` the same on all; ``weights`` yields whole tensors on rank 0 (other ranks take part
+    and may yield nothing), ``export`` and ``save`` write to a folder that all ranks see.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``export:module`` (a generator in this process may sample from the module), ``export:tensors``,
     ``ranks:many``, ``ema``, ``bf16``, ..."""
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
+
+    @classmethod
+    def sharding(cls, config: Any, spec: ModelSpec, device: str) -> Sharding:
+        """What a rank would hold of ``spec``'s model, without building it (``rlhf plan``); the default is a whole copy.
+
+        Args:
+            device: ``cpu`` | ``cuda``, where it would run.
+        """
+        return Sharding()
 
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The weights that this role can compute with and export: ``live``, and ``ema`` where an average is kept."""
+        """The weights that this role can compute with and export: ``live``, ``ema`` where an average is kept, ``base``
+        where adapters are trained and can be switched off."""
         return ("live",)
+
+    def facts(self) -> TrainerFacts:
+        """Asked of rank 0 once the model is loaded."""
+        return TrainerFacts(views=self.views)
+
+    def coverage(self) -> dict[str, list[str]]:
+        """After the first step that was not skipped: parameter names under ``without_gradient`` (none, or all zero) and
+        ``unchanged``, the same on every rank. Empty before, or where it is not known."""
+        return {}
 
     @abstractmethod
     def forward(
@@ -107,11 +152,34 @@ class Trainer(Component):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients by parameter name (after :meth:`accumulate`, before :meth:`apply`)."""
+        """Accumulated gradients by parameter name (after :meth:`accumulate`, before :meth:`apply`). Over ranks they
+        add: a trainer that reduces them returns them on rank 0 and an empty dict elsewhere."""
 
     @abstractmethod
     def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, tensor), in a fixed order."""
+
+    def buckets(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket]:
+        """:meth:`weights` in buckets of at most ``limit`` bytes (a larger tensor is alone in its own), as the weight
+        sync sends them. Every rank calls it; rank 0 yields. They share memory with the model."""
+        from rlhf.sync.bucket import buckets
+
+        self._sent: dict[str, str] = {}
+        return buckets(self.weights(view), limit, self._sent)
+
+    def sent(self) -> dict[str, str]:
+        """{tensor name: fingerprint} of the last :meth:`buckets` once it ended, on rank 0: what must have arrived."""
+        return self._sent
+
+    def load_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """:meth:`load_weights` of a whole model that came in buckets."""
+        self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
+
+    def offload(self) -> None:
+        """Optimizer state and gradients leave the device until :meth:`reload`, for a generator that shares it."""
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`."""
 
     @abstractmethod
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:

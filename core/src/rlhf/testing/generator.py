@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.testing.compare import same_bits
 from rlhf.testing.contract import Contract, expect
@@ -79,15 +80,20 @@ class GeneratorContract(SamplingChecks, Contract):
             return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
         source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), path, dtype="fp32"))
-        generator = self.cls(config, eos_token_ids=tuple(eos), decode=decode)
+        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256))
         sampled = Sampled(generator, source, decode)
         self.load(sampled, 0)
         return sampled
 
     def load(self, sampled: Sampled, version: int) -> Any:
         """Hand the source's weights over, in the way the generator's capabilities ask for."""
-        by_module = "accept:module" in self.cls.capabilities
-        return sampled.generator.load(sampled.source if by_module else sampled.source.weights(), version)
+        if "accept:module" in self.cls.capabilities:
+            return sampled.generator.load(sampled.source, version)
+        sampled.generator.begin_load(version)
+        for bucket in sampled.source.buckets("live", 2**14):
+            sampled.generator.take(bucket)
+        [proof, *_] = sampled.generator.end_load()
+        return proof
 
     def build(self, config: Any) -> Any:
         return self.make(config).generator

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Generator, Proof
+from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Trainer
 from rlhf.testing.contract import Contract, Nonconformance, expect
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
@@ -57,7 +58,9 @@ class CountingTrainer(Trainer):
         return {}
 
     def weights(self, view: str = "live") -> Iterator[tuple[str, Any]]:
-        return iter(())
+        import torch
+
+        return ((f"w{n}", torch.full((3,), float(n))) for n in range(4))
 
     def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
         return None
@@ -77,18 +80,24 @@ class CountingGenerator(Generator):
 
     name = "counting"
 
-    def __init__(
-        self, config: ComponentConfig | None = None, *, eos_token_ids: Sequence[int] = (0,), decode: Any = str
-    ) -> None:
+    capabilities = frozenset({"accept:tensors"})
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = config
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         for n, request in enumerate(requests):
             yield n, Turn(list(request.ids), True, [0.0] * len(request.ids), ((0, self.version),), "stop")
 
-    def load(self, source: Any, version: int) -> Proof:
+    def begin_load(self, version: int) -> None:
         self.version = version
-        return Proof(version)
+        self.taken: dict[str, str] = {}
+
+    def take(self, bucket: Any) -> None:
+        self.taken |= bucket.received()
+
+    def end_load(self) -> list[Proof]:
+        return [Proof(self.version, received=self.taken)]
 
 
 class LauncherContract(Contract):
@@ -99,10 +108,13 @@ class LauncherContract(Contract):
     world_sizes: Sequence[int] = (1,)
     """Numbers of ranks to launch."""
 
-    def launched(self, config: Any, size: int, launcher: Any = None) -> tuple[Any, Any]:
-        launcher = launcher or self.build(config)
-        spec = ModelSpec(RoleSpec("policy", trained=True), "", world_size=size)
-        return launcher, launcher.launch_trainer(CountingTrainer, None, spec)
+    def launched(self, config: Any, size: int) -> tuple[Any, Any]:
+        launcher = self.build(config)
+        launcher.place({"policy": Place(size)})
+        return launcher, launcher.launch_trainer(CountingTrainer, None, self.spec("policy", size))
+
+    def spec(self, role: str, size: int = 1) -> ModelSpec:
+        return ModelSpec(RoleSpec(role, trained=True), "", world_size=size)
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -158,25 +170,32 @@ class LauncherContract(Contract):
     def test_groups_are_apart(self) -> None:
         """Two roles are two groups with workers of their own."""
         for config in self.grid():
-            launcher, one = self.launched(config, 1)
-            _, two = self.launched(config, 1, launcher)
+            launcher = self.build(config)
+            launcher.place({"policy": Place(), "critic": Place(share="policy")})
+            one, two = (launcher.launch_trainer(CountingTrainer, None, self.spec(r)) for r in ("policy", "critic"))
             one.call("echo", [(0,)])
             got = two.call("echo", [(0,)])[0][1]
             expect(got == 1, f"{self.about(config)} two groups share a worker")
             launcher.shutdown()
 
     def test_generator(self) -> None:
-        """``launch_generator`` gives a generator that answers every request and follows versions."""
+        """``launch_generator`` gives a generator that takes what a trainer streams and answers every request."""
         for config in self.grid():
             about, launcher = self.about(config), self.build(config)
-
-            def build() -> Generator:
-                return CountingGenerator()
-
-            generator = launcher.launch_generator(build)
+            launcher.place({"policy": Place(), GENERATOR: Place(share="policy")})
+            policy = launcher.launch_trainer(CountingTrainer, None, self.spec("policy"))
+            generator = launcher.launch_generator(CountingGenerator, None, GeneratorSpec((0,), str))
             expect(isinstance(generator, Generator), f"{about} launch_generator() gives a {type(generator).__name__}")
-            proof = generator.load(None, 5)
-            expect(proof.version == generator.version == 5, f"{about} load(..., 5) leaves version {generator.version}")
+            generator.begin_load(5)
+            for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
+                generator.take(bucket)
+            proofs, sent = generator.end_load(), policy.call("sent", [()])[0]
+            expect(
+                len(sent) == 4
+                and all(p.version == 5 and p.received == sent for p in proofs)
+                and generator.version == 5,
+                f"{about} four tensors of version 5 were sent, {sent}; the proof is {proofs}",
+            )
             requests = [GenerationRequest((n + 1, 7), n, Sampling()) for n in range(5)]
             got = {n: tuple(turn.ids) for n, turn in generator.generate(requests)}
             expect(

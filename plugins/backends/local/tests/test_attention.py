@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ModelError
+from rlhf.modeling.attention import NAME, PackedAttention, packed, use_packed_attention
+from rlhf.modeling.matmul_attention import buckets, matmul_attention, padded
 from rlhf.testing.tiny import tiny_model
-from rlhf_plugin_local.attention import NAME, PackedAttention, packed, use_packed_attention
-from rlhf_plugin_local.matmul_attention import buckets, matmul_attention, padded
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf.modeling import fused
+from rlhf.modeling.fused import fuse_layers, restore_layers
 from rlhf.testing.tiny import tiny_model
-from rlhf_plugin_local import fused
-from rlhf_plugin_local.fused import fuse_layers, restore_layers
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rlhf.interfaces import GeneratorSpec
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
@@ -30,7 +31,7 @@ def decode(path):
 @pytest.fixture
 def build(model, decode):
     def make(**options):
-        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator = TransformersGenerator(Config(**options), GeneratorSpec((EOS,), decode))
         generator.load(model, 3)
         return generator
 

@@ -2,6 +2,7 @@
 
 import pytest
 from rlhf.errors import ConfigError
+from rlhf.interfaces import GeneratorSpec
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.cache import SlotCache
@@ -15,7 +16,7 @@ def model(tmp_path_factory):
 
 
 def sample(model, wanted, **options):
-    generator = TransformersGenerator(TransformersGenerator.Config(**options), eos_token_ids=[1], decode=lambda ids: "")
+    generator = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), lambda ids: ""))
     generator.load(model, 0)
     found = dict(generator.generate(wanted))
     return [found[i] for i in range(len(wanted))], generator.work

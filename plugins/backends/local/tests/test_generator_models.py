@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,7 +44,7 @@ def make(kind, **options):
 
 
 def generator(model, **options):
-    made = TransformersGenerator(TransformersGenerator.Config(**options), eos_token_ids=[1], decode=str)
+    made = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), str))
     made.load(model, 0)
     return made
 

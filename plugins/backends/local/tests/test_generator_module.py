@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import GeneratorSpec
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
@@ -31,7 +32,7 @@ def decode(path):
 @pytest.fixture
 def build(model, decode):
     def make(**options):
-        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator = TransformersGenerator(Config(**options), GeneratorSpec((EOS,), decode))
         generator.load(model, 3)
         return generator
 
@@ -145,7 +146,7 @@ def test_bf16_follows_a_trainer_that_computes_in_it(model, decode):
         precision = Precision
 
     def logprobs(source, **options):
-        generator = TransformersGenerator(Config(**options), eos_token_ids=[EOS], decode=decode)
+        generator = TransformersGenerator(Config(**options), GeneratorSpec((EOS,), decode))
         generator.load(source, 0)
         return torch.tensor([t.logprobs[0] for t in sample(generator, requests(max_new_tokens=1, temperature=0.0))])
 
@@ -169,7 +170,7 @@ def test_weights_that_change_during_sampling_are_refused(build, model):
 
 def test_sampling_needs_weights(decode):
     with pytest.raises(ModelError, match=r"no weights yet; call load\(trainer, version\)"):
-        TransformersGenerator(None, eos_token_ids=[EOS], decode=decode).generate(requests())
+        TransformersGenerator(None, GeneratorSpec((EOS,), decode)).generate(requests())
 
 
 def test_a_source_without_a_module_is_refused(build):

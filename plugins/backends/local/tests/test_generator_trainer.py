@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from rlhf.interfaces import ModelSpec
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.modeling.fused import _FusedLayer
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
-from rlhf_plugin_local.fused import _FusedLayer
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 
@@ -19,7 +19,7 @@ def trainer(request, model_path):
 
 @pytest.fixture
 def generator(trainer):
-    made = TransformersGenerator(None, eos_token_ids=trainer.eos_token_ids, decode=trainer.tokenizer.decode)
+    made = TransformersGenerator(None, GeneratorSpec(tuple(trainer.eos_token_ids), trainer.tokenizer.decode))
     made.load(trainer, 0)
     return made
 

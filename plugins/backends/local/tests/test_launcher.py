@@ -10,11 +10,11 @@ import torch
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ModelSpec
+from rlhf.modeling import precision
+from rlhf.modeling.schedule import Schedule
 from rlhf.types import RoleSpec
-from rlhf_plugin_local import precision
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.schedule import Schedule
 from rlhf_plugin_local.trainer import TorchTrainer
 
 

@@ -81,7 +81,7 @@ def test_training_lowers_the_loss_and_reports_the_step(make_trainer, make_batch,
 
 
 def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make_batch, nll):
-    from rlhf_plugin_local.optimizer import clip
+    from rlhf.modeling.optimizer import clip
 
     trainer = make_trainer(max_grad_norm=0.5)
     trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
+from rlhf.modeling.attention import PackedAttention, attend_with
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_plugin_local.attention import PackedAttention, attend_with
 from rlhf_plugin_local.cache import LayerKV, SlotCache
 from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAttention
 

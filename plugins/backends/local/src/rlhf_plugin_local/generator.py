@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import Generator
+from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.types import GenerationRequest, Turn
@@ -54,16 +54,10 @@ class TransformersGenerator(Generator):
         prefill_tokens: int = Field(8192, ge=1)
         """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
 
-    def __init__(
-        self,
-        config: ComponentConfig | None,
-        *,
-        eos_token_ids: Sequence[int],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = self.Config() if config is None else config
-        self._eos = tuple(eos_token_ids)
-        self._decode = decode
+        self._eos = tuple(spec.eos_token_ids)
+        self._decode = spec.decode
         self._decoder: Decoder | None = None
         self.work: Counter[str] = Counter()
         """Since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows), ``sampled_tokens``;
@@ -81,7 +75,7 @@ class TransformersGenerator(Generator):
             self._decoder = Decoder(module)
         self._decoder.dtype = self._autocast(source, module)
         self.version = version
-        return Proof(version, tensors=0, detail="samples from the trainer's own module: nothing was copied")
+        return Proof(version, detail="samples from the trainer's own module: nothing was copied")
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """See :class:`~rlhf.interfaces.Generator`. The module is as it was whenever this hands out a sample, and

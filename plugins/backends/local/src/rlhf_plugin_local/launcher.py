@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rlhf.errors import CapabilityError
-from rlhf.interfaces import Generator, Launcher, ModelSpec, Trainer, WorkerGroup
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
+from rlhf.plugins import Resolved
 
 
 class LocalGroup(WorkerGroup):
@@ -22,12 +23,25 @@ class LocalGroup(WorkerGroup):
             raise CapabilityError(f"a local group has 1 rank, {method}() was called with arguments for {len(per_rank)}")
         return [getattr(self.worker, method)(*per_rank[0])]
 
+    def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
+        """In this process nothing can be waited for, so ``timeout`` is not read."""
+        return iter(getattr(self.worker, method)(*arguments))
+
 
 class LocalLauncher(Launcher):
     """No processes, no copies, nothing to shut down."""
 
     name = "local"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "export:module"})
+
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+        """Everything shares this process; a section that asks for more is refused."""
+        for name, place in places.items():
+            if place.ranks != 1 or place.devices != 1:
+                raise ConfigError(
+                    f"[placement.{name}] asks for {place.ranks} ranks of {place.devices} devices; launcher 'local' has "
+                    "one process and one device. Use --launcher.use ray, or remove the section."
+                )
 
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> LocalGroup:
         if spec.world_size != 1:
@@ -37,5 +51,5 @@ class LocalLauncher(Launcher):
             )
         return LocalGroup(trainer(config, spec))
 
-    def launch_generator(self, build: Callable[[], Generator]) -> Generator:
-        return build()
+    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
+        return generator(config, spec)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from rlhf.errors import CheckpointError
 from torch import Tensor, nn
 
-from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf.errors import CheckpointError
+from rlhf.modeling.config import TrainingConfig
 
 Parameters = dict[str, nn.Parameter]
 
 
-def build_optimizer(parameters: Parameters, config: TorchTrainerConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Parameters, config: TrainingConfig) -> torch.optim.AdamW:
     """Fused AdamW (Loshchilov & Hutter 2019); matrices decay, vectors (norms, biases) do not."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]

@@ -7,13 +7,15 @@ classes head), H hidden size, B sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 LAST_TOKEN = "last_token"
 
@@ -66,10 +68,8 @@ def compute(
         run = _Chunk(group, logits, head_fp32)
         arguments = (hidden_NH[source_A], batch.ids_N[index_A], temperature_A)
         tokens = int(index_A.numel())
-        if tokens <= chunk:
-            results = run(*arguments, columns)
-        else:
-            results = _in_chunks(run, arguments, columns, tokens, chunk)
+        whole = tokens <= chunk
+        results = run(*arguments, columns) if whole else _in_chunks(run, arguments, columns, tokens, chunk)
         out.update(zip((h.name for h in group), results, strict=True))
     return {name: out[name] for name in names}
 
@@ -119,7 +119,10 @@ def _in_chunks(
     parts = []
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
-        sliced = (*(None if a is None else a[rows] for a in arguments), {k: v[rows] for k, v in columns.items()})
+        sliced: tuple[Any, ...] = (
+            *(None if a is None else a[rows] for a in arguments),
+            {k: v[rows] for k, v in columns.items()},
+        )
         if torch.is_grad_enabled():
             parts.append(checkpoint(run, *sliced, use_reentrant=False, preserve_rng_state=False))
         else:

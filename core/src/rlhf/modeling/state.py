@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.errors import CheckpointError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from rlhf.errors import CheckpointError
 
 FORMAT = 1
 FACTS = "trainer.json"

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
 from rlhf.errors import CapabilityError, ConfigError
 
 MIN_GAIN = 1.3
@@ -68,7 +69,7 @@ def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     except OSError:
         line = ""
     found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if f in line.split())
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     if not found and not line:  # no /proc (macOS): torch asks the processor itself
         found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if capabilities.get(f))
     return found

@@ -20,12 +20,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from rlhf_plugin_local.matmul_attention import LONGEST, Bucket, buckets, matmul_attention
+from rlhf.errors import ModelError
+from rlhf.modeling.matmul_attention import LONGEST, Bucket, buckets, matmul_attention
 
 NAME = "rlhf_packed"
 
@@ -64,7 +64,7 @@ def current_route() -> Route:
     if route is None:
         raise ModelError(
             "the model uses packed attention but no lengths are given: call it inside "
-            "rlhf_plugin_local.attention.packed(lens)"
+            "rlhf.modeling.attention.packed(lens)"
         )
     return route
 
@@ -96,7 +96,7 @@ class _Options:
 class PackedAttention:
     """The attention of one packed row: each sequence causal and alone.
 
-    On a CPU short sequences go through :mod:`rlhf_plugin_local.matmul_attention`; others take one
+    On a CPU short sequences go through :mod:`rlhf.modeling.matmul_attention`; others take one
     ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
     kernel is several times slower there). In fp32 on a CPU the result is bit-equal to one sequence at a time;
     gradients of weights differ by the order of summation.
@@ -133,8 +133,8 @@ class PackedAttention:
             where, runs = self._plan(short)
             parts: list[Tensor] = []
             if where:
-                flat = (x[0].transpose(0, 1).to(dtype) for x in (q, k, v))
-                out_NHD = matmul_attention(*flat, where, options.scaling, sliding_window)
+                flat_q, flat_k, flat_v = (x[0].transpose(0, 1).to(dtype) for x in (q, k, v))
+                out_NHD = matmul_attention(flat_q, flat_k, flat_v, where, options.scaling, sliding_window)
                 if not runs:
                     return out_NHD[None], None
                 parts.append(out_NHD)
@@ -142,7 +142,8 @@ class PackedAttention:
             qi, ki, vi = (x.to(inner) for x in (q, k, v))
             for start, length, count in runs:
                 rows = slice(start, start + length * count)
-                out = self._run(*(_rows(x, rows, count, length) for x in (qi, ki, vi)), options)
+                run_q, run_k, run_v = (_rows(x, rows, count, length) for x in (qi, ki, vi))
+                out = self._run(run_q, run_k, run_v, options)
                 parts.append(out.transpose(1, 2).reshape(length * count, q.shape[1], v.shape[-1]).to(dtype))
             return self._join(parts, bool(where), runs)[None], None
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhf_plugin_local.attention import PackedAttention, attention_route
+from rlhf.modeling.attention import PackedAttention, attention_route
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
 

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError
-from rlhf.interfaces import ModelSpec
-from rlhf.seeds import derive_seed
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -23,8 +20,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rlhf_plugin_local.attention import packed, use_packed_attention
-from rlhf_plugin_local.fused import fuse_layers, restore_layers
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.modeling.attention import packed, use_packed_attention
+from rlhf.modeling.fused import fuse_layers, restore_layers
+from rlhf.seeds import derive_seed
 
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
 
@@ -40,6 +40,12 @@ class LoadedModel:
     """``lm`` | ``scalar`` | ``classes:N``."""
     softcap: float | None = None
     """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding: token ids are below it."""
+        embedding: Any = self.module.get_input_embeddings()
+        return int(embedding.num_embeddings)
 
     def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor:
         """[N, hidden] of packed sequences; ``use_cache=False`` always, whatever the model's config says."""
@@ -191,7 +197,7 @@ def _fresh_head(head: nn.Linear, seed: int) -> None:
 
 def _fuse(loaded: LoadedModel) -> None:
     """Fused layers where they give the same hidden states as transformers' own; a CPU's gain, not measured on GPUs."""
-    ids_N = torch.arange(7) % loaded.body.get_input_embeddings().num_embeddings
+    ids_N = torch.arange(7) % loaded.vocabulary
     probe = (ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2]), [4, 3])
     with torch.no_grad():
         before_NH = loaded.hidden(*probe)

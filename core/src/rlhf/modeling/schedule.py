@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from rlhf.errors import ConfigError
-
-from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf.modeling.config import TrainingConfig
 
 
 class Schedule:
@@ -15,7 +14,7 @@ class Schedule:
     Skipped steps count: the schedule ends with the run whatever happened on the way.
     """
 
-    def __init__(self, config: TorchTrainerConfig, total: int) -> None:
+    def __init__(self, config: TrainingConfig, total: int) -> None:
         if total <= 0 and (config.schedule != "constant" or config.warmup_ratio):
             what = f"warmup_ratio = {config.warmup_ratio}" if config.warmup_ratio else f"schedule = {config.schedule!r}"
             raise ConfigError(

@@ -1,0 +1,59 @@
+"""Options that every trainer of this room's models has: learning rate, schedule, clipping, averages, head."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rlhf.interfaces.component import ComponentConfig
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class TrainingConfig(ComponentConfig):
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled; on matrices only, never on norms and biases."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm; absent: never."""
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min"] = "constant"
+    """After the warm-up, over the optimizer steps of the whole run."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """Warm-up as a share of all optimizer steps; instead of ``warmup_steps``."""
+    min_lr_ratio: float | None = Field(None, ge=0, le=1)
+    """``cosine_with_min`` only: where it ends, as a share of ``lr``; 0.1 where absent."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
+    step. Absent: none is kept."""
+    logits_chunk: int = Field(2**24, gt=0)
+    """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
+    in the backward pass. 2**24 are 64 MiB."""
+    head_fp32: bool = True
+    """Under bf16, compute the head's logits in fp32 all the same: log-probs then do not carry the rounding of bf16
+    logits."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainingConfig:
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warm-up: "
+                "give one of them"
+            )
+        if self.min_lr_ratio is not None and self.schedule != "cosine_with_min":
+            raise ValueError(
+                f"min_lr_ratio = {self.min_lr_ratio} has no effect with schedule = {self.schedule!r}: "
+                "set schedule = 'cosine_with_min' or leave it out"
+            )
+        return self

@@ -1,0 +1,185 @@
+"""What trainers of transformers models share: packed forward, head outputs, backward micro-batch by micro-batch.
+
+A subclass holds the optimizer and says how gradients become a step; how weights, state and exports leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.errors import CapabilityError, TrainingError
+from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.modeling import heads as head_ops
+from rlhf.modeling.attention import attend_with, current_route
+from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
+from rlhf.modeling.precision import Precision, choose_precision
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
+from rlhf.ops.losses import add_sums, evaluate, over_mask
+from rlhf.seeds import derive_seed
+from rlhf.types import Head
+
+
+class PackedModel(nn.Module):
+    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call a micro-batch."""
+
+    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
+        super().__init__()
+        self.model = loaded.module
+        self.loaded, self.config = loaded, config
+
+    def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
+        """{output: [A, ...]}, fp32; see :func:`rlhf.modeling.heads.compute`."""
+        hidden_NH = self.loaded.hidden(batch.ids_N, batch.position_N, batch.lens_B.tolist())
+        return head_ops.compute(
+            hidden_NH,
+            batch,
+            outputs,
+            self.loaded.logits,
+            tempered=self.loaded.kind == "lm",
+            chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
+            head_fp32=self.config.head_fp32,
+        )
+
+
+class PackedTrainer(Trainer):
+    """Padding-free forward and backward of one role's model; fp32 weights, bf16 as autocast on top."""
+
+    Config = TrainingConfig
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    config: TrainingConfig
+
+    def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
+        """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
+        self.spec, self.device, self.loaded = spec, device, loaded
+        self.precision: Precision = choose_precision(spec.dtype, device)
+        self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
+        self.module = loaded.module
+        """The live model, in evaluation mode between calls (``export:module``)."""
+        self.packed: nn.Module = PackedModel(loaded, self.config)
+        """What a micro-batch goes through: ``packed(batch, outputs)``."""
+        self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
+        self.updates = 0
+        """Optimizer steps so far, skipped ones included."""
+        self.skipped = 0
+        self._micros = 0  # micro-batches since the last step; counters of the dropout seeds
+        self._bad_loss = ""
+        self._coverage: dict[str, list[str]] | None = None
+        self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        self.module.requires_grad_(spec.role.trained)
+        if spec.role.trained and spec.gradient_checkpointing:
+            self._checkpoint_gradients()
+
+    @property
+    def precision_note(self) -> str:
+        """Which arithmetic was chosen and why."""
+        return self.precision.note
+
+    def facts(self) -> TrainerFacts:
+        dtype, device = self.precision.name, str(self.device)
+        return TrainerFacts(self.eos_token_ids, self.loaded.vocabulary, device, dtype, self.precision_note, self.views)
+
+    def token_budget(self) -> int:
+        """bf16 gains by larger matrices; in fp32 they only cost memory (docs/benchmarks.md has the shapes)."""
+        return 4096 if self.precision.bf16 else 2048
+
+    # ------------------------------------------------------------------------------------- forward
+
+    @torch.no_grad()
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        resolved = [self._head(o) for o in outputs]
+        results = []
+        with self._view(view):
+            for micro in micros:
+                batch = micro.to(self.device)
+                values = self._outputs(batch, resolved)
+                results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
+        return results
+
+    def accumulate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        self._require_trained("accumulate")
+        over = over_mask(loss)
+        resolved = [self._head(o, over) for o in loss.outputs()]
+        parts = []
+        self.module.train()
+        try:
+            for number, micro in enumerate(micros):
+                last = number == len(micros) - 1
+                parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
+        finally:
+            self.module.eval()
+        return add_sums(parts)
+
+    def _micro(
+        self,
+        batch: Batch,
+        loss: Loss,
+        resolved: Sequence[Head],
+        coef: Mapping[str, float],
+        live: Mapping[str, str],
+        last: bool,
+    ) -> Sums:
+        seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, self._micros)
+        self._micros += 1
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            values = self._outputs(batch, resolved)
+            total, sums = evaluate(loss, batch, values, coef, live)
+            if not math.isfinite(sums["loss"][0]):
+                self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
+            self._backward(total, last)
+        return sums
+
+    def _backward(self, total: Tensor, last: bool) -> None:
+        """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""
+        if not self._bad_loss and total.requires_grad:
+            total.backward()
+
+    def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.bf16):
+            return self.packed(batch, resolved)
+
+    def _head(self, output: str | Head, over: str | None = None) -> Head:
+        head = resolve_head(output, over)
+        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (self.loaded.kind == "lm"):
+            raise TrainingError(
+                f"role {self.spec.role.name!r} has a {self.loaded.kind!r} head, which does not give {output!r}"
+            )
+        return head
+
+    # ------------------------------------------------------------------------------------ internals
+
+    def coverage(self) -> dict[str, list[str]]:
+        return {} if self._coverage is None else {k: list(v) for k, v in self._coverage.items()}
+
+    @abstractmethod
+    def _view(self, view: str) -> AbstractContextManager[None]:
+        """The model computes with this view's weights inside."""
+
+    def _require_trained(self, call: str) -> None:
+        if not self.spec.role.trained:
+            raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
+
+    def _no_view(self, view: str, why: Mapping[str, str]) -> CapabilityError:
+        reason = why.get(view, "it is not known")
+        return CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
+
+    def _checkpoint_gradients(self) -> None:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            # the second pass runs inside backward(), outside of the context that holds the lengths
+            return nullcontext(), attend_with(current_route())
+
+        self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})

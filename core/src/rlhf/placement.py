@@ -1,0 +1,51 @@
+"""Who lives where: the run file's ``[placement]`` as one place per role, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhf.config_errors import raise_problems
+from rlhf.errors import did_you_mean
+from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.runfile import PlacementSection
+
+
+def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], generator: bool) -> dict[str, Place]:
+    """A place for every role of the run, and for the generator where it has one.
+
+    Raises ConfigError listing every section that names or shares with what the run does not hold, sharing in a chain
+    or a circle, and devices given twice.
+    """
+    held = [*roles, GENERATOR] if generator else list(roles)
+    problems = []
+    for name, section in sections.items():
+        where = f"[placement.{name}]"
+        if name not in held:
+            problems.append(f"{where}: this run holds {', '.join(held)}.{did_you_mean(name, held)} Remove the section.")
+        elif section.share is not None:
+            host = sections.get(section.share, PlacementSection())
+            if section.share == name or section.share not in held:
+                others = ", ".join(h for h in held if h != name)
+                problems.append(f"{where} shares the devices of {section.share!r}; it can share those of {others}.")
+            elif host.share is not None:
+                problems.append(
+                    f"{where} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
+                    "itself in both."
+                )
+            elif "devices" in section.model_fields_set and name != GENERATOR:
+                problems.append(f"{where}: devices are those of {section.share!r}; give only one of share and devices.")
+            elif section.ranks * section.devices > host.ranks * host.devices:
+                problems.append(
+                    f"{where}: {section.ranks} ranks x {section.devices} devices do not fit on the {host.ranks} ranks "
+                    f"x {host.devices} devices = {host.ranks * host.devices} of {section.share!r}. Lower its ranks, or "
+                    f"raise those of {section.share!r}."
+                )
+    raise_problems("the placement does not work", problems)
+    given = {name: sections.get(name, PlacementSection()) for name in held}
+    return {name: Place(s.ranks, s.devices, s.share) for name, s in given.items()}
+
+
+def neighbours(places: Mapping[str, Place], name: str) -> list[str]:
+    """Everyone else who lives on the devices of ``name``."""
+    home = places[name].share or name
+    return [other for other, place in places.items() if other != name and (place.share or other) == home]
