@@ -210,7 +210,7 @@ def test_a_flag_below_a_single_value(write):
 def test_backend_triple():
     run = load(None, [("algorithm", "x"), ("backend", "local")])
     assert (run.launcher.use, run.trainer.use, run.generator.use) == ("local", "torch", "transformers")
-    assert "--backend loca: no such backend; there are local. Did you mean 'local'?" in refused(
+    assert "--backend loca: no such backend; there are local, ray. Did you mean 'local'?" in refused(
         None, [("backend", "loca")]
     )
 

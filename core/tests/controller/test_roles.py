@@ -5,7 +5,7 @@ import torch
 from rlhf.controller.learn import minibatches
 from rlhf.controller.roles import Role
 from rlhf.errors import TrainingError
-from rlhf.interfaces import ApplyResult, Loss, ModelSpec, WorkerGroup
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.losses import add_sums, evaluate, finish_sums
 from rlhf.ops.reduce import weigh
@@ -21,6 +21,9 @@ class Bigram:
 
     def _logprobs(self, micro):
         return self.table[micro.ids_N.roll(1)] * micro.ids_N / 50
+
+    def facts(self):
+        return TrainerFacts()
 
     def forward(self, micros, heads, view):
         return [{"logprobs": self._logprobs(m).detach() * m.tok["loss_mask"]} for m in micros]
@@ -42,6 +45,9 @@ class Ranks(WorkerGroup):
 
     def call(self, method, per_rank):
         return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
+
+    def stream(self, method, *arguments, timeout=None):
+        raise NotImplementedError
 
 
 class NLL(Loss):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import ModelSpec
+from rlhf.interfaces import GeneratorSpec, ModelSpec, Place
 from rlhf.modeling import precision
 from rlhf.modeling.schedule import Schedule
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
 
@@ -25,7 +26,12 @@ def test_one_rank_in_this_process(model_path, make_batch):
     assert group.size == 1
     [[out]] = group.call("forward", [([make_batch([4, 5])], ["logprobs"], "live")])
     assert out["logprobs"].shape == (9,)
-    assert launcher.launch_generator(lambda: "built") == "built"
+    generator = launcher.launch_generator(TransformersGenerator, None, GeneratorSpec((1,), str))
+    assert isinstance(generator, TransformersGenerator)
+    assert [len(b.tensors) for b in group.stream("buckets", "live", 1)] == [1] * len(group.worker.sent())
+    launcher.place({"policy": Place(), "generator": Place(share="policy")})
+    with pytest.raises(ConfigError, match=r"\[placement.policy\] asks for 2 ranks of 1 devices"):
+        launcher.place({"policy": Place(2)})
     with pytest.raises(CapabilityError, match=r"1 rank, forward\(\) was called with arguments for 2"):
         group.call("forward", [(), ()])
     with pytest.raises(CapabilityError, match="one rank, role 'reference' asks for 2"):

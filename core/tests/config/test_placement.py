@@ -1,0 +1,49 @@
+"""``[placement]``: one place per role, and what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Place
+from rlhf.placement import neighbours, placement
+from rlhf.runfile import PlacementSection
+
+ROLES = ["policy", "critic", "reference"]
+
+
+def places(**sections):
+    return placement({name: PlacementSection(**s) for name, s in sections.items()}, ROLES, generator=True)
+
+
+def test_what_is_not_named_has_one_rank_on_one_device():
+    assert places() == {name: Place() for name in (*ROLES, "generator")}
+    assert placement({}, ["policy"], generator=False) == {"policy": Place()}
+
+
+def test_neighbours_live_on_the_same_devices():
+    found = places(
+        policy={"ranks": 4}, critic={"ranks": 4, "share": "policy"}, generator={"ranks": 2, "share": "policy"}
+    )
+    assert found["generator"] == Place(2, 1, "policy")
+    assert neighbours(found, "generator") == ["policy", "critic"]
+    assert neighbours(found, "policy") == ["critic", "generator"]
+    assert neighbours(found, "reference") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"polcy": {}}, r"\[placement.polcy\]: this run holds policy.*Did you mean 'policy'"),
+        ({"critic": {"share": "critic"}}, "it can share those of policy, reference, generator"),
+        ({"critic": {"share": "judge"}}, "shares the devices of 'judge'"),
+        ({"critic": {"share": "reference"}, "reference": {"share": "policy"}}, "name 'policy' itself in both"),
+        ({"critic": {"share": "policy", "devices": 2}}, "only one of share and devices"),
+        (
+            {"policy": {"ranks": 2}, "generator": {"ranks": 2, "devices": 2, "share": "policy"}},
+            r"2 ranks x 2 devices do not fit on the 2 ranks x 1 devices = 2 of 'policy'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        places(**sections)

@@ -1,0 +1,256 @@
+"""New weights arrive whole, in place and provably; every way to get stale ones is caught and named."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+
+import pytest
+import torch
+from rlhf.controller.phases import Phases
+from rlhf.controller.roles import Role
+from rlhf.controller.sync import WeightSync
+from rlhf.errors import SyncError, TrainingError
+from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
+from rlhf.runfile import SyncSection
+from rlhf.sync.bucket import Bucket, buckets, fingerprint
+from rlhf.types import RoleSpec
+
+VOCABULARY = 11
+
+
+def logprobs(weights, ids):
+    """A model whose prediction of a token is a row of ``body @ head`` chosen by the token before it."""
+    return (weights["body"][ids[:-1]] @ weights["head"]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+class Bigram:
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.live = {n: torch.randn(VOCABULARY, VOCABULARY, generator=draw) for n in ("body", "head", "unused")}
+        self.calls = []
+
+    def facts(self):
+        return TrainerFacts(vocabulary=VOCABULARY)
+
+    def forward(self, micros, heads, view):
+        out = []
+        for micro in micros:
+            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist())]) for ids in micro.ids_N.split(24)]
+            out.append({"logprobs": torch.cat(parts)})
+        return out
+
+    def buckets(self, view, limit):
+        self.marks = {}
+        return buckets(self.live.items(), limit, self.marks)
+
+    def sent(self):
+        return self.marks
+
+    def offload(self):
+        self.calls.append("offload")
+
+    def reload(self):
+        self.calls.append("reload")
+
+
+class Local(WorkerGroup):
+    size = 1
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.lost = lambda bucket: bucket
+        """What happens to a bucket on its way."""
+
+    def call(self, method, per_rank):
+        return [getattr(self.trainer, method)(*per_rank[0])]
+
+    def stream(self, method, *arguments, timeout=None):
+        for item in getattr(self.trainer, method)(*arguments):
+            yield self.lost(pickle.loads(pickle.dumps(item, protocol=5)))
+
+
+class Copying(Generator):
+    name = "copying"
+    capabilities = frozenset({"accept:tensors"})
+
+    def __init__(self):
+        self.held, self.calls = {}, []
+        self.forgets = ()
+        """Tensors that arrive and are not used."""
+
+    def generate(self, requests):
+        return iter(())
+
+    def begin_load(self, version):
+        self.version, self.got, self.size = version, {}, 0
+
+    def take(self, bucket):
+        self.got |= bucket.received()
+        self.size += bucket.nbytes
+        self.held |= {
+            name: t.clone() for name, t in bucket.tensors if name not in self.forgets or name not in self.held
+        }
+
+    def end_load(self):
+        return [Proof(self.version, nbytes=self.size, received=self.got)]
+
+    def logprobs(self, sequences):
+        return [[logprobs(self.held, ids).tolist() for ids in sequences]]
+
+    def stale(self, bucket):
+        return [name for name, t in bucket.tensors if not torch.equal(self.held[name], t)]
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+
+@pytest.fixture
+def made():
+    trainer, notes = Bigram(), []
+    group, generator = Local(trainer), Copying()
+    role = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1000)
+
+    def sync(**section):
+        return WeightSync(role, generator, SyncSection(**section), 0, notes.append)
+
+    sync().push(0)
+    for tensor in trainer.live.values():  # one update
+        tensor += 0.5 * tensor.roll(1, 0)
+    return trainer, group, generator, sync, notes
+
+
+def swap(bucket):
+    (a, x), (b, y), *rest = bucket.tensors
+    return Bucket(((a, y), (b, x), *rest), bucket.fingerprints)
+
+
+def withhold(name):
+    def lose(bucket):
+        kept = [(pair, mark) for pair, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if pair[0] != name]
+        return Bucket(tuple(p for p, _ in kept), tuple(m for _, m in kept))
+
+    return lose
+
+
+def test_a_sync_that_works_says_what_it_moved(made):
+    trainer, _, generator, sync, _ = made
+    metrics = sync(bucket_mb=1).push(1)
+    assert all(torch.equal(generator.held[n], t) for n, t in trainer.live.items())
+    assert metrics["sync/canary"] < 1e-6
+    assert metrics == {"sync/version": 1, "sync/attempts": 1, "sync/canary": metrics["sync/canary"],
+                       "sync/MiB": 3 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (withhold("head"), "did not receive head"),
+        (withhold("unused"), "did not receive unused"),  # the canary cannot see this one
+        (swap, "received other values of body, head"),
+    ],
+)
+def test_what_is_lost_or_mixed_up_on_the_way_is_named(made, fault, named):
+    _, group, _, sync, _ = made
+    group.lost = fault
+    with pytest.raises(SyncError, match=named) as raised:
+        sync().push(1)
+    assert "the run stops" in str(raised.value).lower()
+
+
+def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(made):
+    _, _, generator, sync, _ = made
+    generator.forgets = ("head",)
+    with pytest.raises(SyncError, match=r"canaries differ .* Stale in the generator: head\."):
+        sync().push(1)
+    assert "sync/canary" in sync(canaries=0).push(2)  # what was asked for: fingerprints only
+
+
+def test_retry_sends_once_more_and_warn_goes_on(made):
+    _, group, _, sync, notes = made
+    faults = iter([withhold("body")])
+    group.lost = lambda bucket: next(faults, lambda b: b)(bucket)
+    assert sync(check="retry").push(1)["sync/attempts"] == 2
+    assert "sending once more" in notes[-1]
+    group.lost = withhold("body")
+    with pytest.raises(SyncError, match="did not receive body"):
+        sync(check="retry").push(2)
+    assert sync(check="warn").push(3)["sync/unproven"] == 1
+    assert "did not receive body" in notes[-1]
+
+
+def test_a_version_that_was_not_asked_for_is_refused(made, monkeypatch):
+    _, _, generator, sync, _ = made
+    monkeypatch.setattr(generator, "end_load", lambda: [Proof(7, received=generator.got)])
+    with pytest.raises(SyncError, match="reports version 7"):
+        sync().push(1)
+
+
+def test_a_replaced_engine_gets_the_weights_of_now(made):
+    trainer, _, generator, sync, _ = made
+    sync().push(4)
+    generator.held = {}
+    generator.refresh()
+    assert generator.version == 4
+    assert torch.equal(generator.held["head"], trainer.live["head"])
+
+
+def test_buckets_keep_order_and_limit_and_survive_the_way():
+    weights = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16)), ("c", torch.zeros(100)),
+               ("d", torch.tensor(3)), ("e", torch.zeros(0, 4))]  # fmt: skip
+    sent = {}
+    made = list(buckets(iter(weights), 32, sent))
+    assert [[n for n, _ in b.tensors] for b in made] == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(sent) == ["a", "b", "c", "d", "e"]
+    for bucket in made:
+        copy = pickle.loads(pickle.dumps(bucket, protocol=5))
+        assert (
+            copy.received()
+            == bucket.received()
+            == dict(zip((n for n, _ in bucket.tensors), bucket.fingerprints, strict=True))
+        )
+        for (_, x), (_, y) in zip(bucket.tensors, copy.tensors, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+    assert list(made[0].tensors[0][1]) == list(weights[0][1])
+    with pytest.raises(TrainingError, match="holds nothing"):
+        list(buckets(iter(weights), 0, {}))
+
+
+def test_fingerprints_see_values_order_shape_and_dtype():
+    x = torch.arange(12.0)
+    others = [x.flip(0), x.view(3, 4), x.double(), x + 1e-6, x.view(torch.int32)]
+    marks = {fingerprint(x), *map(fingerprint, others)}
+    assert len(marks) == 6
+    assert fingerprint(x.view(3, 4).t()) == fingerprint(x.view(3, 4).t().contiguous())
+
+
+def test_a_bucket_hands_its_bytes_over_without_a_copy():
+    out_of_band = []
+    bucket = Bucket((("a", torch.zeros(1000)),), ("",))
+    stream = pickle.dumps(bucket, protocol=5, buffer_callback=out_of_band.append)
+    assert len(stream) < 500
+    assert sum(b.raw().nbytes for b in out_of_band) == 4000
+
+
+def test_phases_give_memory_away_in_turn(made):
+    trainer, group, generator, _, _ = made
+    trained = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1)
+    frozen_trainer = Bigram()
+    frozen = Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1)
+    order = trainer.calls = generator.calls
+    roles = {"policy": trained, "reference": frozen}
+    apart = Phases(generator, roles, {"policy": Place(), "reference": Place(), "generator": Place()})
+    with apart.generating():
+        pass
+    assert order == []
+    together = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
+    phases = Phases(generator, roles, together)
+    with suppress(KeyError), phases.generating():
+        order.append("generate")
+        raise KeyError
+    assert order == ["sleep", "offload", "wake", "generate", "sleep", "reload"]
+    assert frozen_trainer.calls == []
