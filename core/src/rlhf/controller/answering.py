@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,15 @@ from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.controller.scoring import Scorer
-from rlhf.controller.sync import WeightSync
+from rlhf.controller.sync import HOLDS_NOTHING, WeightSync
 from rlhf.data.tokenizer import Decoder
-from rlhf.interfaces import Generator, GeneratorSpec, Launcher
+from rlhf.errors import RolloutError
+from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Launcher
 from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import SCORES
 from rlhf.runfile import RunFile
-from rlhf.types import Sampling
+from rlhf.types import GenerationRequest, Sampling, Turn
 
 if TYPE_CHECKING:
     from rlhf.controller.prepare import Prepared
@@ -50,8 +51,10 @@ def answering(
         config.run.seed,
         config.sync.timeout,
     )
-    selected = prepared.parts["generator"]
-    generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
+    selected = prepared.parts.get("generator")
+    generator: Generator = NoGenerator(None, spec)
+    if selected is not None:
+        generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
     main = MainThread()
     scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
     episodes = prepared.episodes
@@ -68,10 +71,23 @@ def answering(
         main,
         episodes.open if episodes is not None else None,
         episodes.limit if episodes is not None else None,
-        Phases(generator, roles, prepared.places),
+        Phases(generator, roles, prepared.places) if selected is not None else None,
     )
     sync = WeightSync(policy, generator, config.sync, config.run.seed, note)
     return Answering(generator, sync, rollouts, [*closers, generator.close])
+
+
+class NoGenerator(Generator):
+    """Where the rollout draws nothing (``Rollout.needs_generator`` is false): follows versions, holds no weights."""
+
+    name = "none"
+    capabilities = frozenset({HOLDS_NOTHING})
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        self.config = ComponentConfig()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        raise RolloutError("the rollout asked for tokens, but declares needs_generator = False: set it to True")
 
 
 def training_settings(config: RunFile) -> RolloutSettings:

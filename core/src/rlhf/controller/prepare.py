@@ -72,9 +72,10 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     roles = _roles(algorithm, rewards)
     rollout, env = None, None
     if online or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
-        parts["generator"] = select(plugins, "generator", config.generator, "generator", config.origins)
         parts["rollout"] = select(plugins, "rollout", config.rollout, "rollout", config.origins)
         rollout = parts["rollout"].build()
+        if rollout.needs_generator:
+            parts["generator"] = select(plugins, "generator", config.generator, "generator", config.origins)
         if config.env is not None:
             env = parts["env"] = select(plugins, "env", config.env, "env", config.origins)
     check(

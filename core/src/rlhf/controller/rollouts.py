@@ -139,7 +139,7 @@ class _Context(RolloutContext):
         self._envs: list[Env] = []
         self._closed = True
         self.clock: asyncio.Timeout | None = None
-        self.sampling, self.max_tokens = settings.sampling, settings.max_tokens
+        self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
 
     def encode_prompt(self, row: Row) -> Turn:
         return self._run.template.encode_prompt(row)

@@ -21,6 +21,8 @@ from rlhf.ops.heads import resolve_head
 from rlhf.runfile import SyncSection
 from rlhf.seeds import derive_seed
 
+HOLDS_NOTHING = "accept:nothing"
+"""Capability of a generator that has no weights to bring up to date."""
 CANARY_TOKENS = 24
 _SHOWN = 8
 """Names in a message."""
@@ -41,6 +43,9 @@ class WeightSync:
         """The generator samples with ``version`` from now on. Raises SyncError where the proof fails and ``sync.check``
         does not let it pass."""
         self.version = version
+        if HOLDS_NOTHING in self.generator.capabilities:
+            self.generator.version = version
+            return {}
         if self.by_module:
             proof = self.generator.load(self.policy.group.worker, version)
             if proof.version != version:

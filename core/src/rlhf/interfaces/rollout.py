@@ -12,6 +12,8 @@ from rlhf.types import Row, Sampling, Turn
 class RolloutContext(ABC):
     """What a rollout may use. One per sample."""
 
+    index: tuple[int, int] = (0, 0)
+    """(group number in the run, sample in the group)."""
     sampling: Sampling
     max_tokens: int
     """Longest sequence the policy is allowed: prompt, observations and samples together."""
@@ -52,6 +54,8 @@ class Rollout(Component):
     """
 
     needs_env: bool = False
+    needs_generator: bool = True
+    """False: it never calls ``ctx.generate``, so the run starts no generator and syncs no weights."""
 
     @abstractmethod
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:

@@ -1,0 +1,28 @@
+"""The conformance suite of rollouts, on one recorded sample."""
+
+import json
+
+import pytest
+from rlhf.testing import fabricate
+from rlhf.testing.rollout import RolloutContract
+from rlhf_plugin_replay import Replay
+
+PROMPT = {"ids": [1, 2], "sampled": False, "logprobs": None, "versions": [], "text": "ab"}
+ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": [[0, 4]], "finish": "stop", "text": "c"}
+
+
+def line(number: int = 0, sample: int = 0, index: int = 0) -> str:
+    row = {"source": fabricate.row({}).source, "index": index}
+    return json.dumps(
+        {"group": number, "sample": sample, "index": [number, sample], "row": row, "turns": [PROMPT, ANSWER]}
+    )
+
+
+class TestReplay(RolloutContract):
+    rollout = Replay
+
+    @pytest.fixture(autouse=True)
+    def recording(self, tmp_path):
+        path = tmp_path / "step-000001.jsonl"
+        path.write_text(line(index=fabricate.row({}).index) + "\n")
+        type(self).configs = (Replay.Config(path=str(path)),)
