@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -58,12 +58,27 @@ def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     launcher.place(prepared.places, prepared.plugins)
     for name, spec in prepared.specs.items():
+        if (base := _base_of(name, prepared, roles)) is not None:
+            roles[name] = base
+            continue
         trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
         section = getattr(config, name) if name in ("policy", "critic", "reference") else config.roles.get(name)
         group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
         usual: int = group.call("token_budget", [()] * group.size)[0]
         roles[name] = Role(spec, group, (section or ModelSection()).micro_tokens or usual)
     return roles
+
+
+def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
+    """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
+    spec = prepared.specs[name]
+    source = roles.get(spec.role.like or "")
+    frozen = not spec.role.trained and name not in prepared.snapshots and name not in prepared.config.placement
+    if source is None or not frozen or "base" not in source.facts.views:
+        return None
+    if (spec.path, spec.role.head) != (source.spec.path, source.spec.role.head):
+        return None
+    return Role(spec, source.group, source.budget, view="base")
 
 
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:

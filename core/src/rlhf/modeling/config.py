@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf.interfaces.component import ComponentConfig
+from rlhf.modeling.adapters import LoraOptions
 
 
 def _pair(value: Any) -> Any:
@@ -35,6 +36,8 @@ class TrainingConfig(ComponentConfig):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
     step. Absent: none is kept."""
+    lora: LoraOptions | None = None
+    """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

@@ -40,7 +40,9 @@ def restore_layers(layers: list[nn.Module]) -> None:
 
 def _known(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    return not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
+    linear = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
+    plain = all(type(m) is nn.Linear for m in linear if m.weight.ndim == 2)
+    return plain and not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
 
 
 def _silu_of_transformers() -> nn.Module:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
+from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.modeling.fused import fuse_layers, restore_layers
 from rlhf.seeds import derive_seed
@@ -61,11 +62,12 @@ class LoadedModel:
         return logits_CV
 
 
-def load_model(spec: ModelSpec, device: torch.device) -> LoadedModel:
+def load_model(spec: ModelSpec, device: torch.device, lora: LoraOptions | None = None) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, packed attention.
 
     A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
-    deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``.
+    deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get
+    adapters, which change nothing at first.
 
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
     is of a kind that packing or the separate head cannot represent.
@@ -98,6 +100,8 @@ def load_model(spec: ModelSpec, device: torch.device) -> LoadedModel:
     loaded = _take_apart(module, kind, spec)
     if from_lm:
         _fresh_head(loaded.head, derive_seed(spec.seed, "head/" + spec.role.name))
+    if lora is not None:
+        add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     module.eval().to(device)
     if outputs is None:
         _check_head(loaded, spec)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.modeling import heads as head_ops
+from rlhf.modeling.adapters import train_adapters_only
 from rlhf.modeling.attention import attend_with, current_route
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
@@ -73,10 +74,18 @@ class PackedTrainer(Trainer):
         self._micros = 0  # micro-batches since the last step; counters of the dropout seeds
         self._bad_loss = ""
         self._coverage: dict[str, list[str]] | None = None
-        self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.module.requires_grad_(spec.role.trained)
+        if spec.role.trained and self.config.lora is not None:
+            train_adapters_only(self.module, loaded.head if loaded.kind != "lm" else None)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
+        self.parameters: dict[str, nn.Parameter] = trained
+        """What is trained, by name; all of a role that is not."""
         if spec.role.trained and spec.gradient_checkpointing:
             self._checkpoint_gradients()
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.spec.role.trained and self.config.lora is not None
 
     @property
     def precision_note(self) -> str:

@@ -183,7 +183,7 @@ def test_ema_follows_and_is_a_view(make_trainer, make_batch, nll):
     assert torch.equal(dict(trainer.weights())[name], live)
     with pytest.raises(CapabilityError, match="no view 'ema': ema_decay is not set"):
         make_trainer().forward([batch], ["logprobs"], "ema")
-    with pytest.raises(CapabilityError, match="no view 'base': this trainer has no adapters"):
+    with pytest.raises(CapabilityError, match="no view 'base': lora is not set, so it has no adapters"):
         list(trainer.weights("base"))
 
 

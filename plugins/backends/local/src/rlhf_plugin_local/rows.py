@@ -91,7 +91,8 @@ class Rows:
         self.alive[where] = 1
         width = self.stop_ids.shape[1]
         ends = [self.ends(r) for r in new]
-        self.stop_ids[where] = torch.tensor([[*e, *[-1] * (width - len(e))] for e in ends], device=self.device)
+        padded = [[*e, *[-1] * (width - len(e))] for e in ends]
+        self.stop_ids[where] = torch.tensor(padded, dtype=torch.int64, device=self.device)
         self.uniforms[where] = torch.stack([self.rows[s].uniforms.take(columns) for s in slots]).to(self.device)
         self._changed()
 

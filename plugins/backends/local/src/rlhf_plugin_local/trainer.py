@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rlhf.errors import CapabilityError, ConfigError
+from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.modeling import state
+from rlhf.modeling.adapters import base_tensors, merged, without_adapters
 from rlhf.modeling.ema import Ema
 from rlhf.modeling.model import exporting, load_model, load_tokenizer
 from rlhf.modeling.optimizer import build_optimizer, clip, optimizer_tensors, restore_optimizer
@@ -42,7 +43,7 @@ class TorchTrainer(PackedTrainer):
                 "with the capability 'ranks:many'"
             )
         device = choose_device(self.config.device)
-        self.prepare(load_model(spec, device), spec, device)
+        self.prepare(load_model(spec, device, self.config.lora if spec.role.trained else None), spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.ema: Ema | None = None
         if spec.role.trained:
@@ -53,7 +54,7 @@ class TorchTrainer(PackedTrainer):
 
     @property
     def views(self) -> tuple[str, ...]:
-        return ("live",) if self.ema is None else ("live", "ema")
+        return ("live", *(("ema",) if self.ema is not None else ()), *(("base",) if self.has_adapters else ()))
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -100,19 +101,23 @@ class TorchTrainer(PackedTrainer):
     # ------------------------------------------------------------------------------------- weights
 
     def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """Detached, on the trainer's device, tied weights once (under the embedding's name). They share memory with the
-        model: copy what must outlive the next step."""
+        """Detached, on the trainer's device, tied weights once (under the embedding's name), adapters merged. They
+        share memory with the model: copy what must outlive the next step."""
         with self._view(view):
-            for name, tensor in state.named_tensors(self.module).items():
-                yield name, tensor.detach()
+            tensors = state.named_tensors(self.module)
+            plain = view == "base" or not self.has_adapters
+            yield from base_tensors(tensors) if plain else merged(self.module, tensors)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self.has_adapters:
+            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
         state.copy_into(state.named_tensors(self.module), dict(weights), f"what role {self.spec.role.name!r} was sent")
 
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
-            self.module.save_pretrained(str(path))
+            whole = {"state_dict": dict(merged(self.module, self.module.state_dict()))} if self.has_adapters else {}
+            self.module.save_pretrained(str(path), **whole)
         tokenizer.save_pretrained(str(path))
         for file in Path(path).glob("*.safetensors"):
             file.chmod(0o644)  # written through a private temporary file; as readable as its config.json
@@ -120,7 +125,7 @@ class TorchTrainer(PackedTrainer):
     # --------------------------------------------------------------------------------------- state
 
     def save(self, path: Path) -> None:
-        files: dict[str, Mapping[str, Tensor]] = {"model": state.named_tensors(self.module)}
+        files: dict[str, Mapping[str, Tensor]] = {"model": self._own_tensors()}
         if self.optimizer is not None:
             files["optimizer"] = optimizer_tensors(self.optimizer, self.parameters)
         if self.ema is not None:
@@ -133,6 +138,7 @@ class TorchTrainer(PackedTrainer):
             "precision": self.precision.name,
             "ema": self.ema is not None,
             "coverage": self._coverage,
+            "lora": self.config.lora.model_dump(mode="json") if self.has_adapters else None,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
@@ -146,7 +152,7 @@ class TorchTrainer(PackedTrainer):
                 f"run has trained = {self.spec.role.trained}, ema = {self.ema is not None}. Resume with its config."
             )
         where = f"the checkpoint {str(path)!r}"
-        state.copy_into(state.named_tensors(self.module), state.read_tensors(path, "model"), where)
+        state.copy_into(self._own_tensors(), state.read_tensors(path, "model"), where)
         if self.optimizer is not None:
             restore_optimizer(self.optimizer, self.parameters, state.read_tensors(path, "optimizer"), where)
         if self.ema is not None:
@@ -159,12 +165,21 @@ class TorchTrainer(PackedTrainer):
 
     # ------------------------------------------------------------------------------------ internals
 
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: everything, or the trained parameters beside a frozen base, which is
+        loaded from its model again."""
+        if self.has_adapters:
+            return {name: p.data for name, p in self.parameters.items()}
+        return state.named_tensors(self.module)
+
     def _view(self, view: str) -> AbstractContextManager[None]:
         if view == "live":
             return nullcontext()
         if view == "ema" and self.ema is not None:
             return self.ema.worn()
-        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "this trainer has no adapters"})
+        if view == "base" and self.has_adapters:
+            return without_adapters(self.module)
+        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
 
 
 def _fingerprint(p: Tensor) -> int:

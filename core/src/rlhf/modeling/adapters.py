@@ -1,0 +1,115 @@
+"""LoRA: a frozen model with trained low-rank adapters (Hu et al. 2021, arXiv:2106.09685), through peft.
+
+The role trains the adapters (and a fresh scalar or classes head); generators, exports and snapshots see one merged
+model under its usual names; with the adapters switched off the same module is the model it started from, so a reference
+needs no second copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rlhf.errors import ConfigError
+from rlhf.interfaces.component import ComponentConfig
+
+NAME = "default"
+
+
+class LoraOptions(ComponentConfig):
+    rank: int = Field(gt=0)
+    """Of the adapters' two factors."""
+    alpha: int | None = Field(None, gt=0)
+    """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
+    targets: tuple[str, ...] | None = None
+    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On what enters an adapter, in training."""
+
+
+def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
+    """Put an adapter beside every target; A is drawn from ``seed``, B is zero, so the model computes what it did.
+
+    Raises ConfigError: peft is not installed; no layer, or no layer of one target, has such a name.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("trainer.lora needs peft: pip install 'rlhf[lora]'") from None
+    linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    wanted = linear
+    if options.targets is not None:
+        wanted = [n for n in linear if n.rpartition(".")[2] in options.targets]
+        unknown = sorted(set(options.targets) - {n.rpartition(".")[2] for n in wanted})
+        if unknown:
+            there = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
+            raise ConfigError(
+                f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {there}"
+            )
+    alpha = options.alpha if options.alpha is not None else 2 * options.rank
+    config = peft.LoraConfig(
+        r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=wanted, bias="none"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, module, adapter_name=NAME)
+
+
+def train_adapters_only(module: nn.Module, head: nn.Module | None) -> None:
+    """Gradients for the adapters, and for ``head`` where it is the role's own and not a language model's."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    if head is not None:
+        head.requires_grad_(True)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes with its base weights."""
+    layers = [layer for _, layer in adapted(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapted(module: nn.Module) -> list[tuple[str, Any]]:
+    """(name, layer) of every layer that has an adapter."""
+    return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+
+
+def merged_name(name: str) -> str:
+    """The Hugging Face name of a base tensor of a module with adapters."""
+    return re.sub(r"\.base_layer\.", ".", name)
+
+
+def base_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the model without its adapters."""
+    return ((merged_name(name), tensor.detach()) for name, tensor in tensors.items() if not is_adapter(name))
+
+
+@torch.no_grad()
+def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, weight with its adapter added) of ``tensors``, by the module's own names; a tensor without an
+    adapter shares memory with the module."""
+    layers = dict(adapted(module))
+    for name, tensor in tensors.items():
+        if is_adapter(name):
+            continue
+        owner = name.removesuffix(".base_layer.weight")
+        if owner != name:
+            tensor = tensor + layers[owner].get_delta_weight(NAME)
+        yield merged_name(name), tensor.detach()

@@ -1,0 +1,103 @@
+"""Adapters: nothing changes at first, only they are trained, everyone else sees one merged model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import ConfigError, TrainingError
+from rlhf.interfaces import GeneratorSpec
+from rlhf.modeling.adapters import LoraOptions
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_local.generator import TransformersGenerator
+from transformers import AutoModelForCausalLM
+
+LORA = LoraOptions(rank=4)
+
+
+def logprobs(trainer, batch, view="live"):
+    [out] = trainer.forward([batch], ["logprobs"], view)
+    return out["logprobs"]
+
+
+@pytest.fixture
+def trained(make_trainer, make_batch, nll):
+    """A trainer with adapters after three steps, with its batch and the log-probs it started from."""
+    trainer, batch = make_trainer(lora=LORA, lr=0.02), make_batch([9, 30, 4], loss=nll)
+    before = logprobs(trainer, batch)
+    for _ in range(3):
+        trainer.update([batch], nll, {}, {})
+    return trainer, batch, before
+
+
+def test_only_adapters_are_trained_and_the_base_stays(trained, make_trainer):
+    trainer, batch, before = trained
+    plain = make_trainer(trained=False)
+    assert torch.allclose(before, logprobs(plain, batch), atol=1e-5)
+    assert (logprobs(trainer, batch) - before).abs().max() > 0.1
+    assert torch.allclose(logprobs(trainer, batch, "base"), before, atol=1e-5)
+    assert trainer.views == ("live", "base")
+    assert len(trainer.parameters) == 2 * 7 * 2  # A and B of seven layers in two blocks
+    assert all(p.requires_grad == (n in trainer.parameters) for n, p in trainer.module.named_parameters())
+    base = dict(plain.weights())
+    assert all(torch.equal(t, base[n]) for n, t in trainer.weights("base"))
+    assert not trainer.coverage()["unchanged"] or all("lora_A" in n for n in trainer.coverage()["unchanged"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_and_exports_are_one_merged_model(tmp_path, make_trainer, make_batch, nll, tied):
+    trainer = make_trainer(tiny_model(tmp_path / "model", tied=tied), lora=LORA, lr=0.02)
+    batch = make_batch([9, 30, 4], loss=nll)
+    for _ in range(3):
+        trainer.update([batch], nll, {}, {})
+    merged = make_trainer(tmp_path / "model")
+    merged.load_weights(trainer.weights())
+    assert torch.allclose(logprobs(merged, batch), logprobs(trainer, batch), atol=1e-5)
+    trainer.export(tmp_path / "export")
+    AutoModelForCausalLM.from_pretrained(str(tmp_path / "export"))
+    assert torch.equal(logprobs(make_trainer(tmp_path / "export"), batch), logprobs(merged, batch))
+
+
+def test_state_survives_and_holds_no_base(tmp_path, trained, make_trainer, nll):
+    trainer, batch, _ = trained
+    trainer.save(tmp_path)
+    again = make_trainer(lora=LORA, lr=0.02)
+    again.load(tmp_path)
+    assert torch.equal(logprobs(again, batch), logprobs(trainer, batch))
+    for each in (trainer, again):
+        each.update([batch], nll, {}, {})
+    assert torch.equal(logprobs(again, batch), logprobs(trainer, batch))
+    assert (tmp_path / "model.safetensors").stat().st_size < 40_000
+
+
+def test_the_generator_samples_with_the_adapters(trained):
+    trainer, _, _ = trained
+    generator = TransformersGenerator(None, GeneratorSpec((), str))
+    generator.load(trainer, 3)
+    prompt = (5, 6, 7)
+    [(_, turn)] = generator.generate([GenerationRequest(prompt, 1, Sampling(8))])
+    ids = torch.tensor([*prompt, *turn.ids])
+    with torch.no_grad(), torch.random.fork_rng():
+        from rlhf.modeling.attention import packed
+
+        with packed([len(ids)]):
+            logits = trainer.module(ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0]
+    assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-5)
+
+
+def test_a_fresh_head_is_trained_beside_the_adapters(make_trainer, make_batch, squares):
+    trainer = make_trainer(head="scalar", lora=LORA)
+    assert "score.weight" in trainer.parameters
+    before = trainer.loaded.head.weight.clone()
+    trainer.update([make_batch([9, 5], loss=squares)], squares, {}, {})
+    assert not torch.equal(trainer.loaded.head.weight, before)
+
+
+def test_what_cannot_work_is_refused(trained, make_trainer):
+    with pytest.raises(ConfigError, match=r"no linear layer is called wq; there are down_proj, gate_proj"):
+        make_trainer(lora=LoraOptions(rank=2, targets=("q_proj", "wq")))
+    trainer, _, _ = trained
+    with pytest.raises(TrainingError, match="trains adapters; its weights cannot be replaced"):
+        trainer.load_weights(iter(()))
+    assert len(make_trainer(lora=LoraOptions(rank=2, targets=("q_proj",))).parameters) == 4
