@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "score a model's answers on data",
     "generate": "sample answers from a model",
     "plugins": "list, show, check and create plugins",
+    "doctor": "check this installation, this machine, and what a run needs",
 }
 """Name -> help; here, so that ``rlhf --help`` imports none of them."""
 

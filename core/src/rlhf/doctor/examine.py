@@ -1,0 +1,133 @@
+"""All checks in order. Each is a small function of its own in a module beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rlhf.config import load
+from rlhf.doctor import cluster, imports, machine, needs, versions
+from rlhf.doctor.check import Check
+from rlhf.doctor.child import ask
+from rlhf.errors import RlhfError
+from rlhf.flags import plain
+from rlhf.runfile import RunFile
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to examine."""
+
+    run_file: str | None = None
+    overrides: Sequence[tuple[str, str]] = ()
+    """Flags laid over it, as for :func:`rlhf.config.load`. Flags of the launcher alone make no run of it."""
+    start_ray: bool = False
+    """Start a Ray on this machine for a moment."""
+    timeout: float = 120.0
+    """Seconds for one child process."""
+
+    @property
+    def is_run(self) -> bool:
+        return self.run_file is not None or any(not key.startswith("launcher.") for key, _ in self.overrides)
+
+
+Step = tuple[str, Callable[[], Check | list[Check]]]
+
+
+def examine(request: Request, announce: Callable[[str], None] = lambda name: None) -> Iterator[Check]:
+    """Every check, as it is done. ``announce`` is told the name of the next one, which may take seconds.
+
+    Nothing that is wrong with what is examined raises; a defect of a check itself is a check that failed.
+    """
+    for name, step in _installation(request):
+        announce(name)
+        yield from _done(name, step)
+    config: RunFile | None = None
+    if request.is_run:
+        announce("run file")
+        try:
+            config = load(request.run_file, request.overrides)
+        except RlhfError as error:
+            yield Check("run file", "fail", str(error), "correct the run file or the flags").redacted()
+    if config is not None:
+        yield Check("run file", "ok", f"{request.run_file or 'flags'} can be read")
+    for name, step in _run(request, config) if config is not None else ():
+        announce(name)
+        yield from _done(name, step)
+    address = _address(request, config)
+    announce("ray cluster")
+    if address:
+        paths = _shared_paths(config) if config is not None else []
+        yield from _done("ray cluster", lambda: cluster.cluster(address, paths, request.timeout))
+    else:
+        yield Check("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
+
+
+def _installation(request: Request) -> list[Step]:
+    installed = versions.Installed()
+    timeout = request.timeout
+    return [
+        ("python", lambda: versions.python(installed)),
+        ("versions", lambda: versions.versions(installed)),
+        ("requirements", lambda: versions.requirements(installed)),
+        ("vision packages", lambda: imports.vision(timeout)),
+        ("torch", lambda: imports.torch_device(timeout)),
+        ("transformers", lambda: imports.transformers(timeout)),
+        ("vllm", lambda: imports.vllm(timeout, installed)),
+        ("deepspeed", lambda: imports.deepspeed(timeout, installed)),
+        ("ray", lambda: imports.ray(timeout, installed, request.start_ray)),
+        ("plugins", lambda: imports.plugins(timeout)),
+        ("cores", machine.cores),
+        ("memory", machine.memory),
+        ("shared memory", machine.shared_memory),
+        ("open files", machine.file_descriptors),
+        ("loopback", machine.loopback),
+        ("disk", partial(machine.disk, Path.cwd())),
+        ("environment", machine.environment_variables),
+    ]
+
+
+def _run(request: Request, config: RunFile) -> list[Step]:
+    found, sizes = needs.models(config)
+    return [
+        ("run plugins", lambda: run_plugins(request)),
+        ("models", lambda: found),
+        ("data", lambda: needs.data(config)),
+        ("output", lambda: needs.output(config, sizes)),
+    ]
+
+
+def run_plugins(request: Request) -> Check:
+    """The plugins that the run selects, with their options."""
+    argument = {"path": request.run_file, "overrides": [list(pair) for pair in request.overrides]}
+    answer = ask("run_plugins", argument, request.timeout)
+    if answer.error:
+        return Check("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows all of it")
+    names = sorted({f"{item['kind']} {item['name']}" for item in answer.value["manifest"]})
+    return Check("run plugins", "ok", ", ".join(names))
+
+
+def _address(request: Request, config: RunFile | None) -> str:
+    if config is not None:
+        found = plain(config.launcher.options.get("address"))
+    else:
+        found = dict(request.overrides).get("launcher.address")
+    return str(found or "")
+
+
+def _shared_paths(config: RunFile) -> list[str]:
+    """What every node reads or writes: local models, and the folder of the run (or what is there of it)."""
+    models = [path for path in needs.model_paths(config).values() if needs.is_local(path)]
+    paths = [Path(path).expanduser().absolute() for path in models]
+    return [str(path) for path in (*paths, needs.existing(Path(config.run.output).expanduser()))]
+
+
+def _done(name: str, step: Callable[[], Check | list[Check]]) -> Iterator[Check]:
+    try:
+        found = step()
+    except Exception as error:  # the report goes on: the other lines may be what the user needs
+        found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", "please report this")
+    for check in found if isinstance(found, list) else [found]:
+        yield check.redacted()
