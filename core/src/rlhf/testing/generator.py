@@ -12,8 +12,9 @@ The truth is :class:`rlhf.testing.plain.PlainTrainer` on the same weights: one s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,12 +69,18 @@ class GeneratorContract(SamplingChecks, Contract):
     generator: Any = None
     architectures: Sequence[str] = ("qwen3",)
     """Model types of transformers to check."""
+    sizes: Mapping[str, int] = {}
+    """Of the tiny models, where the generator's kernels ask for some: ``{"head_dim": 32}``."""
+
+    def path(self, architecture: str = "", seed: int = 0) -> Path:
+        """The folder of the tiny model that :meth:`make` samples from."""
+        return model_path(architecture or self.architectures[0], seed=seed, **self.sizes)
 
     def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
         """A loaded generator; override for one that needs more than weights (a model path, a server)."""
         from transformers import AutoTokenizer
 
-        path = str(model_path(architecture or self.architectures[0], seed=seed))
+        path = str(self.path(architecture, seed))
         tokenizer = AutoTokenizer.from_pretrained(path)
 
         def decode(ids: Sequence[int]) -> str:
@@ -184,7 +191,7 @@ class GeneratorContract(SamplingChecks, Contract):
             about, s = self.about(config), self.make(config)
             sampling = Sampling(8, ignore_eos=True)
             s.turns(self.requests(sampling), about)
-            other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(model_path(self.architectures[0], seed=5))))
+            other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=5))))
             s.source.load_weights(other.weights())
             proof = self.load(s, 3)
             expect(proof.version == 3, f"{about} load(..., 3) proves version {proof.version}")

@@ -1,0 +1,20 @@
+"""The generator ``vllm``: an engine in this process, on the CPU or on GPUs.
+
+Importing this package imports neither torch nor vLLM; nor does choosing the generator: vLLM comes in with the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf.interfaces import Generator
+
+
+@hookimpl
+def rlhf_register_generator() -> list[type[Generator]]:
+    from rlhf_plugin_vllm.generator import VllmGenerator
+
+    return [VllmGenerator]

@@ -1,0 +1,179 @@
+"""One vLLM engine whose core lives in this process: start, requests, steps, calls to its workers, stop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import GeneratorSpec
+from rlhf.modeling.precision import choose_precision
+
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.contain import contained, own_randomness, stay_where_memory_is
+from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
+from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
+
+WORKER = "rlhf_plugin_vllm.worker.WeightReceiver"
+_running: set[int] = set()
+"""Engines of this process: they share vLLM's process groups, which the last one takes down."""
+
+
+class Engine:
+    """A thin hold on vLLM's ``LLMEngine``; everything that knows vLLM's names for things is here and in ``worker.py``."""
+
+    def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> None:
+        self.where = where
+        self.dtype = choose_precision(
+            config.dtype if config.dtype != "auto" else spec.dtype, torch.device(where.device)
+        ).name
+        """``fp32`` | ``bf16``."""
+        binding = thread_binding(config) if where.cpu else None
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ({BIND: binding} if binding else {})
+        self._foreign_groups = not _running and torch.distributed.is_available() and torch.distributed.is_initialized()
+        with contained(variables):
+            try:
+                self._llm: Any = self._start(config, spec, where)
+            except Exception as error:
+                raise ModelError(
+                    f"vLLM ({where.distribution}) could not start with {spec.path!r}: {_first(error)}"
+                ) from error
+        _running.add(id(self))
+        model = self._llm.model_config
+        self.length: int = model.max_model_len
+        """Longest sequence, what is sampled included."""
+        self.vocabulary: int = model.get_vocab_size()
+        """Token ids are below it."""
+
+    def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> Any:
+        import vllm.envs
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        vllm.envs.disable_envs_cache()  # an engine before this one froze the environment as it was then
+        if where.cpu:
+            stay_where_memory_is()
+        return LLMEngine.from_engine_args(EngineArgs(**arguments(config, spec, where, self.dtype)))
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def add(self, name: str, ids: Sequence[int], parameters: Any) -> None:
+        """Queue a request; its output carries ``name``."""
+        from vllm.inputs.engine import tokens_input
+
+        self._llm.add_request(name, tokens_input(list(ids)), parameters)
+
+    def step(self) -> list[Any]:
+        """One forward pass over everything that is due; vLLM's outputs of what has something to say."""
+        with own_randomness(self.where.device):
+            return self._llm.step()
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Forget requests."""
+        if names:
+            self._llm.abort_request(list(names))
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are under way."""
+        return self._llm.has_unfinished_requests()
+
+    # ------------------------------------------------------------------------------------- workers
+
+    def rpc(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of :class:`~rlhf_plugin_vllm.worker.WeightReceiver` on every worker."""
+        return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
+
+    def forget_prefixes(self) -> None:
+        """Drop cached keys and values."""
+        if not self._llm.reset_prefix_cache():
+            raise ModelError("vLLM keeps keys and values of old weights: requests are still under way")
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self._llm.wake_up(list(tags))
+
+    def close(self) -> None:
+        """Stop workers and give everything back. The last engine of the process takes down vLLM's process groups, unless
+        they were somebody else's before."""
+        _running.discard(id(self))
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        from vllm.v1.engine import core
+
+        take_down = core.cleanup_dist_env_and_memory
+        if _running or self._foreign_groups:
+            core.cleanup_dist_env_and_memory = lambda: None
+        try:
+            llm.engine_core.shutdown()
+        finally:
+            core.cleanup_dist_env_and_memory = take_down
+        del llm
+        gc.collect()
+
+
+def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
+    """vLLM's ``EngineArgs``. No tokenizer: tokens go in and come out, and text is what the run decodes."""
+    length = _length(spec)
+    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
+    if where.cpu and tokens < length:
+        raise ModelError(
+            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens, and a CPU does not cut prompts "
+            "in pieces. Raise it, or leave it out"
+        )
+    chosen: dict[str, Any] = {
+        "model": spec.path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
+        "seed": spec.seed % 2**32,
+        "max_model_len": length,
+        "max_num_seqs": config.max_sequences,
+        "max_num_batched_tokens": tokens,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        "enforce_eager": where.cpu if config.eager is None else config.eager,
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": WORKER,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    space = config.kv_cache_gib if config.kv_cache_gib is not None or not where.cpu else KV_CACHE_GIB
+    if space is not None:
+        chosen["kv_cache_memory_bytes"] = int(space * 2**30)
+    if where.cpu:
+        # A seeded prompt in two pieces asks its generator for an offset, which a CPU's has not: the engine dies.
+        chosen["enable_chunked_prefill"] = False
+    else:
+        chosen["gpu_memory_utilization"] = config.memory_share or MEMORY_SHARE
+        chosen["enable_sleep_mode"] = True
+    if config.tensor_parallel * config.pipeline_parallel > 1:
+        chosen["distributed_executor_backend"] = "mp"
+    return chosen
+
+
+def _length(spec: GeneratorSpec) -> int:
+    """One more than the longest sequence of the run, so that one of full length can be scored; at most what the model
+    has positions for, unless it stretches them."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    wanted = spec.max_tokens + 1
+    return wanted if positions is None or stretched else min(wanted, positions)
+
+
+def _first(error: BaseException) -> str:
+    """The first cause, on one line or two."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    return text if len(text) < 2000 else text[:2000] + " ..."

@@ -1,0 +1,61 @@
+"""Hugging Face's names of tensors and vLLM's: several of the former are packed into one of the latter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+
+class Names:
+    """The names of one vLLM model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+        self.parts = {whole: list(parts) for whole, parts in packed.items()}
+        """{``qkv_proj``: [``q_proj``, ``k_proj``, ``v_proj``], ...}."""
+        self.whole = {part: whole for whole, parts in packed.items() for part in parts}
+        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+
+    def unpacked(self, name: str) -> list[str]:
+        """What a parameter of vLLM is packed of: ``...qkv_proj.weight`` -> ``...q_proj.weight``, ``k_proj``, ``v_proj``."""
+        *path, module, attribute = name.split(".") if name.count(".") else ("", name, "")
+        return [".".join([*path, part, attribute]) for part in self.parts.get(module, [module])]
+
+    def place(self, name: str) -> tuple[str, int | None]:
+        """Of a tensor in the stream: (vLLM's parameter, which of its parts or None where it is all of it)."""
+        *path, module, attribute = self.renamed(name).split(".")
+        whole = self.whole.get(module)
+        if whole is None or len(self.parts[whole]) == 1:
+            return ".".join([*path, module, attribute]), None
+        return ".".join([*path, whole, attribute]), self.parts[whole].index(module)
+
+    def renamed(self, name: str) -> str:
+        """vLLM's spelling of a name of the stream, before packing."""
+        if self._mapper is None:
+            return name
+        plain = type(self._mapper)(
+            orig_to_new_renaming=self._mapper.orig_to_new_renaming,
+            orig_to_new_regex=self._mapper.orig_to_new_regex,
+            orig_to_new_substr=self._mapper.orig_to_new_substr,
+            orig_to_new_prefix=self._mapper.orig_to_new_prefix,
+            orig_to_new_suffix=self._mapper.orig_to_new_suffix,
+        )
+        return plain.map_name(name) or name
+
+    def missing(self, needed: Sequence[str], loaded: Collection[str], received: Collection[str]) -> list[str]:
+        """Tensors that should have come, as the stream calls them where that is known.
+
+        Args:
+            needed: vLLM's parameters.
+            loaded: those of them that something was loaded into.
+            received: names of the stream.
+        """
+        got = {self.renamed(name) for name in received}
+        lacking = []
+        for name in needed:
+            parts = self.unpacked(name)
+            if name not in loaded or (len(parts) > 1 and name not in got):
+                lacking += [part for part in parts if part not in got]
+        return lacking

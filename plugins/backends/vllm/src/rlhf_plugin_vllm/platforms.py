@@ -1,0 +1,103 @@
+"""Which vLLM is installed, what the machine has, and what of the config it cannot do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from rlhf.errors import CapabilityError, PluginError
+
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+
+INSTALL = "pip install 'rlhf-plugin-vllm[gpu]' on a machine with GPUs, 'rlhf-plugin-vllm[cpu]' on one without"
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where an engine of this process would run."""
+
+    device: str
+    """``cpu`` | ``cuda``."""
+    distribution: str
+    """Name and version of the installed vLLM."""
+    devices: int
+    """GPUs that this process sees; on a CPU the cores it may use."""
+
+    @property
+    def cpu(self) -> bool:
+        return self.device == "cpu"
+
+
+def platform() -> Platform:
+    """Read from the metadata, without importing vLLM.
+
+    Raises PluginError where neither build is installed; CapabilityError where the GPU build finds no GPU.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if name == "vllm-cpu" or "cpu" in found.partition("+")[2]:
+            return Platform("cpu", f"{name} {found}", len(cores()))
+        if not torch.cuda.is_available():
+            raise CapabilityError(
+                f"{name} {found} is a build for GPUs, and torch {torch.__version__} sees none here. Replace it: "
+                "pip uninstall vllm; pip install 'rlhf-plugin-vllm[cpu]'; or run where there is a GPU."
+            )
+        return Platform("cuda", f"{name} {found}", torch.cuda.device_count())
+    raise PluginError(f"the generator 'vllm' needs vLLM, which is not installed: {INSTALL}.")
+
+
+def cores() -> list[int]:
+    """The processor cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def check(config: VllmGeneratorConfig, where: Platform) -> None:
+    """Refuse what the platform cannot do: CapabilityError naming option, reason and cure."""
+    workers = config.tensor_parallel * config.pipeline_parallel
+    if where.cpu:
+        _check_cpu(config, where)
+    elif workers > where.devices:
+        raise CapabilityError(
+            f"tensor_parallel x pipeline_parallel = {config.tensor_parallel} x {config.pipeline_parallel} = {workers} "
+            f"workers need a GPU each, this process sees {where.devices}. Lower them, or give the engine more devices "
+            "([placement.generator] devices)."
+        )
+
+
+def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
+    refused = ""
+    if config.pipeline_parallel > 1:
+        refused = (
+            f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage dies on its first batch on a CPU. Use "
+            "tensor_parallel, or 1"
+        )
+    elif config.tensor_parallel > where.devices:
+        refused = (
+            f"tensor_parallel = {config.tensor_parallel}: each worker needs a core of its own and this process may use "
+            f"{where.devices}. Lower it"
+        )
+    elif config.memory_share is not None:
+        refused = f"memory_share = {config.memory_share:g}: it is of a GPU's memory. Give kv_cache_gib"
+    elif config.sleep_level != 1:
+        refused = f"sleep_level = {config.sleep_level}: there is no device memory to give back on a CPU. Leave it out"
+    if refused:
+        raise CapabilityError(
+            f"the generator 'vllm' runs on a CPU here ({where.distribution}), which cannot do {refused}."
+        )
+
+
+def thread_binding(config: VllmGeneratorConfig) -> str | None:
+    """Disjoint cores per worker of tensor parallelism on a CPU, as vLLM reads them (``0,1|2,3``); None where one worker
+    computes in this process, with its threads, or where the user has bound them."""
+    if config.tensor_parallel == 1 or os.environ.get(BIND):
+        return None
+    available = cores()
+    each = len(available) // config.tensor_parallel
+    groups = [available[i * each : (i + 1) * each] for i in range(config.tensor_parallel)]
+    return "|".join(",".join(map(str, group)) for group in groups)

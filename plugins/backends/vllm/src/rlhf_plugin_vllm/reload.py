@@ -1,0 +1,124 @@
+"""New weights into a live vLLM model: layer by layer, complete or refused, nothing old left behind.
+
+vLLM repacks weights for its kernels after loading, so they cannot be copied in place; its layerwise reload puts a
+layer's parameters back as they were before packing, collects what comes for them, and packs again once all is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from rlhf.errors import SyncError
+from rlhf.sync.bucket import Bucket
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from rlhf_plugin_vllm.names import Names
+
+_SHOWN = 8
+
+
+class Reload:
+    """One reload of a worker's model: made, fed by :meth:`take`, ended by :meth:`end` or :meth:`abandon`."""
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self.model, self.model_config = model, model_config
+        self.names = Names(model)
+        self.needed = [name for name, _ in model.named_parameters()]  # a tied one counts once
+        self.tied = list(_tied_heads(model))
+        self.received: dict[str, str] = {}
+        """{name in the stream: fingerprint of the bytes as they came}."""
+        self.loaded: set[str] = set()
+        """vLLM's names of the parameters that something was loaded into."""
+        self.nbytes = 0
+        self._kept: set[int] = set()
+        initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket) -> None:
+        """Load a bucket's tensors; they are not referred to after this.
+
+        Raises SyncError for a tensor that the model has no place for, or of another shape.
+        """
+        with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter to the loader
+            marks = beside.submit(bucket.received)
+            try:
+                loaded = self.model.load_weights(iter(bucket.tensors))
+            except Exception as error:
+                names = [name for name, _ in bucket.tensors]
+                raise SyncError(
+                    f"vLLM cannot load what was sent ({type(error).__name__}: {error}), one of {_listed(names)}. The "
+                    "generator's model is not the policy's."
+                ) from error
+            self.received |= marks.result()
+        self.loaded |= set(loaded or ())
+        self.nbytes += bucket.nbytes
+        self._keep()
+
+    def _keep(self) -> None:
+        """Layers that still wait for others of their tensors hold on to what came: let them hold copies."""
+        for layer in self.model.modules():
+            for _, bound in get_layerwise_info(layer).loaded_weights:
+                if id(bound) in self._kept:
+                    continue
+                self._kept.add(id(bound))
+                for key, value in bound.arguments.items():
+                    if key != "param" and isinstance(value, Tensor):
+                        bound.arguments[key] = value.clone()
+
+    @torch.no_grad()
+    def end(self) -> list[str]:
+        """Pack what is not yet packed. Names, as the stream calls them, of tensors that the model needs and that did not
+        come; where there are any, the model is not fit to sample from."""
+        missing = self.names.missing(self.needed, self.loaded, self.received)
+        if not missing:
+            missing = [f"a part of {name}" for name in self._unfinished()]
+        self.abandon()
+        if not missing:
+            repack_tied(self.tied)
+        return missing
+
+    def _unfinished(self) -> Iterator[str]:
+        """vLLM's names of layers that got fewer elements than they hold. Vocabularies are padded, so they do not count."""
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            padded = isinstance(layer, VocabParallelEmbedding)
+            if info.can_load() and not padded and 0 < info.load_numel < (info.load_numel_total or 0):
+                yield name
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Put the model's parameters back in place, whatever was loaded."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+def _tied_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers whose weight is another layer's."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            continue
+        if id(weight) in seen:
+            yield layer
+        seen.add(id(weight))
+
+
+def repack_tied(layers: list[nn.Module]) -> None:
+    """A tied head gets no tensor of its own, so vLLM does not pack it again: its kernel would go on with the old copy."""
+    for layer in layers:
+        method = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(layer)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

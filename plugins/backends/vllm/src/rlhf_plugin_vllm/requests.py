@@ -1,0 +1,135 @@
+"""Requests of the run as vLLM's sampling parameters, and vLLM's outputs as turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf.types import Finish, GenerationRequest, Sampling, Turn
+
+from rlhf_plugin_vllm.stops import StopSearch
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM draws at this where less is asked for, and would report log-probs of it."""
+
+
+def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> None:
+    """Refuse what cannot be sampled as it is asked for: ConfigError naming request, value and range.
+
+    Args:
+        vocabulary: token ids are below it.
+        longest: tokens, prompt and answer together.
+    """
+    _check_sampling(request.sampling)
+    if not request.ids:
+        raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
+    low, high = min(request.ids), max(request.ids)
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
+            "model's own tokenizer."
+        )
+    if not 0 <= request.seed < 2**64:
+        raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")
+    need = len(request.ids) + request.sampling.max_new_tokens
+    if need > longest:
+        raise ConfigError(
+            f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
+            f"{request.sampling.max_new_tokens}), the engine was started for {longest}. Raise data.max_tokens (up to "
+            "the model's positions), lower max_new_tokens or shorten the prompt."
+        )
+
+
+def _check_sampling(s: Sampling) -> None:
+    temperature = s.temperature == 0 or LOWEST_TEMPERATURE <= s.temperature < math.inf
+    rules = (
+        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
+        ("temperature", s.temperature, temperature, f"0 (greedy) or finite and at least {LOWEST_TEMPERATURE}"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]; 1 turns it off"),
+        ("top_k", s.top_k, s.top_k >= 0, "at least 0; 0 turns it off"),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),
+        ("stop", s.stop, all(s.stop), "strings of at least one character"),
+    )
+    for field, got, ok, allowed in rules:
+        if not ok:
+            raise ConfigError(f"sampling.{field} is {got!r}; it must be {allowed}. Change it in the sampling options.")
+
+
+def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:
+    """vLLM's ``SamplingParams``. End tokens are stop tokens here, so that they are exactly the run's."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    s = request.sampling
+    return SamplingParams(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        seed=request.seed,
+        max_tokens=s.max_new_tokens,
+        stop_token_ids=[*(() if s.ignore_eos else eos_token_ids), *s.stop_token_ids],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA if s.stop else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_parameters() -> Any:
+    """Log-probs of the prompt's tokens, at temperature 1."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class Sample:
+    """One request under way."""
+
+    def __init__(self, position: int, request: GenerationRequest, decode: Callable[[Sequence[int]], str]) -> None:
+        self.position, self.request, self._decode = position, request, decode
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        stop = request.sampling.stop
+        self._search = StopSearch(stop, decode) if stop else None
+
+    def take(self, output: Any, version: int) -> tuple[Turn, bool] | None:
+        """vLLM's output of the request; (turn, whether vLLM has to be told that it ended), once it ended."""
+        part = output.outputs[0]
+        self._ids += part.token_ids
+        self._logprobs += part.logprobs.logprobs
+        end = self._search.end(self._ids) if self._search is not None else None
+        if end is not None:
+            return self._turn(end, "stop", version), not output.finished
+        if not output.finished:
+            return None
+        if part.finish_reason not in ("stop", "length"):
+            raise ModelError(f"vLLM ended request {self.position} with {part.finish_reason!r} ({part.stop_reason!r})")
+        return self._turn(len(self._ids), part.finish_reason, version), False
+
+    def _turn(self, count: int, finish: Finish, version: int) -> Turn:
+        ids, logprobs = self._ids[:count], self._logprobs[:count]
+        if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
+            raise ModelError(
+                f"vLLM reports log-probs {logprobs} for {count} tokens of request {self.position}: the weights hold NaN, "
+                "or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
+            )
+        return Turn(
+            ids=ids,
+            sampled=True,
+            logprobs=logprobs,
+            versions=((0, version),),
+            finish=finish,
+            temperature=self.request.sampling.temperature or 1.0,
+            text=self._decode(ids),
+        )

@@ -1,0 +1,52 @@
+"""Real engines, shared by the tests of a module: starting one costs seconds, other weights and end tokens cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from rlhf.interfaces.generator import GeneratorSpec
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.generator import VllmGenerator
+from transformers import AutoTokenizer
+
+SMALL = {"kv_cache_gib": 0.0625, "max_sequences": 64}
+
+
+class Engines:
+    """Of one module."""
+
+    small = VllmGeneratorConfig(**SMALL)
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[VllmGeneratorConfig, str], VllmGenerator] = {}
+
+    def get(self, path: Path, config: VllmGeneratorConfig = small, eos: Sequence[int] = (1,)) -> VllmGenerator:
+        """An engine for models of the architecture and sizes of the one at ``path``. Its weights are anybody's."""
+        text = (Path(path) / "config.json").read_text()
+        if (config, text) not in self._started:
+            self._started[config, text] = VllmGenerator(config, self.spec(path))
+        generator = self._started[config, text]
+        generator.wake()
+        generator.spec = self.spec(path, eos)
+        return generator
+
+    def spec(self, path: Path, eos: Sequence[int] = (1,), **other: object) -> GeneratorSpec:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        return GeneratorSpec(tuple(eos), decode, str(path), "fp32", **{"max_tokens": 256, **other})
+
+    def close(self) -> None:
+        while self._started:
+            self._started.popitem()[1].close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    yield made
+    made.close()

@@ -1,0 +1,33 @@
+"""The conformance suite of generators, with real engines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rlhf.interfaces.trainer import ModelSpec
+from rlhf.testing.generator import GeneratorContract, Sampled
+from rlhf.testing.plain import PlainTrainer
+from rlhf.types import RoleSpec
+from rlhf_plugin_vllm.generator import VllmGenerator
+
+
+class TestVllmGenerator(GeneratorContract):
+    generator = VllmGenerator
+    architectures = ("qwen3", "llama")
+    sizes = {"head_dim": 32}
+    configs = (
+        VllmGenerator.Config(kv_cache_gib=0.0625, max_sequences=64),
+        VllmGenerator.Config(kv_cache_gib=0.0625, max_sequences=2, prefix_caching=False, max_batched_tokens=300),
+    )
+
+    @pytest.fixture(autouse=True)
+    def _engines(self, engines):
+        self.engines = engines
+
+    def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
+        path = self.path(architecture, seed)
+        generator = self.engines.get(path, config, eos)
+        source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
+        sampled = Sampled(generator, source, generator.spec.decode)
+        self.load(sampled, 0)
+        return sampled
