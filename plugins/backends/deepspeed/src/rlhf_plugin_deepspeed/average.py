@@ -1,0 +1,43 @@
+"""The exponential moving average of a rank's own part of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlhf_plugin_deepspeed.shards import Shards
+
+
+class Average:
+    """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
+
+    def __init__(self, shards: Shards, decay: float) -> None:
+        self.shards, self.decay = shards, decay
+        self.tensors = [flat.data.clone() for flat in shards.flats]
+        """[n] for each flat."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.shards.flats], 1.0 - self.decay)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """Inside, every rank computes with the average. All ranks enter and leave together."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def move(self, device: torch.device | str) -> None:
+        self.tensors = [t.to(device) for t in self.tensors]
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for flat, average in zip(self.shards.flats, self.tensors, strict=True):
+            live = flat.data.clone()
+            flat.data.copy_(average)
+            average.copy_(live)
+        self.shards.publish()

@@ -1,0 +1,125 @@
+"""Saving and restoring a trainer whose state is divided: each rank writes and reads its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rlhf.errors import CheckpointError, ConfigError
+from rlhf.modeling import state
+from rlhf.modeling.precision import Precision
+from torch import Tensor
+
+from rlhf_plugin_deepspeed import files
+from rlhf_plugin_deepspeed.group import barrier
+
+if TYPE_CHECKING:
+    from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+
+
+def save(trainer: DeepSpeedTrainer, path: Path) -> None:
+    """``rank-R-of-N.safetensors`` per rank and, once all of them are there, ``trainer.json``."""
+    spec, shards = trainer.spec, trainer.shards
+    path.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, dict[int, Tensor]] = {files.WEIGHT: {i: flat.data for i, flat in enumerate(shards.flats)}}
+    scalars: dict[str, dict[int, float]] = {}
+    if trainer.average is not None:
+        kinds[files.AVERAGE] = dict(enumerate(trainer.average.tensors))
+    for index, flat in enumerate(shards.flats):
+        for key, value in _optimizer_state(trainer, flat.owner).items():
+            if value.numel() == flat.owner.numel():
+                kinds.setdefault(files.OPTIMIZER + key, {})[index] = value.view(-1)
+            else:
+                scalars.setdefault(key, {})[index] = float(value)
+    pieces = files.own(shards.flats, shards.replicated, spec.rank, spec.world_size)
+    files.write(path, pieces, kinds, scalars, spec.rank, spec.world_size)
+    barrier()
+    if spec.rank == 0:
+        state.write(path, {}, _facts(trainer))
+    barrier()
+
+
+def load(trainer: DeepSpeedTrainer, path: Path) -> None:
+    """Restore what :func:`save` wrote, on this number of ranks or another, in this stage or another."""
+    facts = state.read_facts(path)
+    _check(trainer, facts, path)
+    shards = trainer.shards
+    saved = files.SavedState(path, facts["ranks"])
+    sizes = {piece: trainer.tensors.shapes[piece].numel() for piece in trainer.parameters}
+    saved.check(files.WEIGHT, sizes)
+    files.restore(saved, files.WEIGHT, shards.flats, [flat.data for flat in shards.flats])
+    if trainer.average is not None:
+        saved.check(files.AVERAGE, sizes)
+        files.restore(saved, files.AVERAGE, shards.flats, trainer.average.tensors)
+    if trainer.base is not None:
+        _restore_optimizer(trainer, saved)
+    shards.publish()
+    trainer.updates, trainer.skipped, trainer._coverage = facts["updates"], facts["skipped"], facts["coverage"]
+    if trainer.spec.dtype == "auto" and facts["precision"] != trainer.precision.name:
+        name = facts["precision"]
+        trainer.precision = Precision(name == "bf16", f"{name} on {trainer.device.type}: as the resumed run had")
+    trainer.zero_grad()
+    barrier()
+
+
+def _facts(trainer: DeepSpeedTrainer) -> dict[str, Any]:
+    return {
+        "role": trainer.spec.role.name,
+        "trained": trainer.spec.role.trained,
+        "ranks": trainer.spec.world_size,
+        "stage": trainer.config.stage,
+        "optimizer": trainer.config.optimizer,
+        "updates": trainer.updates,
+        "skipped": trainer.skipped,
+        "precision": trainer.precision.name,
+        "ema": trainer.average is not None,
+        "coverage": trainer._coverage,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _check(trainer: DeepSpeedTrainer, facts: dict[str, Any], path: Path) -> None:
+    if not isinstance(facts.get("ranks"), int):
+        raise CheckpointError(
+            f"{str(path)!r} was not saved by trainer 'deepspeed': its {state.FACTS} names no number of ranks"
+        )
+    here = {
+        "trained": trainer.spec.role.trained,
+        "ema": trainer.average is not None,
+        "optimizer": trainer.config.optimizer,
+    }
+    there = {key: facts[key] for key in here}
+    if there != here:
+        raise ConfigError(
+            f"the checkpoint {str(path)!r} was saved with {there}; this run has {here}. Resume with its config."
+        )
+
+
+def _optimizer_state(trainer: DeepSpeedTrainer, owner: Tensor) -> dict[str, Tensor]:
+    if trainer.base is None:
+        return {}
+    return {key: value for key, value in trainer.base.state.get(owner, {}).items() if isinstance(value, Tensor)}
+
+
+def _restore_optimizer(trainer: DeepSpeedTrainer, saved: files.SavedState) -> None:
+    assert trainer.base is not None
+    optimizer = trainer.base
+    optimizer.state.clear()
+    kinds = sorted(kind for kind in saved.kinds() if kind.startswith(files.OPTIMIZER))
+    for flat in trainer.shards.flats:
+        names = [piece.name for piece in flat.pieces]
+        restored: dict[str, Any] = {}
+        for kind in kinds:
+            if names and not any(saved.has(kind, name) for name in names):
+                continue  # never stepped, or stepped by an optimizer without this
+            target = torch.zeros_like(flat.data)
+            files.restore(saved, kind, [flat], [target])
+            restored[kind.removeprefix(files.OPTIMIZER)] = target.view_as(flat.owner)
+        for key, by_name in saved.scalars().items():
+            values = [by_name[n] for n in names if n in by_name] or ([] if names else list(by_name.values()))
+            if values:
+                restored[key] = torch.tensor(max(values), dtype=torch.float32, device=flat.owner.device)
+        if restored:
+            optimizer.state[flat.owner] = restored

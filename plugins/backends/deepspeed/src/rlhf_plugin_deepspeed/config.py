@@ -1,0 +1,54 @@
+"""Options of the trainer ``deepspeed``: the run file's ``[trainer]`` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from rlhf.modeling.config import TrainingConfig
+
+
+class DeepSpeedTrainerConfig(TrainingConfig):
+    stage: Literal[0, 1, 2, 3] = 2
+    """ZeRO: what is divided over the ranks. 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: orthogonalised momentum for the layers' matrices, AdamW for embeddings, heads and vectors."""
+    muon_lr: float | None = Field(None, ge=0)
+    """Peak learning rate of the matrices under ``muon``; absent: ``lr``."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """``muon`` only."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where the optimizer's state, its weights and gradients live, and where it computes. Stages 1 to 3."""
+    offload_params: Literal["none", "cpu"] = "none"
+    """Where a rank's part of the weights lives while no layer needs it. Stage 3."""
+    hpz_partition_size: int = Field(1, ge=1)
+    """ZeRO++: ranks (of one node) that hold a second copy of the weights among them, so that the backward pass gathers
+    inside the node. Stage 3 on GPUs; 1: none."""
+    deepcompile: bool = False
+    """Compile the model with DeepSpeed's passes. GPUs."""
+    tensor_parallel: int = Field(1, ge=1)
+    """AutoTP: ranks that share each layer's matrices. GPUs; 1: none."""
+    keep_whole: int = Field(100_000, ge=0)
+    """Stage 3: parameters of up to this many elements stay whole on every rank."""
+    bucket: int = Field(2**25, gt=0)
+    """Elements of the buffers in which gradients are reduced and, in stage 3, weights gathered ahead of use."""
+    timeout: float = Field(1800.0, gt=0)
+    """Seconds that a rank waits for the others before it raises."""
+    export_shard_bytes: int = Field(2**32, gt=0)
+    """Largest safetensors file of an export (one larger tensor is alone in its file)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; ``auto``: on a GPU where there is one."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> DeepSpeedTrainerConfig:
+        if self.offload_optimizer != "none" and self.stage == 0:
+            raise ValueError("offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer beside the weights")
+        for name, value, off in (
+            ("offload_params", self.offload_params, "none"),
+            ("hpz_partition_size", self.hpz_partition_size, 1),
+        ):
+            if value != off and self.stage != 3:
+                raise ValueError(f"{name} = {value!r} needs stage 3, where weights are divided; stage is {self.stage}")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ValueError(f"muon_lr = {self.muon_lr} has no effect with optimizer = {self.optimizer!r}")
+        return self

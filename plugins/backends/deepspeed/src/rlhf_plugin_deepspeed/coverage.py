@@ -1,0 +1,47 @@
+"""Which parameters the first step reached, seen by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_plugin_deepspeed.group import largest
+from rlhf_plugin_deepspeed.shards import Shards
+
+
+class Coverage:
+    """Made before the step, read after it. ``names``: of all trained parameters, in the order of the report."""
+
+    def __init__(self, shards: Shards, names: Sequence[str], device: torch.device) -> None:
+        self.shards, self.names, self.device = shards, list(names), device
+        self._row = {name: n for n, name in enumerate(self.names)}
+        self._reached = [False] * len(self.names)
+        for index in range(len(shards.flats)):
+            for piece, gradient in shards.piece_gradients(index):
+                self._reached[self._row[piece.name]] |= bool(gradient.any())
+        self._before = self._fingerprints()
+
+    def after(self) -> dict[str, list[str]]:
+        """``without_gradient`` and ``unchanged``; every rank calls it and gets the same."""
+        changed = [False] * len(self.names)
+        for name, mark in self._fingerprints().items():
+            changed[self._row[name]] = mark != self._before[name]
+        flags = torch.tensor([self._reached, changed], dtype=torch.int32, device=self.device)
+        reached, moved = largest(flags).tolist()
+        return {
+            "without_gradient": [n for n, yes in zip(self.names, reached, strict=True) if not yes],
+            "unchanged": [n for n, yes in zip(self.names, moved, strict=True) if not yes],
+        }
+
+    def _fingerprints(self) -> dict[str, int]:
+        return {
+            piece.name: _fingerprint(flat.data[piece.offset : piece.offset + piece.numel])
+            for flat in self.shards.flats
+            for piece in flat.pieces
+        }
+
+
+def _fingerprint(values: Tensor) -> int:
+    return int(values.view(torch.int32).sum(dtype=torch.int64))

@@ -1,0 +1,168 @@
+"""DeepSpeed's engine as this trainer drives it: gradients are sums over ranks; a step is taken or thrown away whole.
+
+While micro-batches come, the engine never thinks that one is the last: nobody knows before :meth:`Zero.reduce`, which
+finishes what each stage has left to do (0 and 1: the reduction itself; 2 and 3 reduced in every backward).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from torch import Tensor, nn
+
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.group import import_deepspeed
+from rlhf_plugin_deepspeed.model import ShardedModel, sparing_linear
+
+
+class Zero:
+    """One model under one engine. ``optimizer`` is None for a role that is not trained (stage 3 only)."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        config: DeepSpeedTrainerConfig,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        deepspeed = import_deepspeed(device)
+        self.model, self.stage, self.world_size = model, config.stage, world_size
+        self.base_optimizer = optimizer
+        self.gathered: Any = deepspeed.zero.GatheredParameters
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=_engine_config(config, model),
+            dist_init_required=False,
+        )
+        self.optimizer: Any = self.engine.optimizer
+        if self.stage == 3:
+            model.hold_head()
+        if optimizer is not None:
+            self.engine.set_gradient_accumulation_boundary(False)
+        self.host_optimizer = config.offload_optimizer != "none"
+        self._states: Any = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+        self.reduced = False
+        """The gradients of all micro-batches since the last step are summed over ranks."""
+
+    def forward(self, *arguments: Any, bf16: bool) -> dict[str, Tensor]:
+        with sparing_linear(bf16 and self.stage == 3):
+            values: dict[str, Tensor] = self.engine(*arguments, bf16)
+        return values
+
+    def backward(self, total: Tensor, bf16: bool) -> None:
+        """Add the gradients of ``total``. DeepSpeed averages over ranks, so it is multiplied by their number."""
+        if self.reduced:
+            raise TrainingError("gradients were read: apply() or zero_grad() must come before the next accumulate()")
+        with sparing_linear(bf16 and self.stage == 3):
+            self.engine.backward(total * self.world_size, scale_wrt_gas=False)
+
+    def reduce(self) -> None:
+        """Sum the gradients over the ranks, once, after the last micro-batch."""
+        if self.reduced:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage <= 1:
+            for parameter in self._trained():
+                if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
+                    parameter.grad = torch.zeros_like(parameter)
+            self.engine.allreduce_gradients()
+        else:
+            self.optimizer.finalize_gradient_accumulation_boundary()
+        self.reduced = True
+
+    def step(self) -> None:
+        """Step with the reduced gradients and forget them."""
+        self.engine.step()
+        self._fresh()
+
+    def discard(self) -> None:
+        """Forget the gradients, reduced or not, finite or not."""
+        optimizer = self.optimizer
+        if self.stage == 0:
+            for parameter in self._trained():
+                parameter.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=True)
+        if self.stage in (1, 2):
+            optimizer._release_preflattened_grad_buffers()
+            for index in range(len(optimizer.bit16_groups)):
+                optimizer.averaged_gradients[index] = None
+                optimizer.all_grad_tensors[index] = None
+            optimizer.micro_step_id = -1  # as DeepSpeed's own step leaves it
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+                optimizer._offload_accumulated_param_ids = set()
+        elif self.stage == 3:
+            optimizer.averaged_gradients = {}
+            optimizer._offload_boundary_param_ids = set()
+        self._fresh()
+
+    def offload(self) -> None:
+        """Move what only a step needs to host memory."""
+        pin, state = torch.cuda.is_available(), self._states
+        if self.stage in (1, 2):
+            include = [state.optim_states, state.hp_params, state.lp_grads]
+            self.engine.offload_states(include=include, pin_memory=pin)
+            return
+        if self.stage == 3:
+            self.engine.offload_states(include=[state.lp_grads, state.contiguous_grad_buffer], pin_memory=pin)
+        self._move_optimizer(torch.device("cpu"))
+
+    def reload(self) -> None:
+        """Undo :meth:`offload`."""
+        if self.stage > 0:
+            self.engine.reload_states()
+        if self.stage in (0, 3) and not self.host_optimizer:
+            self._move_optimizer(self.engine.device)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        """DeepSpeed moves the state of its own fused Adam only, in stage 3."""
+        assert self.base_optimizer is not None
+        for held in self.base_optimizer.state.values():
+            for key, value in held.items():
+                if isinstance(value, Tensor):
+                    held[key] = value.to(device)
+
+    def _fresh(self) -> None:
+        self.reduced = False
+        self.engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 3:  # a parameter without a gradient would step by the one it had last
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def _engine_config(config: DeepSpeedTrainerConfig, model: nn.Module) -> dict[str, Any]:
+    elements = sum(p.numel() for p in model.parameters())
+    bucket = max(1, min(config.bucket, elements))
+    zero: dict[str, Any] = {
+        "stage": config.stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket + bucket % 2,
+        "contiguous_gradients": True,
+    }
+    if config.stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_param_persistence_threshold": config.keep_whole,
+            "memory_efficient_linear": False,  # see sparing_linear
+        }
+    if config.offload_optimizer != "none":
+        zero["offload_optimizer"] = {"device": config.offload_optimizer, "pin_memory": torch.cuda.is_available()}
+    if config.offload_params != "none":
+        zero["offload_param"] = {"device": config.offload_params, "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # the trainer clips, with the norm that it reports
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }

@@ -1,0 +1,63 @@
+"""A Hugging Face folder written while the weights stream by: rank 0 never holds more than one file's tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlhf.errors import TrainingError
+from rlhf.modeling.model import exporting
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+NAME = "model.safetensors"
+
+
+def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Tensor names per file, in order; a file holds at most ``limit`` bytes, or one larger tensor."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if files[-1] and held + size > limit:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
+def write_weights(
+    path: Path, module: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int
+) -> None:
+    """``weights``, in the order of ``sizes`` ({name: bytes}), into safetensors files; an index where there are several.
+
+    Tensors get the names that the architecture's published checkpoints have (experts one by one, ...), file by file.
+    """
+    plan = plan_files(sizes, limit)
+    count = len(plan)
+    names = [NAME] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    weight_map: dict[str, str] = {}
+    for file, wanted in zip(names, plan, strict=True):
+        held: dict[str, Tensor] = {}
+        for expected in wanted:
+            name, tensor = next(weights)
+            if name != expected:
+                raise TrainingError(f"the export expected the weight {expected!r} and was given {name!r}")
+            held[name] = tensor.detach().contiguous().cpu()
+        held = revert_weight_conversion(module, held)
+        save_file({k: v.contiguous() for k, v in held.items()}, path / file, metadata={"format": "pt"})
+        (path / file).chmod(0o644)
+        weight_map |= dict.fromkeys(held, file)
+    if count > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (path / f"{NAME}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Everything of the folder but the weights."""
+    with exporting(module):
+        module.save_pretrained(str(path), state_dict={})
+    tokenizer.save_pretrained(str(path))

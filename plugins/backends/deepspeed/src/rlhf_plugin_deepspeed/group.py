@@ -1,0 +1,164 @@
+"""The process group of a role's ranks: joined once per process, with a timeout that turns a hang into an error."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlhf.errors import CapabilityError, ConfigError, RlhfError, WorkerError
+from rlhf.interfaces import ModelSpec
+
+INSTALL = "pip install 'rlhf[deepspeed]'"
+
+_joined: tuple[str, int, int] | None = None
+"""(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The package, with its accelerator set to ``device`` and without its start-up messages.
+
+    Raises: ConfigError where it is not installed or does not import, or serves another kind of device already.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+    except Exception as cause:  # its import compiles and probes; anything can come out
+        raise ConfigError(
+            f"trainer 'deepspeed' needs the package deepspeed, which cannot be imported "
+            f"({type(cause).__name__}: {cause}). Install it: {INSTALL}"
+        ) from cause
+    serves = get_accelerator().device_name().split(":")[0]
+    if serves != device.type:
+        raise ConfigError(
+            f"deepspeed serves the accelerator {serves!r} in this process, the trainer's device is {device.type!r}: "
+            f"set DS_ACCELERATOR={device.type}, or trainer.device to match"
+        )
+    _without_shared_memory_op()
+    # torch 2.13 renames what DeepSpeed 0.19 calls in every gather
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+    )
+    return deepspeed
+
+
+def _without_shared_memory_op() -> None:
+    """On CPUs DeepSpeed compiles a C++ kernel for inference when it meets a process group (half a minute, a compiler),
+    and names its shared memory by nothing that tells two roles on one machine apart. Training never calls it."""
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+
+
+def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
+    """Make this process rank ``spec.rank`` of the role's group.
+
+    Roles of one rank share their process's group of one. Roles of several ranks share a group only where a launcher
+    gave them the same rendezvous: it then calls them in one order on all ranks.
+    """
+    global _joined
+    who = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
+    if not 0 <= spec.rank < spec.world_size:
+        raise ConfigError(f"{who}: a rank lies in 0..{spec.world_size - 1}")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own device only
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        size = dist.get_world_size()
+        alone = spec.world_size == 1 == size
+        if not alone and _joined != (spec.rendezvous, spec.rank, spec.world_size):
+            raise CapabilityError(
+                f"{who}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
+                "of its own: use a launcher that gives it some (capability 'ranks:many')."
+            )
+    elif spec.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        if not spec.rendezvous.startswith("tcp://"):
+            raise ConfigError(
+                f"{who}: no place to meet. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
+            )
+        try:
+            dist.init_process_group(
+                backend,
+                init_method=spec.rendezvous,
+                rank=spec.rank,
+                world_size=spec.world_size,
+                timeout=timedelta(seconds=seconds),
+            )
+        except Exception as cause:
+            raise WorkerError(
+                f"{who} did not meet the others at {spec.rendezvous} within {seconds:g} s "
+                f"({type(cause).__name__}: {cause}). Did every rank start, and can it reach that address?"
+            ) from cause
+        _joined = (spec.rendezvous, spec.rank, spec.world_size)
+    if spec.world_size > 1:
+        agree_on_role(spec, who)
+
+
+def agree_on_role(spec: ModelSpec, who: str) -> None:
+    """Every rank of the group must hold the same role of the same model."""
+    facts: list[Any] = [None] * spec.world_size
+    dist.all_gather_object(facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype))
+    if len(set(facts)) > 1:
+        raise ConfigError(f"{who}: the ranks that met at {spec.rendezvous} differ: {facts}")
+
+
+@contextmanager
+def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
+    """Say which role and rank waited in vain when a collective inside fails."""
+    try:
+        yield
+    except RlhfError:
+        raise
+    except (RuntimeError, dist.DistError) as cause:
+        text = str(cause)
+        lost = ("Timed out", "timed out", "Timeout", "Connection", "closed by peer", "NCCL", "Broken pipe", "gloo")
+        if spec.world_size == 1 or not any(word in text for word in lost):
+            raise
+        raise WorkerError(
+            f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}: {call}() lost the other ranks ({text}). "
+            f"One of them died, raised, or made another call; trainer.timeout is {seconds:g} s. The first rank that "
+            "failed has the cause."
+        ) from cause
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """Maximum over ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def first_text(text: str) -> str:
+    """The first text over ranks that is not empty, with its rank."""
+    size = dist.get_world_size()
+    if size == 1:
+        return text
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, text)
+    return next((f"{t} on rank {rank}" for rank, t in enumerate(found) if t), "")
+
+
+def reduce_to_first(values: torch.Tensor) -> None:
+    """Sum over ranks into rank 0's ``values``, in place; those of others are undefined afterwards."""
+    if dist.get_world_size() > 1:
+        dist.reduce(values, dst=0)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.get_world_size() > 1:
+        dist.barrier()

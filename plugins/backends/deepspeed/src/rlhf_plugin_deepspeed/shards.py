@@ -1,0 +1,142 @@
+"""Which elements of which parameters a rank owns, stage by stage, as views of what DeepSpeed's optimizer steps.
+
+A :class:`Flat` is one tensor that the optimizer steps on this rank; its pieces say which parameter's elements lie
+where. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``numel`` elements of parameter ``name``, from its element ``start``, at ``offset`` of a flat."""
+
+    name: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(slots=True)
+class Flat:
+    owner: Tensor
+    """What the optimizer keeps state for."""
+    pieces: list[Piece]
+
+    @property
+    def data(self) -> Tensor:
+        """[n] fp32, sharing memory with what is stepped."""
+        return self.owner.detach().view(-1)
+
+
+class Shards:
+    """The rank's share of a role's parameters.
+
+    Args:
+        optimizer: DeepSpeed's; torch's own in stage 0; of a role that is not trained, DeepSpeed's gatherer (stage 3) or
+            None.
+        trained: whether the optimizer steps them.
+    """
+
+    def __init__(
+        self, stage: int, optimizer: Any, names: Mapping[nn.Parameter, str], rank: int, trained: bool = True
+    ) -> None:
+        self.stage, self.optimizer, self.trained = stage, optimizer, trained
+        self.replicated = stage == 0 or (stage < 3 and not trained)
+        if self.replicated:
+            make = _whole
+        elif stage == 3:
+            make = _partitioned if trained else _frozen
+        else:
+            make = _flattened
+        self.flats: list[Flat] = list(make(optimizer, names, rank))
+
+    def gradients(self, index: int) -> list[Tensor]:
+        """Tensors that, one after the other, are the reduced gradient of flat ``index``; they may be scaled in place.
+        Empty where there is none."""
+        owner = self.flats[index].owner
+        if self.replicated or getattr(self.optimizer, "cpu_offload", False) or _offloads(self.optimizer):
+            return [] if owner.grad is None else [owner.grad]
+        found = self.optimizer.averaged_gradients
+        return list(found.get(index) or [])
+
+    def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
+        """(piece, [numel] its gradient), zeros where there is none."""
+        flat, parts = self.flats[index], self.gradients(index)
+        whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
+        for piece in flat.pieces:
+            yield piece, whole[piece.offset : piece.offset + piece.numel]
+
+    def publish(self) -> None:
+        """After the flats changed: every rank computes with the new values."""
+        if self.replicated:
+            return
+        if self.stage < 3:
+            self.optimizer.update_lp_params()
+            return
+        for index in range(len(self.flats) if self.trained else 0):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        offload = self.optimizer.parameter_offload if self.trained else self.optimizer
+        offload.partition_all_parameters()
+        if offload.persistent_parameters:  # those that stay whole on every rank
+            offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
+        if self.trained:
+            self.optimizer.invalidate_secondary_tensor()
+
+
+def _offloads(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "offload_optimizer", False))
+
+
+def _whole(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
+    for parameter, name in names.items():
+        yield Flat(parameter, [Piece(name, 0, 0, parameter.numel())])
+
+
+def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
+    """Stages 1 and 2: each group of parameters is one row of elements, cut into as many equal parts as ranks."""
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+        pieces = []
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is not None:  # None: no element of it lies in this rank's part
+                start = mapping.lp_fragment_address.start
+                address = mapping.hp_fragment_address
+                pieces.append(Piece(names[parameter], start, address.start, address.numel))
+        yield Flat(flat, pieces)
+
+
+def _partitioned(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
+    """Stage 3: each parameter is cut into as many equal parts as ranks, the last padded."""
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        pieces, offset = [], 0
+        for parameter in group:
+            width = parameter.partition_numel()
+            start = min(rank * width, parameter.ds_numel)
+            numel = min(width, parameter.ds_numel - start)
+            if numel:
+                pieces.append(Piece(names[parameter], start, offset, numel))
+            offset += width
+        yield Flat(flat, pieces)
+
+
+def _frozen(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
+    """Stage 3 without an optimizer."""
+    for parameter, name in names.items():
+        divided: Any = parameter
+        part = divided.ds_tensor
+        start = min(rank * part.numel(), divided.ds_numel)
+        numel = min(part.numel(), divided.ds_numel - start)
+        yield Flat(part, [Piece(name, start, 0, numel)] if numel else [])
+
+
+def scale(tensors: Sequence[Tensor], factor: float) -> None:
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)

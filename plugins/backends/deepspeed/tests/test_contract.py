@@ -1,0 +1,15 @@
+"""The conformance suite of trainers, on one rank, for the stages that differ."""
+
+from rlhf.testing.trainer import TrainerContract
+from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+
+Config = DeepSpeedTrainer.Config
+
+
+class TestDeepSpeedTrainer(TrainerContract):
+    trainer = DeepSpeedTrainer
+    configs = (
+        Config(lr=1e-3, stage=0),
+        Config(lr=1e-3, stage=2, logits_chunk=200, schedule="cosine", ema_decay=0.9, weight_decay=0.1),
+        Config(lr=1e-3, stage=3, keep_whole=40, ema_decay=0.9),
+    )
