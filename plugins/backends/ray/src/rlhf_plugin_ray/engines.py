@@ -1,0 +1,218 @@
+"""Several engines that look like one generator: requests by load, weights to all, the dead replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from rlhf.errors import CapabilityError, RolloutError, SyncError, WorkerError
+from rlhf.interfaces import Generator, GeneratorSpec, Proof
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_plugin_ray.failure import Failure, RemoteTraceback
+from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.parcel import pack, send, unpack
+from rlhf_plugin_ray.spread import spread
+from rlhf_plugin_ray.vigil import Vigil
+
+_LOADING = ("begin_load", "take", "end_load", "logprobs", "stale")
+
+
+class EngineGroup(Generator):
+    """The front of ``[placement.generator] ranks`` engines.
+
+    An engine that dies (its process ends, or one of its methods raises WorkerError) is replaced, is given the weights
+    of now, and what it had not finished is drawn again; samples being functions of the requests' seeds, they are the
+    same.
+    """
+
+    def __init__(
+        self,
+        generator: type[Generator],
+        spec: GeneratorSpec,
+        start: Callable[[Sequence[int]], list[Member]],
+        watch: Callable[[Sequence[Member], str], Vigil],
+        engines: int,
+        max_restarts: int,
+    ) -> None:
+        """``start`` makes the engines of these numbers, ready to be called."""
+        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
+        self.spec, self._start, self._watch = spec, start, watch
+        self._restarts_left = self._max_restarts = max_restarts
+        self._dead: dict[int, str] = {}
+        """Engines to replace, and how each died."""
+        self._loaded = self._asleep = False
+        self._reloads = 0
+        self._proofs: list[Proof] = []
+        self.engines = dict(enumerate(start(range(engines))))
+
+    # ---------------------------------------------------------------------------------- generation
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        left = dict(enumerate(requests))
+        while left:
+            self._replace_dead()
+            order = list(left)
+            shares = spread([left[n] for n in order], len(self.engines))
+            for position, turn in self._draw([left[n] for n in order], shares):
+                del left[order[position]]
+                yield order[position], turn
+
+    def _draw(self, requests: Sequence[GenerationRequest], shares: list[list[int]]) -> Iterator[tuple[int, Turn]]:
+        """What the engines answer, until each has ended or died."""
+        busy = {n: share for n, share in enumerate(shares) if share}
+        parcel = send(pack([([requests[p] for p in share],) for share in busy.values()]))
+        streams: dict[Any, tuple[int, set[int]]] = {}
+        for rank, (number, share) in enumerate(busy.items()):
+            call = self.engines[number].handle.generate.options(num_returns="streaming")
+            streams[call.remote(parcel, rank)] = number, set(range(len(share)))
+        vigil = self._watch([self.engines[n] for n in busy], "generate()")
+        while streams:
+            for stream in vigil.wait(list(streams)):
+                number, open_ = streams[stream]
+                answer = self._answer(number, "generate", next(stream, None))
+                if answer is None:  # it has ended, or died
+                    if open_ and number not in self._dead:
+                        raise WorkerError(f"engine {number} ended without an answer to {len(open_)} requests")
+                    del streams[stream]
+                    vigil.leave(self.engines[number])
+                    continue
+                for position, turn in answer:
+                    if position not in open_:
+                        raise WorkerError(f"engine {number} answered request {position} twice, or was not asked it")
+                    open_.remove(position)
+                    yield busy[number][position], turn
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def begin_load(self, version: int) -> None:
+        self._replace_dead(refresh=False)
+        self._loaded = True
+        self._everywhere("begin_load", version)
+
+    def take(self, bucket: Any) -> None:
+        """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""
+        self._everywhere("take", bucket)
+
+    def end_load(self) -> list[Proof]:
+        answers = self._everywhere("end_load")
+        if not self._dead:
+            self._proofs = [
+                replace(proof, who=f"engine {n}" if proof.who == Proof.who else f"engine {n}, {proof.who}")
+                for n, proofs in answers.items()
+                for proof in proofs
+            ]
+            self.version = self._proofs[0].version
+            self._reloads += 1
+            return self._proofs
+        self._replace_dead()  # sends the weights to all once more; what it proved holds for this load too
+        return self._proofs
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        while True:
+            self._replace_dead()
+            answers = self._everywhere("logprobs", sequences)
+            if not self._dead:
+                return [one for per_engine in answers.values() for one in per_engine]
+
+    def stale(self, bucket: Any) -> list[str]:
+        found = self._everywhere("stale", bucket)
+        return list(dict.fromkeys(name for names in found.values() for name in names))
+
+    # -------------------------------------------------------------------------------------- memory
+
+    def sleep(self) -> None:
+        self._everywhere("sleep")
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._everywhere("wake")
+        self._asleep = False
+        self._replace_dead()
+
+    def close(self) -> None:
+        """End the processes."""
+        for engine in self.engines.values():
+            engine.kill()
+
+    # ------------------------------------------------------------------------------------ recovery
+
+    def _replace_dead(self, refresh: bool = True) -> None:
+        """Start engines in the place of those that died, with the weights of now where others have them."""
+        while self._dead:
+            dead = dict(sorted(self._dead.items()))
+            self._restarts_left -= len(dead)
+            if self._restarts_left < 0:
+                raise WorkerError(
+                    f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were replaced already "
+                    "(launcher.max_restarts)"
+                )
+            for number in dead:
+                self.engines[number].kill()
+            for number, engine in zip(dead, self._start(list(dead)), strict=True):
+                self.engines[number] = engine
+                del self._dead[number]
+            if self._asleep:
+                self._everywhere("sleep", only=dead)
+            if refresh and self._loaded and not self._dead:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        if self.refresh is None:
+            raise WorkerError("an engine was replaced, and nobody is there to send it the weights of now")
+        before = self._reloads
+        self.refresh()
+        if self._reloads == before:
+            raise WorkerError("an engine was replaced and did not get the weights of now")
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def _everywhere(self, method: str, *arguments: Any, only: Any = None) -> dict[int, Any]:
+        """{engine: answer} of those that live to give one."""
+        parcel = send(pack([arguments]))
+        numbers = [n for n in (self.engines if only is None else only) if n not in self._dead]
+        waiting = {self.engines[n].handle.call.remote(method, parcel, 0): n for n in numbers}
+        vigil = self._watch([self.engines[n] for n in numbers], f"{method}()")
+        answers: dict[int, Any] = {}
+        while waiting:
+            for ref in vigil.wait(list(waiting)):
+                number = waiting.pop(ref)
+                vigil.leave(self.engines[number])
+                answer = self._answer(number, method, ref)
+                if number not in self._dead:
+                    answers[number] = unpack(answer)[0]
+        return {n: answers[n] for n in numbers if n in answers}
+
+    def _answer(self, number: int, method: str, ref: Any) -> Any:
+        """What came; None at a stream's end and where the engine died, which is noted."""
+        engine = self.engines[number]
+        if ref is None:
+            return None
+        try:
+            answer = ray.get(ref)
+        except RayTaskError as error:  # outside of our own code: arguments that cannot be unpacked
+            what = f"{engine.name} ({engine.where}): {method}() failed: {error.cause!r}"
+            raise WorkerError(what) from RemoteTraceback(str(error))
+        except RayError as error:
+            self._dead[number] = engine.death(error, f"{method}()")
+            return None
+        if not isinstance(answer, Failure):
+            return answer
+        usual = SyncError if method in _LOADING else RolloutError
+        error = answer.error(f"{engine.name} ({engine.where})", method, usual)
+        if answer.kind != WorkerError.__name__:
+            raise error
+        self._dead[number] = str(error)
+        return None
+
+
+def check_takes_tensors(generator: type[Generator]) -> None:
+    """Engines live in processes of their own: no module of a trainer is there."""
+    if "accept:tensors" not in generator.capabilities:
+        raise CapabilityError(
+            f"generator {generator.name!r} samples from a trainer's module in its own process; launcher 'ray' has "
+            "engines in processes of their own. Use one that takes tensors (--generator.use vllm), or launcher 'local'."
+        )

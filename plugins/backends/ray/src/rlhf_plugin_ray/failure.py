@@ -1,0 +1,52 @@
+"""What goes wrong in a worker, as it travels to the driver and is raised there."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass, field
+
+from rlhf import errors
+from rlhf.errors import RlhfError
+
+
+class RemoteTraceback(Exception):
+    """The traceback in the worker, as the cause of the error that is raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a worker's method. Exceptions of :mod:`rlhf.errors` keep their class."""
+
+    kind: str
+    """Class in :mod:`rlhf.errors`, or empty."""
+    message: str
+    trace: str
+    at: float = field(default_factory=time.time)
+    """Seconds since the epoch by the worker's clock: which of several ranks failed first."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        known = next(
+            (c for c in type(error).__mro__ if issubclass(c, RlhfError) and c.__module__ == errors.__name__), None
+        )
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        if known is None:
+            return cls("", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, trace)
+        return cls(known.__name__, str(error), trace)
+
+    def error(self, who: str, method: str, otherwise: type[RlhfError]) -> RlhfError:
+        """The exception to raise on the driver, with the worker's traceback as its cause."""
+        if self.kind:
+            raised = getattr(errors, self.kind)(f"{who}: {self.message}")
+        else:
+            raised = otherwise(f"{who}: {method}() raised {self.message}")
+        raised.__cause__ = RemoteTraceback(self.trace)
+        return raised

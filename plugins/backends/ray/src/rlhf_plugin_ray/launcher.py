@@ -1,0 +1,203 @@
+"""The launcher ``ray``: every rank and every engine an actor of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rlhf.errors import CapabilityError, ConfigError, WorkerError
+from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer
+from rlhf.plugins import Plugins, Resolved
+from rlhf.plugins.entry import FILE
+
+from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
+from rlhf_plugin_ray.failure import Failure
+from rlhf_plugin_ray.group import RayGroup
+from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.parcel import pack, send
+from rlhf_plugin_ray.placing import Seat, bundles_of, check_fits, device_kind, seats_of
+from rlhf_plugin_ray.same import check_same
+from rlhf_plugin_ray.vigil import Vigil
+from rlhf_plugin_ray.worker import Worker
+
+
+class RayLauncher(Launcher):
+    """One placement group for the run; an actor per rank and engine, watched, in processes of their own.
+
+    What cannot work is refused by :meth:`place` before anything is loaded. After a failure in launching everything is
+    released.
+    """
+
+    name = "ray"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "nodes:many"})
+    Config = RayConfig
+    reports: Path | None = None
+    """The run's folder, where the page about a stall goes; set by the controller."""
+
+    def __init__(self, config: RayConfig | None = None) -> None:
+        super().__init__(config)
+        self._cluster: Cluster | None = None
+        self._group: PlacementGroup | None = None
+        self._places: dict[str, Place] = {}
+        self._seats: dict[str, list[Seat]] = {}
+        self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
+        self._running: list[Member] = []
+
+    # ---------------------------------------------------------------------------------- placement
+
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+        if self._cluster is not None:
+            raise CapabilityError("launcher 'ray' has placed a run already; make another one")
+        installed = [p for p in plugins if p.distribution != FILE and p.version]
+        with self._or_nothing():
+            self._cluster = Cluster(self.config)
+            nodes = self._cluster.nodes()
+            check_fits(places, nodes, self.config.strategy)
+            self._places = dict(places)
+            self._seats = self._reserve(device_kind(nodes))
+            self._plugins = (
+                ray.cloudpickle.dumps([p for p in plugins if p not in installed]),
+                Plugins.manifest(installed),
+            )
+
+    def _reserve(self, kind: str) -> dict[str, list[Seat]]:
+        """Wait for the devices."""
+        bundles = bundles_of(self._places, kind)
+        self._group = placement_group([dict(b.resources) for b in bundles], strategy=self.config.strategy)
+        if not self._group.wait(self.config.start_timeout):
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the cluster did not give the {sum(b.devices for b in bundles)} {kind}s of the placement within "
+                f"{self.config.start_timeout:g} s (launcher.start_timeout): others hold them. Free now: "
+                f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}"
+            )
+        at = placement_group_table(self._group)["bundles_to_node_id"]
+        devices = self._gpus(bundles) if kind == "GPU" else None
+        return seats_of(self._places, bundles, [at[n] for n in range(len(bundles))], devices)
+
+    def _gpus(self, bundles: Sequence[Any]) -> list[list[str]]:
+        """The GPUs that Ray gave each bundle."""
+
+        def mine() -> list[str]:
+            return [str(n) for n in ray.get_gpu_ids()]
+
+        asked = []
+        for index, bundle in enumerate(bundles):
+            where = PlacementGroupSchedulingStrategy(self._group, index)
+            task = ray.remote(mine).options(num_cpus=0, num_gpus=bundle.devices, scheduling_strategy=where)
+            asked.append(task.remote())
+        return ray.get(asked)
+
+    # -------------------------------------------------------------------------------------- launch
+
+    def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> RayGroup:
+        role, seats = spec.role.name, self._seats_of(spec.role.name)
+        if spec.world_size != len(seats):
+            raise CapabilityError(
+                f"role {role!r} has {len(seats)} places and a world of {spec.world_size} ranks; they must be equal"
+            )
+        with self._or_nothing():
+            members = self._start({f"{role} rank {rank}": seat for rank, seat in enumerate(seats)})
+            if len(members) > 1:
+                spec = replace(spec, rendezvous=ray.get(members[0].handle.rendezvous.remote()))
+            self._build(members, [(trainer, config, replace(spec, rank=rank)) for rank in range(len(members))])
+        return RayGroup(role, members, self._watch)
+
+    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
+        check_takes_tensors(generator)
+        seats = self._seats_of(GENERATOR)
+
+        def start(numbers: Sequence[int]) -> list[Member]:
+            members = self._start({f"engine {n}": seats[n] for n in numbers})
+            self._build(members, [(generator, config, spec)] * len(members))
+            return members
+
+        with self._or_nothing():
+            return EngineGroup(generator, spec, start, self._watch, len(seats), self.config.max_restarts)
+
+    def shutdown(self) -> None:
+        for member in self._running:
+            with suppress(RayError, ValueError):  # it is gone already, or the cluster is
+                member.kill()
+        self._running = []
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+            self._group = None
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    # --------------------------------------------------------------------------------------- parts
+
+    def _seats_of(self, role: str) -> list[Seat]:
+        if role not in self._seats:
+            raise CapabilityError(f"{role!r} was not placed: call place() with it first")
+        return self._seats[role]
+
+    def _start(self, seats: Mapping[str, Seat]) -> list[Member]:
+        """Actors that have resolved the plugins as this process did, and hold nothing yet."""
+        members = []
+        for name, seat in seats.items():
+            env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(seat.threads)), **self.config.env}
+            actor = ray.remote(concurrency_groups={"watch": 1})(Worker).options(
+                num_cpus=seat.cpus,
+                num_gpus=0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+            )
+            members.append(Member(name, actor.remote(name, os.getcwd(), env, seat.devices)))
+        self._running += members
+        described = [m.handle.describe.remote(*self._plugins) for m in members]
+        for member, facts in zip(members, self._answers(members, described), strict=True):
+            member.facts = facts
+        check_same([m.facts for m in members])
+        return members
+
+    def _build(self, members: Sequence[Member], arguments: Sequence[tuple[Any, ...]]) -> None:
+        parcel = send(pack(arguments))
+        self._answers(members, [m.handle.build.remote(parcel, rank) for rank, m in enumerate(members)])
+
+    def _answers(self, members: Sequence[Member], refs: Sequence[Any]) -> list[Any]:
+        """What each says, within ``start_timeout``; the first that fails ends the start of all."""
+        waiting, answers = dict(zip(refs, members, strict=True)), {}
+        vigil, end = self._watch(members, "start"), time.monotonic() + self.config.start_timeout
+        while waiting:
+            ready = vigil.wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                names = ", ".join(m.name for m in waiting.values())
+                raise WorkerError(f"{names}: not ready within {self.config.start_timeout:g} s (launcher.start_timeout)")
+            for ref in ready:
+                member = waiting.pop(ref)
+                vigil.leave(member)
+                try:
+                    answers[ref] = ray.get(ref)
+                except RayError as cause:
+                    raise WorkerError(member.death(cause, "start")) from cause
+                if isinstance(answers[ref], Failure):
+                    raise answers[ref].error(f"{member.name} ({member.where})", "start", WorkerError)
+        return [answers[ref] for ref in refs]
+
+    def _watch(self, members: Sequence[Member], doing: str) -> Vigil:
+        reports = Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()
+        return Vigil(members, doing, self.config, reports)
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        """Whatever fails inside, nothing is left running."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise

@@ -1,0 +1,163 @@
+"""From the run file's placement to bundles of a placement group, and from bundles to seats of actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+
+_FRACTION = 10_000
+"""Ray counts resources in parts of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The devices of one rank of a role that owns them: what Ray reserves on one node, whole."""
+
+    role: str
+    resources: Mapping[str, float]
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node of the cluster."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one actor lives."""
+
+    bundle: int
+    """The bundle it is charged to; its devices may lie in further bundles of the same node."""
+    cpus: float
+    """Share of that bundle's CPUs, as Ray counts."""
+    threads: int
+    devices: tuple[str, ...] | None
+    """Of the node, as CUDA_VISIBLE_DEVICES names them; None where the cluster has no GPUs."""
+
+
+def device_kind(nodes: Sequence[Node]) -> str:
+    """``GPU`` where any node has one, else ``CPU``."""
+    return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else "CPU"
+
+
+def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
+    """One per rank of every role that owns devices, in the placement's order."""
+    made = []
+    for role, place in places.items():
+        if place.share is None:
+            resources = {"GPU": place.devices, "CPU": 1} if kind == "GPU" else {"CPU": place.devices}
+            made += [Bundle(role, resources, place.devices)] * place.ranks
+    return made
+
+
+def check_fits(places: Mapping[str, Place], nodes: Sequence[Node], strategy: str) -> None:
+    """Raises ConfigError, with the arithmetic, where the cluster could not hold the placement even if it were empty."""
+    kind = device_kind(nodes)
+    bundles = bundles_of(places, kind)
+    if problem := _problem(bundles, nodes, strategy):
+        lines = [f"the placement does not fit on the cluster: {problem}"]
+        width = max(len(role) for role in places)
+        for role, place in places.items():
+            what = "engines" if role == GENERATOR else "ranks"
+            if place.share is None:
+                sum_ = place.ranks * place.devices
+                lines.append(f"  {role:{width}}  {place.ranks} {what} x {place.devices} {kind}s = {sum_}")
+            else:
+                lines.append(f"  {role:{width}}  {place.ranks} {what} on the devices of {place.share}")
+        lines.append(f"  {'asked':{width}}  {sum(b.devices for b in bundles)} {kind}s")
+        lines.append(f"  {'there':{width}}  {_held(nodes, kind)}")
+        if kind == "GPU":
+            lines.append(f"  Each rank that owns devices also takes 1 CPU; there are: {_held(nodes, 'CPU')}")
+        lines.append('Lower ranks or devices in [placement], share devices (share = "policy"), or add nodes.')
+        raise ConfigError("\n".join(lines))
+
+
+def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
+    """Why no layout exists, or empty. For several nodes the largest bundles are laid out first, each on the first node
+    with room: what fails here may exist in another order, which Ray would not find either."""
+    free = [dict(node.resources) for node in nodes]
+    if strategy == "STRICT_PACK":
+        total = {name: sum(b.resources.get(name, 0) for b in bundles) for name in ("GPU", "CPU")}
+        if any(all(total[name] <= node.get(name, 0) for name in total) for node in free):
+            return ""
+        return "no node holds all of it, as launcher.strategy = 'STRICT_PACK' asks"
+    if strategy == "STRICT_SPREAD" and len(bundles) > len(nodes):
+        return (
+            f"{len(bundles)} ranks own devices, each on a node of its own (launcher.strategy = 'STRICT_SPREAD'), and "
+            f"there are {len(nodes)} nodes"
+        )
+    for bundle in sorted(bundles, key=lambda b: -b.devices):
+        for node in free:
+            if all(node.get(name, 0) >= amount for name, amount in bundle.resources.items()):
+                for name, amount in bundle.resources.items():
+                    node[name] -= amount
+                if strategy == "STRICT_SPREAD":
+                    node.clear()
+                break
+        else:
+            return f"no node is left with room for a rank of {bundle.role!r} with {bundle.devices} devices"
+    return ""
+
+
+def _held(nodes: Sequence[Node], kind: str) -> str:
+    each = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
+    return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
+
+
+def seats_of(
+    places: Mapping[str, Place],
+    bundles: Sequence[Bundle],
+    nodes: Sequence[str],
+    devices: Sequence[Sequence[str]] | None,
+) -> dict[str, list[Seat]]:
+    """Seats by role, in rank order.
+
+    A role's ranks follow the nodes, so that neighbours in rank are neighbours in the machine. A role that shares lives
+    on its host's devices in that order: rank i on the i-th part of them.
+
+    Args:
+        nodes: of each bundle, where it is.
+        devices: GPUs of each bundle; None where the cluster has none.
+    """
+    order: dict[str, list[int]] = {}
+    for index in sorted(range(len(bundles)), key=lambda i: (nodes.index(nodes[i]), i)):
+        order.setdefault(bundles[index].role, []).append(index)
+    taken: dict[str, list[tuple[list[tuple[int, int]], int]]] = {}
+    for role, place in places.items():
+        host = places[place.share] if place.share else place
+        slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
+        each = _devices_each(role, place, host)
+        taken[role] = [(slots[rank * each : (rank + 1) * each], each) for rank in range(place.ranks)]
+        for rank, (own, _) in enumerate(taken[role]):
+            where = dict.fromkeys(nodes[index] for index, _ in own)
+            if len(where) > 1:
+                raise ConfigError(
+                    f"[placement.{role}]: the {each} devices of rank {rank} would lie on {len(where)} nodes, as those "
+                    f"of {place.share!r} do; one process has the devices of one node. Lower its devices, give "
+                    f"{place.share!r} more devices per rank, or let {role!r} have devices of its own."
+                )
+    tenants = [sum(own[0][0] == index for ranks in taken.values() for own, _ in ranks) for index in range(len(bundles))]
+    seats: dict[str, list[Seat]] = {}
+    for role, ranks in taken.items():
+        seats[role] = []
+        for own, each in ranks:
+            first = own[0][0]
+            cpus = bundles[first].resources["CPU"] / tenants[first]
+            visible = None if devices is None else tuple(devices[index][n] for index, n in own)
+            seats[role].append(Seat(first, int(cpus * _FRACTION) / _FRACTION, each, visible))
+    return seats
+
+
+def _devices_each(role: str, place: Place, host: Place) -> int:
+    """Of one rank; a role that shares has as many as its host's ranks, or fewer where it has more ranks."""
+    if place.share is None or role == GENERATOR:
+        return place.devices
+    return max(1, min(host.devices, host.ranks * host.devices // place.ranks))

@@ -1,0 +1,86 @@
+"""Waiting for workers, and noticing those that will never answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from rlhf.errors import WorkerError
+
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.member import Member
+
+SILENT = 10
+"""Heartbeats without an answer after which a worker is stalled."""
+
+
+@dataclass
+class _Seen:
+    member: Member
+    progress: int = -1
+    moved: float = field(default_factory=time.monotonic)
+    """When it last made progress, as far as is known."""
+    answered: float = field(default_factory=time.monotonic)
+    question: Any = None
+
+
+class Vigil:
+    """Watches the members whose answers are waited for, from its making to the last :meth:`leave`."""
+
+    def __init__(self, members: Iterable[Member], doing: str, config: RayConfig, reports: Path) -> None:
+        self._seen = {id(m): _Seen(m) for m in members}
+        self.doing, self.config, self.reports = doing, config, reports
+        self._begun = self._next = time.monotonic()
+        self._next += config.heartbeat
+
+    def leave(self, member: Member) -> None:
+        """It has answered: no longer watched."""
+        self._seen.pop(id(member), None)
+
+    def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Those of the references and streams that are ready, at least one; none only where ``timeout`` seconds are
+        over. Raises WorkerError for a stalled worker."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            limit = self._next - now if end is None else min(self._next, end) - now
+            ready, _ = ray.wait(list(waitables), num_returns=1, timeout=max(limit, 0.0), fetch_local=False)
+            if ready:
+                also, _ = ray.wait(list(waitables), num_returns=len(waitables), timeout=0, fetch_local=False)
+                return also or ready
+            if end is not None and time.monotonic() >= end:
+                return []
+            if time.monotonic() >= self._next:
+                self._check()
+                self._next = time.monotonic() + self.config.heartbeat
+
+    def _check(self) -> None:
+        for seen in self._seen.values():
+            self._listen(seen)
+            if seen.question is None:
+                seen.question = seen.member.beside("pulse")
+        now = time.monotonic()
+        silent = [s for s in self._seen.values() if now - s.answered > SILENT * self.config.heartbeat]
+        stuck = [s for s in self._seen.values() if now - s.moved > self.config.stall_timeout]
+        if silent or stuck:
+            raise self._stalled((silent or sorted(stuck, key=lambda s: s.moved))[0], bool(silent))
+
+    def _listen(self, seen: _Seen) -> None:
+        if seen.question is None or not ray.wait([seen.question], timeout=0)[0]:
+            return
+        question, seen.question = seen.question, None
+        try:
+            progress = ray.get(question)
+        except RayError:  # it is dead: the answer that is waited for says so too
+            return
+        seen.answered = time.monotonic()
+        if progress != seen.progress:
+            seen.progress, seen.moved = progress, seen.answered
+
+    def _stalled(self, first: _Seen, silent: bool) -> WorkerError:
+        return WorkerError(f"{first.member.name} ({first.member.where}) is stalled in {self.doing}")

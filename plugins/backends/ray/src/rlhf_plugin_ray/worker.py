@@ -1,0 +1,180 @@
+"""What runs in an actor's process: one rank of a role, or one engine.
+
+Nothing here imports torch when it is imported: the number of threads is set first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from rlhf_plugin_ray.failure import Failure
+from rlhf_plugin_ray.network import free_port, interface_of
+
+if TYPE_CHECKING:
+    from rlhf_plugin_ray.parcel import Parcel
+
+COMPARED = ("torch", "rlhf-core")
+"""Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
+CHUNK_SECONDS = 0.02
+"""Samples that finish within this time go to the driver together."""
+
+
+class Worker:
+    """An actor. Its methods run one at a time in one thread; :meth:`pulse` and :meth:`stacks` run beside, in another.
+
+    Exceptions are returned as :class:`Failure`, so that what arrives as an exception of Ray is a death.
+    """
+
+    def __init__(self, name: str, folder: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
+        """``devices``: the GPUs to see, None where the cluster has none."""
+        faulthandler.enable()
+        self.name = name
+        os.environ.update(env)
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self._progress = 0
+        self._doing, self._since = "", 0.0
+        if os.path.isdir(folder):  # relative paths mean the same as on the driver, where nodes share the folder
+            os.chdir(folder)
+            if folder not in sys.path:
+                sys.path.append(folder)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # -------------------------------------------------------------------------------------- start
+
+    def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Resolve the run's plugins here, and say where here is and what differs (``problem``: Failure or None)."""
+        import ray
+        from rlhf.plugins import Plugins
+
+        address = ray.util.get_node_ip_address()
+        if interface := interface_of(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        problem = None
+        try:
+            Plugins.discover().verify(manifest)
+            ray.cloudpickle.loads(plugins)  # those of files: from now on their classes can be unpickled
+        except Exception as error:
+            problem = Failure.of(error)
+        versions = {"python": platform.python_version(), "ray": ray.__version__}
+        return {
+            "address": address,
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+            "stderr": os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else "",
+            "versions": versions | {name: installed_version(name) for name in COMPARED},
+            "problem": problem,
+        }
+
+    def rendezvous(self) -> str:
+        """``tcp://HOST:PORT`` on this node, free just now."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        host = f"[{address}]" if ":" in address else address
+        return f"tcp://{host}:{free_port(address)}"
+
+    def build(self, parcel: Parcel, rank: int) -> Failure | None:
+        """Make the component: ``cls(config, spec)``."""
+        from rlhf_plugin_ray.parcel import unpack
+
+        with self._at_work("start"):
+            try:
+                cls, config, spec = unpack(parcel, rank)
+                self.component = cls(config, spec)
+            except Exception as error:
+                return Failure.of(error)
+        return None
+
+    # --------------------------------------------------------------------------------------- work
+
+    def call(self, method: str, parcel: Parcel | None, rank: int) -> Parcel | Failure | None:
+        """The method's result, as a parcel for one."""
+        from rlhf_plugin_ray.parcel import pack, unpack
+
+        with self._at_work(method):
+            try:
+                return pack([(getattr(self.component, method)(*unpack(parcel, rank)),)])
+            except Exception as error:
+                return Failure.of(error)
+
+    def stream(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
+        """Each item of a method that yields, followed by None: the item itself is safe in the store by then. A Failure
+        in place of None ends the stream, and the item before it is nothing."""
+        with self._at_work(method):
+            try:
+                for item in self._items(method, parcel, rank):
+                    yield item
+                    yield None
+            except Exception as error:
+                yield None
+                yield Failure.of(error)
+
+    def drain(self, method: str, parcel: Parcel | None, rank: int) -> Failure | None:
+        """Take part in a stream whose items nobody wants from this rank."""
+        with self._at_work(method):
+            try:
+                for _ in self._items(method, parcel, rank):
+                    pass
+            except Exception as error:
+                return Failure.of(error)
+        return None
+
+    def generate(self, parcel: Parcel, rank: int) -> Iterator[list[tuple[int, Any]] | Failure]:
+        """(position, turn) of samples as they finish, those of a moment together."""
+        from rlhf_plugin_ray.parcel import unpack
+
+        with self._at_work("generate"):
+            try:
+                finished, told = [], time.monotonic()
+                for sample in self.component.generate(*unpack(parcel, rank)):
+                    self._progress += 1
+                    finished.append(sample)
+                    if time.monotonic() - told >= CHUNK_SECONDS:
+                        yield finished
+                        finished, told = [], time.monotonic()
+                if finished:
+                    yield finished
+            except Exception as error:
+                yield Failure.of(error)
+
+    def _items(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
+        from rlhf_plugin_ray.parcel import unpack
+
+        for item in getattr(self.component, method)(*unpack(parcel, rank)):
+            self._progress += 1
+            yield item
+
+    @contextmanager
+    def _at_work(self, what: str) -> Iterator[None]:
+        self._progress += 1
+        self._doing, self._since = what, time.time()
+        try:
+            yield
+        finally:
+            self._progress += 1
+            self._doing = ""
+
+    # -------------------------------------------------------------- in the second thread, at any time
+
+    def pulse(self) -> int:
+        """A number that grows with every call, item and sample."""
+        return self._progress
+
+
+def installed_version(distribution: str) -> str:
+    """Of a distribution in this process, or ``not installed``."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

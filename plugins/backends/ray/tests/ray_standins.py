@@ -1,0 +1,188 @@
+"""Trainers and generators without a model, which do on request what real ones do on bad days. Imported by workers."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError, RlhfError, WorkerError
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+from rlhf.testing.launcher import CountingTrainer
+from rlhf.types import GenerationRequest, Turn
+
+
+class OddTrainer(CountingTrainer):
+    """Holds a counter."""
+
+    name = "odd"
+
+    def where(self) -> dict[str, Any]:
+        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "RLHF_TEST")
+        return {n: os.environ.get(n) for n in names} | {
+            "pid": os.getpid(), "spec": self.spec, "folder": os.getcwd(), "torch": "torch" in sys.modules,
+        }  # fmt: skip
+
+    def same(self, value: Any) -> Any:
+        return value
+
+    def double(self, tensor: Any) -> Any:
+        """Writes to its argument."""
+        return tensor.mul_(2)
+
+    def raises(self, how: str) -> None:
+        sys.stderr.write(f"about to raise {how}\n")
+        if how == "checkpoint":
+            raise CheckpointError("a damaged checkpoint")
+        if how == "own":
+            raise OwnError("an error of a plugin's own")
+        if how == "disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise ValueError("a plain error")
+
+    def raises_on(self, rank: int, others: float) -> int:
+        """One rank raises at once, the others wait for it (as in a collective) for so many seconds."""
+        if self.spec.rank == rank:
+            raise ValueError(f"first cause on {rank}")
+        time.sleep(others)
+        return self.spec.rank
+
+    def dies(self, rank: int, others: float) -> None:
+        """One rank's process is killed; a moment later the others notice and raise, or they wait for ever."""
+        if self.spec.rank == rank:
+            sys.stderr.write("last words\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(others)
+        raise RuntimeError("Connection closed by peer")
+
+    def sleeps(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+    def spin(self, seconds: float) -> str:
+        """Busy with Python all the time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return "spun"
+
+    def arrays(self, count: int, nbytes: int, pause: float = 0.0) -> Iterator[Any]:
+        """Rank 0 yields arrays; every rank takes part."""
+        import numpy
+
+        self.made = 0
+        for n in range(count):
+            time.sleep(pause if n else 0.0)
+            self.made = n + 1
+            if self.spec.rank == 0:
+                yield numpy.full(nbytes, n, dtype=numpy.uint8)
+
+    def how_many(self) -> int:
+        return self.made
+
+    def breaks_off(self, rank: int, after: int) -> Iterator[int]:
+        yield from range(after)
+        if self.spec.rank == rank:
+            raise ValueError(f"no more after {after}")
+        time.sleep(60.0 if rank else 0.0)
+
+    def first_of(self, arrays: Sequence[Any]) -> list[int]:
+        """Takes what another group streamed."""
+        return [int(a[0]) for a in arrays]
+
+    def adds(self) -> float:
+        """Sum of rank + 1 over all ranks, by a collective of torch."""
+        import torch
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            distributed.init_process_group(
+                "gloo", self.spec.rendezvous, rank=self.spec.rank, world_size=self.spec.world_size
+            )
+        value = torch.tensor([self.spec.rank + 1.0])
+        distributed.all_reduce(value)
+        return float(value)
+
+
+class OwnError(RlhfError):
+    """Defined by a plugin, so that the driver need not know it."""
+
+
+class OddConfig(ComponentConfig):
+    folder: str = ""
+    """Where engines leave notes for the test."""
+    seconds: float = 0.0
+    """For each sample."""
+    fail_start: bool = False
+    """Raise when it is made."""
+
+
+class OddGenerator(Generator):
+    """Tokens are a hash of weights, prompt and seed, one sample after another."""
+
+    name = "odd"
+    capabilities = frozenset({"accept:tensors", "logprobs", "seeds", "sleep"})
+    Config = OddConfig
+
+    def __init__(self, config: OddConfig | None, spec: GeneratorSpec) -> None:
+        if config is not None and config.fail_start:
+            raise ValueError("no engine today")
+        self.config, self.spec = config or OddConfig(), spec
+        self.weights = "initial"
+        self.asleep = False
+        self.note(f"started {os.getpid()}")
+
+    def note(self, text: str) -> None:
+        if self.config.folder:
+            with open(Path(self.config.folder) / "notes.txt", "a") as file:
+                file.write(f"{text}\n")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        self.note(f"generate {os.getpid()} {[r.seed for r in requests]}")
+        for position, request in enumerate(requests):
+            time.sleep(self.config.seconds)
+            if request.seed == -1:
+                raise ValueError("a request that no engine survives")
+            if request.seed == -2:
+                raise WorkerError("the engine's own process is gone")
+            yield position, Turn(tokens(self.weights, request), True, [0.0], ((0, self.version),), "stop")
+
+    def begin_load(self, version: int) -> None:
+        self.coming, self.got = version, {}
+
+    def take(self, bucket: Any) -> None:
+        self.got |= bucket.received()
+        if (flag := Path(self.config.folder) / "die-in-take").exists() and self.config.folder:
+            flag.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_load(self) -> list[Proof]:
+        self.version, self.weights = self.coming, "".join(sorted(self.got.values()))
+        return [Proof(self.version, received=self.got)]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return [[[float(os.getpid())] * (len(s) - 1) for s in sequences]]
+
+    def stale(self, bucket: Any) -> list[str]:
+        return [name for name, _ in bucket.tensors]
+
+    def sleep(self) -> None:
+        self.asleep = True
+        self.note("sleep")
+
+    def wake(self) -> None:
+        self.asleep = False
+        self.note("wake")
+
+
+def tokens(weights: str, request: GenerationRequest) -> list[int]:
+    """What every engine with these weights draws for a request."""
+    return [int(hashlib.sha256(f"{weights}{request.ids}{request.seed}".encode()).hexdigest()[:6], 16)]

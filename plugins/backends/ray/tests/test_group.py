@@ -1,0 +1,160 @@
+"""Calls and streams of a role's ranks, with real processes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+
+import pytest
+import ray
+import torch
+from ray_standins import OddTrainer
+from rlhf.checkpoint.files import disk_is_full
+from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingError, WorkerError
+from rlhf.interfaces import ModelSpec, Place
+from rlhf.types import RoleSpec
+from rlhf_plugin_ray.failure import RemoteTraceback
+
+
+def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
+    return ModelSpec(RoleSpec(role, trained=True), "", world_size=ranks)
+
+
+@pytest.fixture
+def pair(launch):
+    """Two ranks."""
+    launcher = launch()
+    launcher.place({"policy": Place(2)})
+    return launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
+
+
+def test_arguments_and_results_are_tensors_that_may_be_written(pair):
+    sent = [torch.ones(50_000), torch.full((50_000,), 3.0)]
+    got = pair.call("double", [(t,) for t in sent])
+    assert [float(t[0]) for t in got] == [2.0, 6.0]
+    got[0] += 1
+    assert float(sent[0][0]) == 1.0
+
+
+def test_a_call_is_one_put(pair, monkeypatch):
+    puts, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    pair.call("same", [(torch.ones(50_000),), (torch.ones(50_000),)])
+    assert len(puts) == 1
+    assert puts[0].nbytes < 1.01 * 2 * 200_000
+    pair.call("same", [("small",), ("small",)])
+    assert len(puts) == 1
+
+
+def test_wrong_numbers_of_arguments_are_refused(pair):
+    for wrong in (1, 3):
+        with pytest.raises(
+            CapabilityError, match=f"policy has 2 ranks; nothing.. was called with arguments for {wrong}"
+        ):
+            pair.call("nothing", [()] * wrong)
+
+
+def test_errors_of_this_project_keep_their_class(pair):
+    with pytest.raises(
+        CheckpointError, match=r"policy rank 0 \(node 127.0.0.1, pid \d+\): a damaged checkpoint"
+    ) as info:
+        pair.call("raises", [("checkpoint",)] * 2)
+    assert isinstance(info.value.__cause__, RemoteTraceback)
+    with pytest.raises(RlhfError, match="an error of a plugin's own") as info:
+        pair.call("raises", [("own",)] * 2)
+    assert type(info.value) is RlhfError
+
+
+def test_other_errors_say_where_they_come_from(pair):
+    with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error") as info:
+        pair.call("raises", [("plain",)] * 2)
+    assert 'raise ValueError("a plain error")' in str(info.value.__cause__)
+    with pytest.raises(TrainingError) as info:
+        pair.call("raises", [("disk",)] * 2)
+    assert disk_is_full(info.value)
+    assert pair.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
+
+
+def test_the_first_cause_is_not_kept_waiting_by_ranks_that_wait_for_it(pair):
+    start = time.monotonic()
+    with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
+        pair.call("raises_on", [(1, 60.0)] * 2)
+    assert time.monotonic() - start < 15
+    with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 did not come back"):
+        pair.call("nothing", [()] * 2)
+
+
+@pytest.mark.parametrize("others", [0.0, 60.0], ids=["which neighbours notice first", "which neighbours wait for"])
+def test_a_killed_rank_is_the_first_cause(pair, others):
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as info:
+        pair.call("dies", [(1, others)] * 2)
+    assert time.monotonic() - start < 20
+    message = str(info.value)
+    pid = pair.members[1].facts["pid"]
+    assert f"policy rank 1 (node 127.0.0.1, pid {pid}) died during dies()" in message
+    assert "its process was killed" in message
+    assert message.endswith("\n  last words")
+    with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died during"):
+        pair.call("nothing", [()] * 2)
+
+
+def test_a_stream_gives_references_that_other_groups_take(launch):
+    launcher = launch()
+    launcher.place({"policy": Place(2), "critic": Place()})
+    policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
+    critic = launcher.launch_trainer(OddTrainer, None, spec("critic"))
+    items = list(policy.stream("arrays", 4, 100_000, timeout=30.0))
+    assert all(isinstance(item, ray.ObjectRef) for item in items)
+    assert critic.call("first_of", [(items,)]) == [[0, 1, 2, 3]]
+    assert policy.call("how_many", [()] * 2) == [4, 4], "every rank went through the method"
+
+
+def test_a_stream_is_not_made_ahead_of_its_reader(pair):
+    before = ray.get(pair.members[0].beside("pulse"))
+    stream = pair.stream("arrays", 6, 1_000_000)
+    next(stream)
+    time.sleep(1.0)
+    assert ray.get(pair.members[0].beside("pulse")) - before == 1 + 2, "the call began, and made one item and another"
+    assert len(list(stream)) == 5
+
+
+def test_a_stream_that_nobody_reads_to_its_end(pair):
+    stream = pair.stream("arrays", 6, 1_000_000)
+    next(stream)
+    assert pair.call("how_many", [()] * 2) == [6, 6], "the ranks came to its end before the next call"
+    del stream
+    gc.collect()
+    assert pair.call("nothing", [()] * 2) == [2, 2]
+
+
+def test_a_stream_that_is_late(pair):
+    with pytest.raises(TrainingError, match=r"policy: arrays\(\) gave nothing within 1 s \(policy rank 0"):
+        list(pair.stream("arrays", 3, 10, 30.0, timeout=1.0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stream_that_breaks_off(pair, rank):
+    start, got = time.monotonic(), []
+    with pytest.raises(TrainingError, match=rf"policy rank {rank} .*breaks_off\(\) raised ValueError: no more after 2"):
+        got.extend(pair.stream("breaks_off", rank, 2))
+    assert time.monotonic() - start < 20
+    assert rank or len(list(pair.stream("arrays", 2, 10))) == 2
+
+
+def test_a_rank_that_is_killed_while_it_streams(pair):
+    stream = pair.stream("arrays", 50, 1000, 0.2)
+    next(stream)
+    with suppress(ProcessLookupError):
+        __import__("os").kill(pair.members[0].facts["pid"], 9)
+    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during arrays\(\)"):
+        list(stream)
+
+
+def test_ranks_meet(pair):
+    assert pair.call("adds", [()] * 2) == [3.0, 3.0]
+    one, two = (w["spec"] for w in pair.call("where", [()] * 2))
+    assert one.rendezvous == two.rendezvous
+    assert one.rendezvous.startswith("tcp://127.0.0.1:")
+    assert (one.rank, two.rank, one.world_size) == (0, 1, 2)
