@@ -182,6 +182,26 @@ def test_retry_sends_once_more_and_warn_goes_on(made):
     assert "did not receive body" in notes[-1]
 
 
+def test_a_generator_that_refuses_a_part_is_sent_all_once_more_and_never_used_with_it(made, monkeypatch):
+    _, _, generator, sync, notes = made
+    complete = generator.end_load
+    refusals = iter(["no head came"])
+
+    def end_load():
+        for refusal in refusals:
+            raise SyncError(refusal)
+        return complete()
+
+    monkeypatch.setattr(generator, "end_load", end_load)
+    assert sync(check="retry").push(1)["sync/attempts"] == 2
+    assert "no head came" in notes[-1]
+    for check in ("fail", "warn"):
+        refusals = iter(["no head came"])
+        with pytest.raises(SyncError, match="no head came") as raised:
+            sync(check=check).push(2)
+        assert "cannot go on with a part" in str(raised.value)
+
+
 def test_a_version_that_was_not_asked_for_is_refused(made, monkeypatch):
     _, _, generator, sync, _ = made
     monkeypatch.setattr(generator, "end_load", lambda: [Proof(7, received=generator.got)])

@@ -53,8 +53,14 @@ class WeightSync:
             return {"sync/version": float(version)}
         tries = 2 if self.section.check == "retry" else 1
         for attempt in range(1, tries + 1):
-            proofs = self._send(version)
-            problems, difference = self._examine(proofs, version)
+            proofs: list[Proof] = []
+            fit = True
+            try:
+                proofs = self._send(version)
+            except SyncError as incomplete:  # the generator itself knows that something did not come
+                fit, problems, difference = False, [str(incomplete)], float("nan")
+            else:
+                problems, difference = self._examine(proofs, version)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
             if not problems:
@@ -62,13 +68,11 @@ class WeightSync:
             message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)
             if attempt < tries:
                 self.note(f"{message}\nsending once more")
-        if self.section.check == "warn":
+        if self.section.check == "warn" and fit:
             self.note(message)
             return metrics | {"sync/unproven": 1.0}
-        raise SyncError(
-            f'{message}\nThe run stops, because samples of other weights would be trained on; sync.check = "warn" goes '
-            "on all the same."
-        )
+        on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
+        raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
 
     # -------------------------------------------------------------------------------------- parts
 
