@@ -82,9 +82,18 @@ def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role |
 
 
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:
+    launcher: Launcher = prepared.parts["launcher"].build()
+    launcher.reports = directory.path
+    try:
+        return _assemble(prepared, directory, launcher)
+    except BaseException:
+        launcher.shutdown()
+        raise
+
+
+def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -> Run:
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
-    launcher = prepared.parts["launcher"].build()
     roles = launch_roles(prepared, launcher)
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]

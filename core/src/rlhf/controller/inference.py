@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rlhf.controller.answering import Answering, answering, evaluation_settings
 from rlhf.controller.build import launch_roles
@@ -42,14 +42,14 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
     config = config.model_copy(update={"algorithm": algorithm, "data": data, "observer": ()})
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
     launcher = prepared.parts["launcher"].build()
-    roles = launch_roles(prepared, launcher)
-    made = answering(prepared, roles, launcher, lambda line: print(line, file=sys.stderr))  # noqa: T201
-    try:
+    with ExitStack() as closing:
+        closing.callback(launcher.shutdown)
+        roles = launch_roles(prepared, launcher)
+        made = answering(prepared, roles, launcher, lambda line: print(line, file=sys.stderr))  # noqa: T201
+        for closer in reversed(made.closers):
+            closing.callback(closer)
         made.sync.push(0)
         yield prepared, made
-    finally:
-        for closer in (*made.closers, launcher.shutdown):
-            closer()
 
 
 def evaluate_model(

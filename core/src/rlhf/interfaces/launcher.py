@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.interfaces.component import Component
@@ -59,6 +60,8 @@ class Launcher(Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``ranks:many``, ``processes`` (workers live outside of this process), ..."""
+    reports: Path | None = None
+    """Set by the controller: the run's folder, for what a launcher writes about a failure."""
 
     @abstractmethod
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
