@@ -123,6 +123,8 @@ class OddConfig(ComponentConfig):
     """For each sample."""
     fail_start: bool = False
     """Raise when it is made."""
+    slow_start: float = 0.0
+    """Seconds."""
 
 
 class OddGenerator(Generator):
@@ -135,6 +137,8 @@ class OddGenerator(Generator):
     def __init__(self, config: OddConfig | None, spec: GeneratorSpec) -> None:
         if config is not None and config.fail_start:
             raise ValueError("no engine today")
+        if config is not None:
+            time.sleep(config.slow_start)
         self.config, self.spec = config or OddConfig(), spec
         self.weights = "initial"
         self.asleep = False

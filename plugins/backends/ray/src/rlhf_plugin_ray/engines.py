@@ -18,6 +18,8 @@ from rlhf_plugin_ray.parcel import pack, send, unpack
 from rlhf_plugin_ray.spread import spread
 from rlhf_plugin_ray.vigil import Vigil
 
+_NOBODY = Proof(0).who
+"""In a proof whose generator names nobody."""
 _LOADING = ("begin_load", "take", "end_load", "logprobs", "stale")
 
 
@@ -101,7 +103,7 @@ class EngineGroup(Generator):
         answers = self._everywhere("end_load")
         if not self._dead:
             self._proofs = [
-                replace(proof, who=f"engine {n}" if proof.who == Proof.who else f"engine {n}, {proof.who}")
+                replace(proof, who=f"engine {n}" if proof.who == _NOBODY else f"engine {n}, {proof.who}")
                 for n, proofs in answers.items()
                 for proof in proofs
             ]

@@ -28,6 +28,7 @@ from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send
 from rlhf_plugin_ray.placing import Seat, bundles_of, check_fits, device_kind, seats_of
 from rlhf_plugin_ray.same import check_same
+from rlhf_plugin_ray.stall import Stall
 from rlhf_plugin_ray.vigil import Vigil
 from rlhf_plugin_ray.worker import Worker
 
@@ -172,15 +173,19 @@ class RayLauncher(Launcher):
     def _answers(self, members: Sequence[Member], refs: Sequence[Any]) -> list[Any]:
         """What each says, within ``start_timeout``; the first that fails ends the start of all."""
         waiting, answers = dict(zip(refs, members, strict=True)), {}
-        vigil, end = self._watch(members, "start"), time.monotonic() + self.config.start_timeout
+        limit = self.config.start_timeout
+        end = time.monotonic() + limit
         while waiting:
-            ready = vigil.wait(list(waiting), max(0.0, end - time.monotonic()))
+            ready, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()), fetch_local=False)
             if not ready:
-                names = ", ".join(m.name for m in waiting.values())
-                raise WorkerError(f"{names}: not ready within {self.config.start_timeout:g} s (launcher.start_timeout)")
+                late = list(waiting.values())
+                page = Stall(late[0], "start", limit, silent=False, waited_for=late).write(self._reports())
+                names = ", ".join(m.name for m in late)
+                raise WorkerError(
+                    f"{names}: not ready within {limit:g} s (launcher.start_timeout). What each was doing: {page}"
+                )
             for ref in ready:
                 member = waiting.pop(ref)
-                vigil.leave(member)
                 try:
                     answers[ref] = ray.get(ref)
                 except RayError as cause:
@@ -190,8 +195,10 @@ class RayLauncher(Launcher):
         return [answers[ref] for ref in refs]
 
     def _watch(self, members: Sequence[Member], doing: str) -> Vigil:
-        reports = Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()
-        return Vigil(members, doing, self.config, reports)
+        return Vigil(members, doing, self.config, self._reports())
+
+    def _reports(self) -> Path:
+        return Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:

@@ -42,9 +42,11 @@ class Member:
         return getattr(self.handle, method).options(concurrency_group="watch").remote()
 
     def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:
-        """What ``function`` says in another process of the same node; why it cannot, where it cannot."""
+        """What ``function`` says in another process of the same node; why there is none, where it cannot run."""
         if "node" not in self.facts:
             return "(its node is not known)"
+        if self.facts["node"] == ray.get_runtime_context().get_node_id():
+            return function(*arguments)
         place = NodeAffinitySchedulingStrategy(self.facts["node"], soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
         try:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections import deque
+from pathlib import Path
+
+_SPY_SECONDS = 10.0
 
 
 def tail_of(path: str, lines: int) -> str:
@@ -13,3 +19,47 @@ def tail_of(path: str, lines: int) -> str:
     except OSError as cause:
         return f"({path} cannot be read: {cause.strerror})"
     return "".join(f"  {line.rstrip()}\n" for line in last).rstrip() or "  (nothing)"
+
+
+def look_at(pid: int) -> str:
+    """What can be seen of a process that does not answer: its state and what it waits for in the kernel, by thread, and
+    its Python stacks where py-spy is installed and may read them."""
+    folder = Path("/proc") / str(pid)
+    lines = [f"State: {_state(folder)}"]
+    for task in sorted(folder.glob("task/*"), key=lambda t: int(t.name)):
+        if task.name == str(pid) or "(running)" in _state(task) or "disk" in _state(task):
+            waits = _read(task / "wchan").strip("0\n")
+            lines.append(
+                f"thread {task.name} {_read(task / 'comm').strip()}: {_state(task)}" + f", in {waits}" * bool(waits)
+            )
+    return "\n".join([*lines, _spied(pid)])
+
+
+def _state(folder: Path) -> str:
+    """``T (stopped)``, ``S (sleeping)``, ``D (disk sleep)``, ..."""
+    found = [
+        line.partition(":")[2].strip() for line in _read(folder / "status").splitlines() if line.startswith("State:")
+    ]
+    return found[0] if found else "gone"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or is not ours to read
+        return ""
+
+
+def _spied(pid: int) -> str:
+    tool = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if tool is None:
+        return "No Python stacks: py-spy is not installed on the node (pip install py-spy)."
+    command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        return f"No Python stacks: py-spy failed: {cause}"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"No Python stacks: py-spy: {last} (it needs to be root, or the SYS_PTRACE capability)"
+    return done.stdout.strip()

@@ -21,14 +21,13 @@ def spread(requests: Sequence[GenerationRequest], engines: int) -> list[list[int
     groups: dict[tuple[int, ...], list[int]] = {}
     for position, request in enumerate(requests):
         groups.setdefault(request.ids, []).append(position)
-    load = {p: r.sampling.max_new_tokens for p, r in enumerate(requests)}
-    fair = sum(len(ids) + sum(load[p] for p in members) for ids, members in groups.items()) / engines
+    load = [len(ids) + sum(requests[p].sampling.max_new_tokens for p in members) for ids, members in groups.items()]
     pieces = []
-    for ids, members in groups.items():
-        parts = min(len(members), max(1, round((len(ids) + sum(load[p] for p in members)) / fair)))
+    for (ids, members), weight in zip(groups.items(), load, strict=True):
+        parts = min(len(members), -(-weight * engines // sum(load)))
         for n in range(parts):
             piece = members[n * len(members) // parts : (n + 1) * len(members) // parts]
-            pieces.append((-len(ids) - sum(load[p] for p in piece), piece))
+            pieces.append((-len(ids) - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]
     for weight, piece in sorted(pieces):

@@ -14,6 +14,7 @@ from rlhf.errors import WorkerError
 
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.stall import Stall
 
 SILENT = 10
 """Heartbeats without an answer after which a worker is stalled."""
@@ -83,4 +84,7 @@ class Vigil:
             seen.progress, seen.moved = progress, seen.answered
 
     def _stalled(self, first: _Seen, silent: bool) -> WorkerError:
-        return WorkerError(f"{first.member.name} ({first.member.where}) is stalled in {self.doing}")
+        seconds = time.monotonic() - (first.answered if silent else first.moved)
+        stall = Stall(first.member, self.doing, seconds, silent, [s.member for s in self._seen.values()])
+        page = stall.write(self.reports)
+        return WorkerError(f"{stall.headline}. What each of its threads was doing, and what to look at: {page}")

@@ -9,7 +9,9 @@ import faulthandler
 import os
 import platform
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -41,7 +43,7 @@ class Worker:
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._progress = 0
-        self._doing, self._since = "", 0.0
+        self._doing, self._since, self._thread = "", 0.0, 0
         if os.path.isdir(folder):  # relative paths mean the same as on the driver, where nodes share the folder
             os.chdir(folder)
             if folder not in sys.path:
@@ -158,7 +160,7 @@ class Worker:
     @contextmanager
     def _at_work(self, what: str) -> Iterator[None]:
         self._progress += 1
-        self._doing, self._since = what, time.time()
+        self._doing, self._since, self._thread = what, time.time(), threading.get_ident()
         try:
             yield
         finally:
@@ -170,6 +172,18 @@ class Worker:
     def pulse(self) -> int:
         """A number that grows with every call, item and sample."""
         return self._progress
+
+    def stacks(self) -> dict[str, str]:
+        """What each Python thread is doing now, ``work`` being the one that serves calls; Ray's and this one left
+        out. ``""`` says which call is under way, and the processor time that this process took so far."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        found = {}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                name = "work" if ident == self._thread else names.get(ident, f"thread {ident}")
+                found[name] = "".join(traceback.format_stack(frame)).rstrip()
+        doing = f"in {self._doing}() for {time.time() - self._since:.0f} s" if self._doing else "between two calls"
+        return {"": f"{doing}; {time.process_time():.2f} s of processor time so far", **found}
 
 
 def installed_version(distribution: str) -> str:

@@ -1,0 +1,109 @@
+"""The page about a worker that stalled: what, since when, its stacks, and what to look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.remote import look_at, tail_of
+
+_ASK_SECONDS = 5.0
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")
+"""In the name of a function, say that it waits for other ranks."""
+_LOG_LINES = 20
+_OTHERS = 16
+"""Other workers whose stacks are on the page."""
+
+
+@dataclass
+class Stall:
+    """A member that gives no answer (``silent``), or answers and makes no progress."""
+
+    member: Member
+    doing: str
+    seconds: float
+    silent: bool
+    waited_for: Sequence[Member]
+    """All that were waited for, the stalled one included."""
+
+    @property
+    def headline(self) -> str:
+        what = "has given no sign of life" if self.silent else "has made no progress"
+        return f"{self.member.name} ({self.member.where}) {what} for {self.seconds:.0f} s in {self.doing}"
+
+    def write(self, folder: Path) -> Path:
+        """The page, ``stall-<role>-<rank>.txt`` in ``folder``, which is made if need be. Returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"stall-{self.member.slug}.txt"
+        path.write_text(self.page(), encoding="utf-8")
+        return path.absolute()
+
+    def page(self) -> str:
+        """The text."""
+        others = [m for m in self.waited_for if m is not self.member]
+        asked = {id(m): m.beside("stacks") for m in (self.member, *others[:_OTHERS])}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ASK_SECONDS)
+        seen = {m.name: _seen(m, asked[id(m)]) for m in (self.member, *others[:_OTHERS])}
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
+        lines = [self.headline, f"Since {since}.", "", "What to look at"]
+        lines += [f"- {hint}" for hint in self._hints(seen)]
+        for member in (self.member, *others[:_OTHERS]):
+            lines += ["", f"{'=' * 8} {member.name} ({member.where})", seen[member.name]]
+        if len(others) > _OTHERS:
+            lines += ["", f"... and {len(others) - _OTHERS} more that were waited for: "]
+            lines[-1] += ", ".join(m.name for m in others[_OTHERS:])
+        if log := self.member.facts.get("stderr"):
+            lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
+            lines.append(self.member.on_its_node(tail_of, log, _LOG_LINES))
+        return "\n".join(lines) + "\n"
+
+    def _hints(self, seen: dict[str, str]) -> list[str]:
+        own = seen[self.member.name]
+        hints = []
+        if "T (stopped)" in own:
+            hints.append(
+                "The process is stopped (SIGSTOP, a debugger, a suspended terminal): on its node, "
+                f"`kill -CONT {self.member.facts['pid']}` lets it go on; the run itself has to be resumed."
+            )
+        elif "D (disk sleep)" in own:
+            hints.append(
+                "It waits in the kernel, mostly for a disk or a network file system: look at the node's dmesg."
+            )
+        elif "State: gone" in own:
+            hints.append("The process is gone: look at the node's dmesg for the out-of-memory killer.")
+        elif own.startswith("(node"):
+            hints.append("Its node does not answer: look at the node, its network and `ray status`.")
+        elif self.silent:
+            hints.append("Its threads cannot run: something holds Python's interpreter lock, see the innermost frames.")
+        if any(name in own for name in _COLLECTIVES):
+            hints.append(
+                "It waits for other ranks in a collective: find the rank that is elsewhere, or that is not listed "
+                "below because it has finished: ranks that disagree on how often they call the model hang each other."
+            )
+        elif not self.silent:
+            hints.append("The innermost frame of the thread `work` below is where it has been all the time.")
+        if not self.silent:
+            hints.append("If it is merely slow, give it more time: launcher.stall_timeout.")
+        hints.append("The run continues from its newest checkpoint with --resume.")
+        return hints
+
+
+def _seen(member: Member, question: object) -> str:
+    """Stacks as the member tells them; as its node sees it where it does not."""
+    if ray.wait([question], timeout=0)[0]:
+        try:
+            stacks: dict[str, str] = dict(ray.get(question))
+        except RayError as cause:
+            return f"(it is dead: {type(cause).__name__})"
+        first = stacks.pop("")
+        ordered = sorted(stacks.items(), key=lambda item: (item[0] != "work", item[0]))
+        return "\n".join([first, *(f"\nthread {name!r}, innermost frame last:\n{text}" for name, text in ordered)])
+    if "pid" not in member.facts:
+        return "(it has not started)"
+    return "It does not answer. Seen from outside:\n" + member.on_its_node(look_at, member.facts["pid"])

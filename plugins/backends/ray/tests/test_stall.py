@@ -1,0 +1,112 @@
+"""Workers that stall: found by heartbeat, their stacks on one page, the run stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from ray_standins import OddConfig, OddGenerator, OddTrainer
+from rlhf.errors import WorkerError
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_ray.remote import look_at
+
+
+@pytest.fixture
+def watched(launch, tmp_path):
+    """Two ranks, a heartbeat of 0.3 s; 3 s of silence or 2 s without progress are a stall."""
+    launcher = launch(heartbeat=0.3, stall_timeout=2.0)
+    launcher.reports = tmp_path
+    launcher.place({"policy": Place(2), GENERATOR: Place(2)})
+    return launcher
+
+
+@pytest.fixture
+def pair(watched):
+    return watched.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
+
+
+def test_a_worker_that_sleeps_in_python(pair, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as info:
+        pair.call("raises_on", [(5, 60.0)] * 2)  # nobody is rank 5: both sleep
+    assert 2 <= time.monotonic() - start < 20
+    page = tmp_path / "stall-policy-0.txt"
+    assert str(page) in str(info.value)
+    assert "policy rank 0 (node 127.0.0.1, pid" in str(info.value)
+    assert "has made no progress for" in str(info.value)
+    text = page.read_text()
+    assert "time.sleep(others)" in text
+    assert "launcher.stall_timeout" in text
+    assert "======== policy rank 1 (node 127.0.0.1" in text, "who else was waited for"
+    assert text.count("in raises_on() for") == 2
+    with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 .* has made no progress"):
+        pair.call("nothing", [()] * 2)
+
+
+def test_a_worker_that_is_stopped(pair, tmp_path):
+    pid = pair.members[1].facts["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError) as info:
+            pair.call("sleeps", [(0.1,)] * 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f"policy rank 1 (node 127.0.0.1, pid {pid}) has given no sign of life for" in str(info.value) or (
+        "policy rank 1" in str(info.value)
+    )
+    text = (tmp_path / "stall-policy-1.txt").read_text()
+    assert "State: T (stopped)" in text
+    assert f"kill -CONT {pid}" in text
+    assert "MainThread" in text, "py-spy reads the stacks of a stopped process"
+    assert "policy rank 0" not in text, "it had answered"
+
+
+def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
+    engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.2), GeneratorSpec((0,), str))
+    pid = engines.engines[0].facts["pid"]
+    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(8)]
+    threading.Timer(0.5, os.kill, (pid, signal.SIGSTOP)).start()
+    try:
+        with pytest.raises(WorkerError, match=r"engine 0 .* for \d+ s in generate\(\)"):
+            list(engines.generate(asked))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "State: T (stopped)" in (tmp_path / "stall-engine-0.txt").read_text()
+
+
+def test_progress_is_no_stall(pair):
+    assert len(list(pair.stream("arrays", 6, 10, 0.6))) == 6, "3 s, an item every 0.6 s"
+    with pytest.raises(WorkerError, match=r"no progress for \d+ s in policy.arrays\(\)"):
+        list(pair.stream("arrays", 2, 10, 30.0))
+
+
+def test_a_busy_worker_answers(launch, tmp_path):
+    """A thread that computes in Python leaves room for the heartbeat: only stall_timeout counts."""
+    launcher = launch(heartbeat=0.1, stall_timeout=60.0, reports=str(tmp_path / "pages"))
+    launcher.place({"policy": Place()})
+    policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
+    assert policy.call("spin", [(3.0,)]) == ["spun"]
+    assert not (tmp_path / "pages").exists()
+
+
+def test_a_start_that_takes_too_long(launch, tmp_path):
+    launcher = launch(start_timeout=6.0)
+    launcher.reports = tmp_path
+    launcher.place({"policy": Place(), GENERATOR: Place()})
+    with pytest.raises(WorkerError, match=r"engine 0: not ready within 6 s \(launcher.start_timeout\)"):
+        launcher.launch_generator(OddGenerator, OddConfig(slow_start=60.0), GeneratorSpec((0,), str))
+    text = (tmp_path / "stall-engine-0.txt").read_text()
+    assert "in start() for" in text
+    assert "time.sleep(config.slow_start)" in text
+
+
+def test_a_process_that_is_gone():
+    assert look_at(2**22 + 1).startswith("State: gone")
+
+
+def test_what_a_process_shows_from_outside():
+    assert "(running)" in look_at(os.getpid()) or "sleeping" in look_at(os.getpid())
