@@ -26,6 +26,8 @@ class Sharding:
     """The optimizer's own fp32 weights, where ``weight_bytes`` are of lower precision."""
     average_bytes: float = 0.0
     """A moving average of the weights."""
+    loading_ranks: int = 1
+    """Ranks that the weights are divided over while the model is loaded; 1: every rank has all of them for a moment."""
     keeps_gradients: bool = False
     """Gradient buffers exist between steps too."""
     host_weights: bool = False
@@ -48,6 +50,10 @@ class Sharding:
     """Most logits that exist at once."""
     micro_tokens: int = 2048
     """``token_budget()``."""
+    adapter_rank: int = 0
+    """Low-rank adapters are trained instead of the weights; 0: none."""
+    adapter_targets: tuple[str, ...] | None = None
+    """Ends of the names of the layers that have one; None: every linear layer but the head."""
 
 
 @dataclass(frozen=True, slots=True)
