@@ -51,6 +51,21 @@ def test_the_address_and_the_places_come_from_the_run_file(module, monkeypatch, 
     assert asked.pop() == ("1", [], 120)
 
 
+def test_the_address_in_the_environment_is_asked_and_not_shown(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "run_plugins", lambda request: [])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    cluster, _ = examine(Request())
+    assert (cluster.status, cluster.found) == ("fail", "$RAY_ADDRESS: Connection refused")
+    run = [("algorithm.use", "x"), ("run.output", str(tmp_path / "out"))]
+    found = {check.name: check for check in examine(Request(overrides=run))}
+    assert found["ray cluster"].found == "the run's launcher is 'local'"
+    found = {check.name: check for check in examine(Request(overrides=[*run, ("launcher.use", "ray")]))}
+    assert found["ray cluster"].status == "fail"
+    monkeypatch.delenv("RAY_ADDRESS")
+    found = {check.name: check for check in examine(Request(overrides=[*run, ("launcher.use", "ray")]))}
+    assert found["ray cluster"].status == "skipped"
+
+
 OPTIMUM = """
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, ComponentConfig

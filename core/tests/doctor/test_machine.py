@@ -95,7 +95,9 @@ def cgroup(tmp_path, **files):
 
 
 def test_the_lowest_limit_of_the_groups_counts(tmp_path):
-    fs, own = cgroup(tmp_path, job__cpu_max="150000 100000\n", job__step__cpu_max="300000 100000\n", cpu_max="max 100000\n")
+    fs, own = cgroup(
+        tmp_path, job__cpu_max="150000 100000\n", job__step__cpu_max="300000 100000\n", cpu_max="max 100000\n"
+    )
     assert machine.cpu_limit(fs, own) == 1.5
     check = machine.cores(fs, own, {"OMP_NUM_THREADS": "4"})
     assert check.status == "warn"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from rlhf.doctor.check import Check
 from rlhf.doctor.child import ask
 from rlhf.errors import RlhfError
 from rlhf.flags import plain
-from rlhf.runfile import RunFile
+from rlhf.runfile import RunFile, label_of
+
+RAY_ADDRESS = "RAY_ADDRESS"
+"""The variable from which Ray takes a cluster's address where none is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +60,8 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
     for name, step in _run(request, config) if config is not None else ():
         announce(name)
         yield from _done(name, step)
-    address = _address(request, config)
     announce("ray cluster")
-    if address:
-        paths = _shared_paths(config) if config is not None else []
-        yield from _done("ray cluster", lambda: cluster.cluster(address, paths, request.timeout))
-    else:
-        yield Check("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
+    yield from _done("ray cluster", lambda: _cluster(request, config))
 
 
 def _installation(request: Request) -> list[Step]:
@@ -109,12 +108,21 @@ def run_plugins(request: Request) -> Check:
     return Check("run plugins", "ok", ", ".join(names))
 
 
-def _address(request: Request, config: RunFile | None) -> str:
+def _cluster(request: Request, config: RunFile | None) -> Check | list[Check]:
+    """The cluster that the launcher would use: at its address, else at the one in RAY_ADDRESS."""
     if config is not None:
-        found = plain(config.launcher.options.get("address"))
+        address = plain(config.launcher.options.get("address"))
     else:
-        found = dict(request.overrides).get("launcher.address")
-    return str(found or "")
+        address = dict(request.overrides).get("launcher.address")
+    paths = _shared_paths(config) if config is not None else []
+    if address:
+        return cluster.cluster(str(address), paths, request.timeout)
+    if config is not None and label_of(config.launcher.use) != "ray":
+        return Check("ray cluster", "skipped", f"the run's launcher is {config.launcher.use!r}")
+    if variable := os.environ.get(RAY_ADDRESS):
+        found = cluster.cluster(variable, paths, request.timeout)
+        return [replace(check, found=check.found.replace(variable, f"${RAY_ADDRESS}")) for check in found]
+    return Check("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
 
 
 def _shared_paths(config: RunFile) -> list[str]:

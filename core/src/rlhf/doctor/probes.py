@@ -125,7 +125,8 @@ def ray_import(argument: Any, report: Report) -> None:
 
 
 def ray_start(argument: Any, report: Report) -> None:
-    """Start a small Ray of its own, run one task, and stop it."""
+    """Start a small Ray of its own, on the loopback interface alone, run one task, and stop it."""
+    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:  # not /tmp/ray, where a running Ray is noted

@@ -1,0 +1,250 @@
+"""`deploy/slurm/train.sbatch`, executed over stand-ins of SLURM's programs. No SLURM takes part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.members import ROOT
+
+DEPLOY = ROOT / "deploy"
+SBATCH = DEPLOY / "slurm" / "train.sbatch"
+
+STANDINS = {
+    "scontrol": """
+        if [ "$1" = show ]; then printf '%s\\n' $TEST_HOSTS; else echo "scontrol $*" >>"$TEST_LOG"; fi
+    """,
+    # A step: the command once for each of its nodes, here. As SLURM's own it passes SIGTERM on.
+    "srun": """
+        nodes=$TEST_HOSTS
+        while [ "${1#--}" != "$1" ]; do
+            case $1 in
+            --nodelist=*) nodes=${1#*=} ;;
+            --exclude=*) nodes=$(printf '%s\\n' $TEST_HOSTS | grep -vx "${1#*=}") ;;
+            esac
+            shift
+        done
+        pids=
+        trap 'kill -TERM $pids' TERM
+        for node in $nodes; do TEST_NODE=$node "$@" & pids="$pids $!"; done
+        status=0
+        for pid in $pids; do
+            while kill -0 $pid 2>/dev/null; do wait $pid && status=0 || status=$?; done
+        done
+        exit $status
+    """,
+    "hostname": """echo "::1 127.0.0.1 10.9.9.9" """,
+    "ray": """
+        echo "ray $TEST_NODE $*" >>"$TEST_LOG"
+        echo "token $(stat -c %a "$RAY_AUTH_TOKEN_PATH") $(wc -c <"$RAY_AUTH_TOKEN_PATH") $RAY_AUTH_MODE" >>"$TEST_LOG"
+        trap 'echo "ray $TEST_NODE ended" >>"$TEST_LOG"; exit 0' TERM
+        touch "$TEST_LOG.$TEST_NODE"
+        [ -z "${TEST_RAY_DIES:-}" ] || exit 1
+        while true; do sleep 0.05; done
+    """,
+    # Asked how many nodes have joined; $3 is how many are wanted.
+    "python": """
+        [ "$1" = -c ] || exit 9
+        [ "$(ls "$TEST_LOG".node-* 2>/dev/null | wc -l)" -ge "$3" ]
+    """,
+    "rlhf": """
+        words="$*"
+        while [ "$1" != --output ]; do shift; done
+        mkdir -p "$2"; touch "$2/config.toml"
+        trap 'sleep 0.3; echo "rlhf saved" >>"$TEST_LOG"; echo "stopped: $2"; exit 0' TERM
+        [ -z "${TEST_RLHF_UNTRAPPED:-}" ] || trap - TERM
+        echo "rlhf $RAY_ADDRESS $words" >>"$TEST_LOG"
+        echo "step 1"
+        [ -n "${TEST_RLHF_RUNS:-}" ] || { echo "finished: $2"; exit ${TEST_RLHF_EXIT:-0}; }
+        while true; do sleep 0.05; done
+    """,
+}
+
+
+class Slurm:
+    """Runs the script as SLURM does the batch step; ``log`` is what the stand-ins were called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        for name, text in STANDINS.items():
+            (self.tools / name).write_text(f"#!/bin/bash\n{text}")
+            (self.tools / name).chmod(0o755)
+        self.job = int(time.time_ns() // 1000 % 10**9)
+        self.output = folder / "out"
+
+    @property
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def start(self, *words: str, hosts: str = "node-a node-b node-c", **environment: str) -> subprocess.Popen[str]:
+        for mark in self.folder.glob("log*"):
+            mark.unlink()
+        slurm = {"JOB_NODELIST": "node-[a-c]", "JOB_ID": str(self.job), "JOB_NAME": "try", "CPUS_ON_NODE": "2"}
+        return subprocess.Popen(
+            ["bash", SBATCH, *words],
+            cwd=self.folder,
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RLHF_"))},
+                **{f"SLURM_{k}": v for k, v in slurm.items()},
+                "PATH": f"{self.tools}{os.pathsep}{os.environ['PATH']}",
+                "TEST_HOSTS": hosts,
+                "TEST_LOG": str(self.folder / "log"),
+                "RLHF_OUTPUT": str(self.output),
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *words: str, **more: str) -> tuple[int, str, str]:
+        process = self.start(*words, **more)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + 30
+        while not any(text in line for line in self.log):
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    slurm = Slurm(tmp_path)
+    yield slurm
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
+    assert left == "", "a process was left behind"
+
+
+def test_slurm_starts_ray_on_every_node_and_the_run_beside_the_head(slurm):
+    code, out, err = slurm.run("run.toml", "--run.seed", "3")
+    assert code == 0, err
+    port = 20000 + slurm.job % 10000
+    address = f"127.0.0.1:{port}"
+    started = [line for line in slurm.log if " start " in line]
+    assert started[0] == (
+        f"ray node-a start --head --block --node-ip-address=127.0.0.1 --port={port} --include-dashboard=false "
+        f"--temp-dir=/tmp/ray-{slurm.job}"
+    )
+    assert sorted(started[1:]) == [f"ray node-{n} start --block --address={address}" for n in "bc"]
+    [run] = [line for line in slurm.log if line.startswith("rlhf ")]
+    assert run == (
+        f"rlhf {address} train run.toml --run.seed 3 --backend ray --launcher.address auto --output {slurm.output}"
+    )
+    assert [line for line in slurm.log if line.startswith("token")] == ["token 600 64 token"] * 3
+    assert slurm.log.index(run) > max(slurm.log.index(line) for line in started), "the run comes after the nodes"
+    assert sorted(line for line in slurm.log if "ended" in line) == [f"ray node-{n} ended" for n in "abc"]
+    assert out == f"step 1\nfinished: {slurm.output}\n"
+    assert f"3 nodes, Ray head on node-a ({address})" in err
+    assert sorted(p.name for p in slurm.folder.iterdir() if not p.name.startswith("log")) == ["out", "tools"]
+
+
+def test_slurm_on_one_node(slurm):
+    code, _, err = slurm.run("run.toml", hosts="node-a")
+    assert code == 0, err
+    assert len([line for line in slurm.log if " start " in line]) == 1
+
+
+def test_the_time_limit_saves_and_queues_again(slurm):
+    process = slurm.start("run.toml", TEST_RLHF_RUNS="yes")
+    slurm.until("rlhf ")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # a second one changes nothing
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    ends = [line for line in slurm.log if not line.startswith(("token", "ray")) or "ended" in line]
+    assert ends[1] == "rlhf saved", "before Ray ends"
+    assert ends[-1] == f"scontrol requeue {slurm.job}", "after everything else"
+    assert len(ends) == 6, ends
+    code, _, err = slurm.run("run.toml", SLURM_RESTART_COUNT="1")
+    assert code == 0, err
+    [run] = [line for line in slurm.log if line.startswith("rlhf ")]
+    assert run.endswith(f"--output {slurm.output} --resume")
+
+
+def test_a_restart_before_the_run_began_resumes_nothing(slurm):
+    code, _, err = slurm.run("run.toml", SLURM_RESTART_COUNT="1")
+    assert code == 0, err
+    assert not any("--resume" in line for line in slurm.log)
+
+
+def test_the_time_limit_before_the_first_step_queues_again(slurm):
+    process = slurm.start("run.toml", TEST_RLHF_RUNS="yes", TEST_RLHF_UNTRAPPED="yes")
+    slurm.until("rlhf ")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert slurm.log[-1] == f"scontrol requeue {slurm.job}"
+
+
+def test_the_time_limit_while_ray_starts_queues_again(slurm):
+    (slurm.tools / "python").write_text("#!/bin/bash\nexit 1\n")
+    process = slurm.start("run.toml")
+    slurm.until(" start ")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert slurm.log[-1] == f"scontrol requeue {slurm.job}"
+    assert not any(line.startswith("rlhf") for line in slurm.log)
+
+
+def test_stopping_by_hand_saves_and_does_not_queue_again(slurm):
+    process = slurm.start("run.toml", TEST_RLHF_RUNS="yes")
+    slurm.until("rlhf ")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "rlhf saved" in slurm.log
+    assert not any("requeue" in line for line in slurm.log)
+
+
+def test_a_run_that_fails_ends_the_job_with_its_exit_code(slurm):
+    assert slurm.run("run.toml", TEST_RLHF_EXIT="3")[0] == 3
+    assert not any("requeue" in line for line in slurm.log)
+    assert sorted(line for line in slurm.log if "ended" in line) == [f"ray node-{n} ended" for n in "abc"]
+
+
+def test_a_run_that_finishes_as_the_signal_comes_is_not_queued_again(slurm):
+    text = STANDINS["rlhf"].replace("stopped:", "finished:")
+    (slurm.tools / "rlhf").write_text(f"#!/bin/bash\n{text}")
+    process = slurm.start("run.toml", TEST_RLHF_RUNS="yes")
+    slurm.until("rlhf ")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not any("requeue" in line for line in slurm.log)
+
+
+def test_a_ray_that_dies_at_the_start_ends_the_job(slurm):
+    (slurm.tools / "python").write_text("#!/bin/bash\nexit 1\n")
+    code, _, err = slurm.run("run.toml", TEST_RAY_DIES="yes")
+    assert code == 1
+    assert "a Ray node ended while the cluster started" in err
+
+
+def test_nodes_that_never_join_end_the_job(slurm):
+    (slurm.tools / "python").write_text('#!/bin/bash\n[ "$3" = 1 ]\n')
+    code, _, err = slurm.run("run.toml", RLHF_START="2")
+    assert code == 1
+    assert "not 3 Ray nodes within 2 s" in err
+    assert sorted(line for line in slurm.log if "ended" in line) == [f"ray node-{n} ended" for n in "abc"]
+
+
+@pytest.mark.parametrize("words", [[], ["run.toml", "--output", "x"], ["run.toml", "--resume"]])
+def test_what_the_slurm_script_sets_itself_is_refused(slurm, words):
+    code, _, err = slurm.run(*words)
+    assert code == 2
+    assert "train.sbatch: " in err
+    assert slurm.log == []
