@@ -1,0 +1,38 @@
+"""A driver with a Ray of its own, run by test_alone.py; the argument says how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from ray_standins import OddGenerator, OddTrainer
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.types import RoleSpec
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.launcher import RayLauncher
+
+
+def main(how: str) -> None:
+    launcher = RayLauncher(RayConfig(cpus=2, object_store_gib=0.1))
+    try:
+        launcher.place({"policy": Place(), GENERATOR: Place()})
+        policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
+        launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
+        policy.call("same", [(b"x" * 100_000,)])
+        print(json.dumps({"address": policy.members[0].facts["address"]}), flush=True)
+        if how == "raises":
+            raise ValueError("a reward failed")
+        if how == "waits":
+            policy.call("sleeps", [(120.0,)])
+        if how == "forgets":  # as a controller that fails while it is built
+            os._exit(3)
+    finally:
+        launcher.shutdown()
+    print("ended", flush=True)
+    time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,124 @@
+"""A Ray of the run's own: reached from this machine only, and gone afterwards, however the run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MARK = "RLHF_TEST_MARK"
+
+
+class Driver:
+    """A process of the test program, in a process group of its own, and all that it started."""
+
+    def __init__(self, how: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.shared = set(os.listdir("/dev/shm"))
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+            MARK: self.mark,
+            "PYTHONPATH": str(HERE),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "alone_run.py"), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+
+    def ready(self) -> dict[str, str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError(self.process.communicate()[1])
+
+    def family(self) -> list[int]:
+        """Living processes that inherited the mark."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def listens(self) -> set[str]:
+        """Addresses, as /proc writes them, at which the family listens."""
+        sockets = set()
+        for pid in self.family():
+            for link in Path(f"/proc/{pid}/fd").glob("*"):
+                try:
+                    sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+                except OSError:
+                    continue
+        rows = [r.split() for f in ("tcp", "tcp6") for r in Path(f"/proc/net/{f}").read_text().splitlines()[1:]]
+        return {r[1].rpartition(":")[0] for r in rows if r[3] == "0A" and r[9] in sockets}
+
+    def leaves_nothing(self) -> None:
+        for _ in range(150):
+            if not self.family():
+                break
+            time.sleep(0.2)
+        commands = [Path(f"/proc/{pid}/cmdline").read_text()[:200] for pid in self.family()]
+        assert not commands
+        assert {n for n in set(os.listdir("/dev/shm")) - self.shared if "plasma" in n or "ray" in n} == set()
+
+
+@pytest.fixture
+def driver():
+    made: list[Driver] = []
+
+    def start(how: str) -> Driver:
+        made.append(Driver(how))
+        return made[-1]
+
+    yield start
+    for one in made:
+        for pid in one.family():
+            os.kill(pid, signal.SIGKILL)
+        one.process.communicate()
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_it_is_reached_from_this_machine_only(driver):
+    run = driver("waits")
+    assert run.ready() == {"address": "127.0.0.1"}
+    assert len(run.family()) > 5
+    assert run.listens() <= LOOPBACK
+    run.process.send_signal(signal.SIGKILL)
+    run.leaves_nothing()
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1), ("forgets", 3)])
+def test_nothing_is_left(driver, how, code):
+    run = driver(how)
+    out, err = run.process.communicate(timeout=120)
+    assert run.process.returncode == code, err
+    assert ("ended" in out) == (how == "ends")
+    assert "usage" not in out + err
+    assert "dashboard" not in out + err
+    run.leaves_nothing()
+
+
+def test_nothing_is_left_after_ctrl_c(driver):
+    run = driver("waits")
+    run.ready()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: the whole group
+    _, err = run.process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+    assert "WorkerError" not in err
+    run.leaves_nothing()

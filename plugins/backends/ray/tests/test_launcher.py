@@ -1,0 +1,191 @@
+"""Launching: placement on a real Ray, environments, versions, and what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from pydantic import ValidationError
+from ray_standins import OddConfig, OddGenerator, OddTrainer
+from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.plugins import Plugins
+from rlhf.types import RoleSpec
+from rlhf_plugin_ray import same
+from rlhf_plugin_ray.config import RayConfig
+
+
+def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
+    return ModelSpec(RoleSpec(role, trained=True), "", world_size=ranks)
+
+
+def test_importing_the_plugin_imports_neither_ray_nor_torch():
+    code = "import sys, rlhf_plugin_ray; assert not {'torch', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "ray://head:10001"}, "The Ray client .* is not supported"),
+        ({"address": "head"}, "give 'auto' or HOST:PORT"),
+        (
+            {"address": "auto", "cpus": 4, "object_store_gib": 1.0},
+            "cpus and object_store_gib is for a Ray that the run",
+        ),
+        ({"heartbeat": 60.0, "stall_timeout": 60.0}, "heartbeat = 60 must be shorter than stall_timeout = 60"),
+        ({"heartbeat": 0.0}, "greater than 0"),
+        ({"max_restarts": -1}, "greater than or equal to 0"),
+        ({"strategy": "pack"}, "STRICT_SPREAD"),
+        ({"nodes": 2}, "Extra inputs"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        RayConfig(**options)
+
+
+def test_workers_are_set_up_for_their_place(launch, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launcher = launch(env={"RLHF_TEST": "yes"})
+    launcher.place({"policy": Place(2, 2), "critic": Place(share="policy")})
+    found = launcher.launch_trainer(OddTrainer, None, spec(ranks=2)).call("where", [()] * 2)
+    found += launcher.launch_trainer(OddTrainer, None, spec("critic")).call("where", [()])
+    assert [f["OMP_NUM_THREADS"] for f in found] == ["2", "2", "2"]
+    assert {f["RLHF_TEST"] for f in found} == {"yes"}
+    assert {f["GLOO_SOCKET_IFNAME"] for f in found} == {"lo"}
+    assert {f["folder"] for f in found} == {os.getcwd()}
+    assert len({f["pid"] for f in found} | {os.getpid()}) == 4
+    assert not any(f["torch"] for f in found), "nothing but the component decides to import it"
+
+
+def test_an_explicit_number_of_threads_is_respected(launch, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launcher = launch()
+    launcher.place({"policy": Place(1, 3)})
+    assert launcher.launch_trainer(OddTrainer, None, spec()).call("where", [()])[0]["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_does_not_fit_is_refused_at_once(launch):
+    start = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"(?s)does not fit on the cluster.*policy +5 ranks x 1 CPUs = 5.*4 CPUs: 127.0.0.1"
+    ):
+        launch().place({"policy": Place(5)})
+    assert time.monotonic() - start < 5
+
+
+def test_what_others_hold_is_waited_for_so_long(launch):
+    first, second = launch(), launch(start_timeout=1.0)
+    first.place({"policy": Place(3)})
+    with pytest.raises(ConfigError, match=r"the 2 CPUs of the placement within 1 s .*Free now: 1 CPUs"):
+        second.place({"policy": Place(2)})
+    first.shutdown()
+    third = launch(start_timeout=30.0)
+    third.place({"policy": Place(4)})
+
+
+def test_misuse(launch):
+    launcher = launch()
+    with pytest.raises(CapabilityError, match="'policy' was not placed"):
+        launcher.launch_trainer(OddTrainer, None, spec())
+    launcher.place({"policy": Place(2)})
+    with pytest.raises(CapabilityError, match="2 places and a world of 1 ranks"):
+        launcher.launch_trainer(OddTrainer, None, spec())
+    with pytest.raises(CapabilityError, match="'generator' was not placed"):
+        launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
+    with pytest.raises(CapabilityError, match="has placed a run already"):
+        launcher.place({"policy": Place()})
+
+
+def test_a_failed_start_leaves_nothing(launch):
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place()})
+    policy = launcher.launch_trainer(OddTrainer, None, spec())
+    pid = policy.members[0].facts["pid"]
+    with pytest.raises(Exception, match="no engine today"):
+        launcher.launch_generator(OddGenerator, OddConfig(fail_start=True), GeneratorSpec((0,), str))
+    gone(pid)
+    free_again()
+
+
+def test_shutdown_gives_everything_back(launch):
+    launcher = launch()
+    launcher.place({"policy": Place(2), GENERATOR: Place(2)})
+    policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
+    launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
+    launcher.shutdown()
+    gone(*(m.facts["pid"] for m in policy.members))
+    free_again()
+
+
+# --------------------------------------------------------------------------------------- versions
+
+
+def test_workers_resolve_the_plugins_of_the_run(launch, tmp_path):
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "from rlhf.interfaces import Loss\n"
+        "class Mine(Loss):\n"
+        "    def outputs(self): return ('logprobs',)\n"
+        "    def reduce(self): return {}\n"
+        "    def __call__(self, x): return None\n"
+    )
+    plugins = Plugins.discover()
+    used = [plugins.resolve("trainer", "torch"), plugins.resolve("loss", f"file:{file}")]
+    file.unlink()  # it travels as text
+    launcher = launch()
+    launcher.place({"policy": Place()}, used)
+    policy = launcher.launch_trainer(OddTrainer, None, spec())
+    [got] = policy.call("same", [(used[1].cls(),)])
+    assert type(got) is used[1].cls
+
+
+def test_another_version_of_a_plugin_stops_the_run(launch):
+    used = replace(Plugins.discover().resolve("trainer", "torch"), version="9.9.9")
+    launcher = launch()
+    launcher.place({"policy": Place()}, [used])
+    with pytest.raises(
+        PluginVersionMismatch, match=r"node 127.0.0.1: .*trainer 'torch' \(rlhf-plugin-local 9.9.9\) is version"
+    ):
+        launcher.launch_trainer(OddTrainer, None, spec())
+
+
+def test_another_version_of_a_framework_stops_the_run():
+    def facts(address: str, **versions: str) -> dict:
+        names = {n: same.installed_version(n) for n in same.COMPARED}
+        all_ = {"python": platform.python_version(), "ray": ray.__version__, **names, **versions}
+        return {"address": address, "versions": all_, "problem": None}
+
+    same.check_same([facts("10.0.0.1"), facts("10.0.0.2")])
+    with pytest.raises(PluginVersionMismatch) as info:
+        same.check_same([facts("10.0.0.1"), facts("10.0.0.2", torch="2.0.0"), facts("10.0.0.3", python="3.12.1")])
+    assert "node 10.0.0.2: torch is 2.0.0 there and" in str(info.value)
+    assert "node 10.0.0.3: python is 3.12.1 there and" in str(info.value)
+    assert "10.0.0.1" not in str(info.value)
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def gone(*pids: int) -> None:
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still there: {[p for p in pids if Path(f'/proc/{p}').exists()]}")
+
+
+def free_again() -> None:
+    for _ in range(100):
+        if ray.available_resources().get("CPU") == 4.0:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"free: {ray.available_resources()}")

@@ -1,0 +1,108 @@
+"""From places to bundles and seats: arithmetic that needs no cluster."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+from rlhf_plugin_ray.placing import Node, bundles_of, check_fits, device_kind, seats_of
+
+
+def nodes(*cpus_and_gpus: tuple[int, int]) -> list[Node]:
+    return [Node(f"id{n}", f"10.0.0.{n + 1}", {"CPU": c, "GPU": g}) for n, (c, g) in enumerate(cpus_and_gpus)]
+
+
+HYBRID = {"policy": Place(4), "critic": Place(4, share="policy"), GENERATOR: Place(2, 2, share="policy")}
+
+
+def test_a_bundle_per_rank_of_who_owns_devices():
+    places = {"policy": Place(2, 2), "reference": Place(2, share="policy"), GENERATOR: Place(1, 4)}
+    assert [(b.role, b.resources) for b in bundles_of(places, "GPU")] == [
+        ("policy", {"GPU": 2, "CPU": 1}),
+        ("policy", {"GPU": 2, "CPU": 1}),
+        (GENERATOR, {"GPU": 4, "CPU": 1}),
+    ]
+    assert [b.resources for b in bundles_of(places, "CPU")] == [{"CPU": 2}, {"CPU": 2}, {"CPU": 4}]
+    assert device_kind(nodes((8, 0), (8, 1))) == "GPU"
+    assert device_kind(nodes((8, 0))) == "CPU"
+
+
+def test_colocated_roles_share_a_bundle_and_see_its_gpus():
+    bundles = bundles_of(HYBRID, "GPU")
+    seats = seats_of(HYBRID, bundles, ["a"] * 4, [["0"], ["1"], ["2"], ["3"]])
+    assert [s.bundle for s in seats["policy"]] == [s.bundle for s in seats["critic"]] == [0, 1, 2, 3]
+    assert [s.devices for s in seats["critic"]] == [("0",), ("1",), ("2",), ("3",)]
+    assert [s.devices for s in seats[GENERATOR]] == [("0", "1"), ("2", "3")]
+    charged = [sum(s.cpus for role in seats.values() for s in role if s.bundle == b) for b in range(4)]
+    assert charged == [pytest.approx(1.0, abs=1e-3)] * 4
+    assert all(c <= 1 for c in charged)
+
+
+def test_on_cpus_devices_are_cores():
+    places = {"policy": Place(2, 3), "reference": Place(1, share="policy"), GENERATOR: Place(1, 2)}
+    seats = seats_of(places, bundles_of(places, "CPU"), ["a"] * 3, None)
+    assert [(s.threads, s.devices) for s in seats["policy"]] == [(3, None), (3, None)]
+    assert [(s.threads, s.cpus) for s in seats["reference"]] == [(3, 1.5)], "as many as a rank of its host"
+    assert [(s.threads, s.cpus) for s in seats[GENERATOR]] == [(2, 2.0)]
+
+
+def test_more_ranks_than_the_host_divide_its_devices():
+    places = {"policy": Place(2, 2), "reward": Place(4, share="policy")}
+    seats = seats_of(places, bundles_of(places, "GPU"), ["a", "a"], [["0", "1"], ["4", "5"]])
+    assert [s.devices for s in seats["reward"]] == [("0",), ("1",), ("4",), ("5",)]
+
+
+def test_ranks_follow_the_nodes():
+    """Ray lays bundles out in any order; neighbours in rank live on one node all the same."""
+    seats = seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"], [["0"], ["0"], ["1"], ["1"]])
+    assert [s.bundle for s in seats["policy"]] == [0, 2, 1, 3]
+    assert [(s.bundle, s.devices) for s in seats[GENERATOR]] == [(0, ("0", "1")), (1, ("0", "1"))]
+
+
+def test_an_engine_over_two_nodes_is_refused():
+    with pytest.raises(ConfigError, match=r"\[placement.generator\]: the 2 devices of rank 0 would lie on 2 nodes"):
+        seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"], [["0"]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("places", "there", "strategy"),
+    [
+        (HYBRID, [(8, 4)], "PACK"),
+        (HYBRID, [(8, 2), (8, 2)], "SPREAD"),
+        ({"policy": Place(2, 4), "critic": Place(1, 8)}, [(8, 8), (8, 8)], "PACK"),
+        ({"policy": Place(2)}, [(2, 0), (2, 0)], "STRICT_SPREAD"),
+        ({"policy": Place(2)}, [(1, 0), (2, 0)], "STRICT_PACK"),
+    ],
+)
+def test_what_fits(places, there, strategy):
+    check_fits(places, nodes(*there), strategy)
+
+
+@pytest.mark.parametrize(
+    ("places", "there", "strategy", "lines"),
+    [
+        (
+            {"policy": Place(2, 4), "critic": Place(2, share="policy"), GENERATOR: Place(3, 2)},
+            [(16, 8), (16, 4)],
+            "PACK",
+            [
+                "no node is left with room for a rank of 'generator' with 2 devices",
+                "policy     2 ranks x 4 GPUs = 8",
+                "critic     2 ranks on the devices of policy",
+                "generator  3 engines x 2 GPUs = 6",
+                "asked      14 GPUs",
+                "there      12 GPUs: 10.0.0.1 has 8, 10.0.0.2 has 4",
+                'share devices (share = "policy")',
+            ],
+        ),
+        ({"policy": Place(1, 16)}, [(16, 8), (16, 8)], "PACK", ["a rank of 'policy' with 16 devices", "16 GPUs: 10.0"]),
+        ({"policy": Place(3)}, [(4, 0), (4, 0)], "STRICT_SPREAD", ["3 ranks own devices", "there are 2 nodes"]),
+        ({"policy": Place(3)}, [(2, 0), (2, 0)], "STRICT_PACK", ["no node holds all of it", "4 CPUs: 10.0.0.1 has 2"]),
+        ({"policy": Place(4)}, [(3, 4)], "PACK", ["each rank that owns devices also takes 1 CPU; there are: 3 CPUs"]),
+    ],
+)
+def test_what_does_not_fit(places, there, strategy, lines):
+    with pytest.raises(ConfigError) as info:
+        check_fits(places, nodes(*there), strategy)
+    for line in lines:
+        assert line.lower() in str(info.value).lower()

@@ -1,0 +1,52 @@
+"""Several nodes: two Ray nodes in two network namespaces of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from two_nodes import ADDRESSES, INTERFACE, NoRight, TwoNodes
+
+HERE = Path(__file__).parent
+
+
+def other_version(folder: Path) -> Path:
+    """A folder that makes rlhf-plugin-local look like version 9.9.9 where it is on the path."""
+    info = folder / "rlhf_plugin_local-9.9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-plugin-local\nVersion: 9.9.9\n")
+    (info / "entry_points.txt").write_text("[rlhf.trainer]\ntorch = rlhf_plugin_local\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path):
+    paths = (str(HERE), f"{other_version(tmp_path / 'other')}:{HERE}")
+    try:
+        with TwoNodes(paths=paths) as nodes:
+            done = nodes.run(HERE / "two_nodes_run.py", str(nodes.raylet(1)))
+    except NoRight as cause:
+        pytest.skip(f"needs root, to make network namespaces: {cause}")
+    results = {r["scenario"]: r for r in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
+    assert len(results) == 3, f"{done.stdout}\n{done.stderr}"
+
+    spread = results["spread"]
+    assert "error" not in spread, spread
+    assert sorted(spread["nodes"]) == sorted(spread["engines"]) == list(ADDRESSES)
+    assert spread["sums"] == [3.0, 3.0], "an all-reduce across the nodes"
+    assert spread["interfaces"] == [INTERFACE] * 2
+    assert spread["rendezvous"].startswith(f"tcp://{spread['nodes'][0]}:")
+    assert spread["proven"] == [True, True]
+    assert spread["answers"] == list(range(6))
+
+    differs = results["differs"]
+    assert differs["error"] == "PluginVersionMismatch"
+    assert f"node {ADDRESSES[1]}: the plugins here are not those of the run: trainer 'torch'" in differs["message"]
+    assert "is version 9.9.9 here" in differs["message"]
+    assert f"node {ADDRESSES[0]}" not in differs["message"]
+
+    lost = results["loses_a_node"]
+    assert lost["error"] == "WorkerError"
+    assert f"(node {ADDRESSES[1]}, pid" in lost["message"]
+    assert "died during sleeps()" in lost["message"]

@@ -1,0 +1,120 @@
+"""Two Ray nodes on one machine: two network namespaces joined by a cable, each with a raylet of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+INTERFACE = "cable0"
+PORT = 6379
+RAY = Path(sys.executable).parent / "ray"
+
+
+class NoRight(Exception):
+    """This process may not make namespaces."""
+
+
+class TwoNodes:
+    """A context: node 0 is the head; programs run on it with :meth:`run`."""
+
+    def __init__(self, cpus: int = 2, paths: tuple[str, str] = ("", "")) -> None:
+        """``paths``: PYTHONPATH of each node's workers."""
+        self.names = [f"rlhf{os.getpid()}-{n}" for n in range(2)]
+        self.cpus, self.paths = cpus, paths
+        self.folder = tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp")  # short: it holds sockets
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> TwoNodes:
+        try:
+            self._cable()
+            self._ray(0, "--head", "--port", str(PORT), "--include-dashboard=false")
+            self._ray(1, "--address", f"{ADDRESSES[0]}:{PORT}")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for name in reversed(self.names):
+            for pid in self._pids(name):  # whatever runs in the namespace was started by us
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait(30)
+        for name in self.names:
+            for _ in range(50):
+                if not self._pids(name):
+                    break
+                time.sleep(0.1)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        self.folder.cleanup()
+
+    def environment(self, node: int) -> dict[str, str]:
+        more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": self.paths[node]}
+        return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **more}
+
+    def run(self, script: Path, *arguments: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+        """A Python program on node 0."""
+        command = ["ip", "netns", "exec", self.names[0], sys.executable, str(script), *arguments]
+        env = self.environment(0)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+
+    def raylet(self, node: int) -> int:
+        """Its process id."""
+        for pid in self._pids(self.names[node]):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                    return pid
+        raise AssertionError(f"node {node} has no raylet")
+
+    def _cable(self) -> None:
+        done = subprocess.run(["ip", "netns", "add", self.names[0]], capture_output=True, text=True, check=False)
+        if done.returncode:
+            self.names = []
+            raise NoRight(done.stderr.strip())
+        ends = [f"v{os.getpid()}{end}" for end in "ab"]
+        _ip("netns", "add", self.names[1])
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(self.names, ends, ADDRESSES, strict=True):
+            _ip("link", "set", end, "netns", name)
+            _ip("-n", name, "link", "set", end, "name", INTERFACE)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def _ray(self, node: int, *options: str) -> None:
+        log = Path(self.folder.name) / f"node-{node}.log"
+        command = [
+            "ip", "netns", "exec", self.names[node], str(RAY), "start", "--block", "--disable-usage-stats",
+            "--node-ip-address", ADDRESSES[node], "--num-cpus", str(self.cpus),
+            "--object-store-memory", str(100 * 2**20), *options,
+        ]  # fmt: skip
+        if "--head" in options:
+            command += ["--temp-dir", self.folder.name]
+        with log.open("wb") as out:
+            self._started.append(
+                subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment(node))
+            )
+        for _ in range(600):
+            if "Ray runtime started" in log.read_text():
+                return
+            if self._started[-1].poll() is not None:
+                break
+            time.sleep(0.1)
+        raise AssertionError(f"node {node} did not start:\n{log.read_text()}")
+
+    def _pids(self, name: str) -> list[int]:
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in done.stdout.split()]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)

@@ -1,0 +1,76 @@
+"""What the driver does on two nodes, run inside of a namespace by test_two_nodes.py: one JSON line a scenario."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ray_standins import OddGenerator, OddTrainer
+from rlhf.errors import RlhfError
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.plugins import Plugins
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.launcher import RayLauncher
+
+
+def spec(ranks: int) -> ModelSpec:
+    return ModelSpec(RoleSpec("policy", trained=True), "", world_size=ranks)
+
+
+def spread(launcher: RayLauncher) -> dict[str, Any]:
+    """A rank on each node: they meet, and weights reach an engine on the other node."""
+    launcher.place({"policy": Place(2), GENERATOR: Place(2, share="policy")})
+    policy = launcher.launch_trainer(OddTrainer, None, spec(2))
+    engines = launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
+    engines.begin_load(1)
+    for bucket in policy.stream("buckets", "live", 24, timeout=60.0):
+        engines.take(bucket)
+    proofs = engines.end_load()
+    sent = policy.call("sent", [()] * 2)[0]
+    requests = [GenerationRequest((n,), n, Sampling(8)) for n in range(6)]
+    return {
+        "nodes": [m.facts["address"] for m in policy.members],
+        "engines": [m.facts["address"] for m in engines.engines.values()],
+        "sums": policy.call("adds", [()] * 2),
+        "interfaces": [w["GLOO_SOCKET_IFNAME"] for w in policy.call("where", [()] * 2)],
+        "rendezvous": policy.call("where", [()] * 2)[0]["spec"].rendezvous,
+        "proven": [proof.received == sent for proof in proofs],
+        "answers": sorted(n for n, _ in engines.generate(requests)),
+    }
+
+
+def differs(launcher: RayLauncher) -> dict[str, Any]:
+    """Node 1 has another version of a plugin of the run."""
+    launcher.place({"policy": Place(2)}, [Plugins.discover().resolve("trainer", "torch")])
+    launcher.launch_trainer(OddTrainer, None, spec(2))
+    return {}
+
+
+def loses_a_node(launcher: RayLauncher) -> dict[str, Any]:
+    """The whole of node 1 goes away during a call."""
+    launcher.place({"policy": Place(2)})
+    policy = launcher.launch_trainer(OddTrainer, None, spec(2))
+    os.kill(int(sys.argv[1]), signal.SIGKILL)
+    policy.call("sleeps", [(30.0,)] * 2)
+    return {}
+
+
+def main(scenario: Callable[[RayLauncher], dict[str, Any]]) -> None:
+    launcher = RayLauncher(RayConfig(address="auto", strategy="STRICT_SPREAD"))
+    try:
+        result = scenario(launcher)
+    except RlhfError as error:
+        result = {"error": type(error).__name__, "message": str(error)}
+    finally:
+        launcher.shutdown()
+    print(json.dumps({"scenario": scenario.__name__, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    for each in (spread, differs, loses_a_node):
+        main(each)
