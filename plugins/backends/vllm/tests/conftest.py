@@ -1,4 +1,4 @@
-"""Real engines, shared by the tests of a module: starting one costs seconds, other weights and end tokens cost nothing."""
+"""Real engines, shared by the tests of a module: starting one costs seconds, other weights and end tokens nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from transformers import AutoTokenizer
 
-SMALL = {"kv_cache_gib": 0.0625, "max_sequences": 64}
-
 
 class Engines:
     """Of one module."""
 
-    small = VllmGeneratorConfig(**SMALL)
+    small = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64)
 
     def __init__(self) -> None:
         self._started: dict[tuple[VllmGeneratorConfig, str], VllmGenerator] = {}

@@ -23,7 +23,7 @@ class VllmGeneratorConfig(ComponentConfig):
     """Run the model as it is (``true``) or compiled, on a GPU with captured graphs (``false``); absent: as it is on a
     CPU, compiled on a GPU."""
     prefix_caching: bool = True
-    """Keys and values of prompts that begin alike are computed once, in blocks (of 128 tokens on a CPU, 16 on a GPU)."""
+    """Keys and values of prompts that begin alike are computed once, in whole blocks (of 128 tokens on a CPU)."""
     max_sequences: int = Field(256, ge=1)
     """Samples drawn at once; further requests wait, in order."""
     max_batched_tokens: int | None = Field(None, ge=1)
@@ -39,7 +39,8 @@ class VllmGeneratorConfig(ComponentConfig):
     def _consistent(self) -> VllmGeneratorConfig:
         if self.memory_share is not None and self.kv_cache_gib is not None:
             raise ValueError(
-                "memory_share and kv_cache_gib both decide the size of the cache: give one of them (kv_cache_gib is exact)"
+                "memory_share and kv_cache_gib both decide the size of the cache: give one of them (kv_cache_gib is "
+                "exact)"
             )
         if self.max_batched_tokens is not None and self.max_batched_tokens < self.max_sequences:
             raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 LEVEL = "RLHF_VLLM_LOG"
-"""Environment variable: vLLM's log level (``INFO``, ``DEBUG``, ...); where neither this nor vLLM's own is set, errors."""
+"""Environment variable: vLLM's log level (``INFO``, ``DEBUG``, ...); without it or vLLM's own, errors only."""
 KEPT = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
 """Variables that vLLM reads later on."""
 
@@ -56,7 +56,7 @@ def contained(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def own_randomness(device: str) -> Iterator[None]:
-    """vLLM draws from torch's global generators even where every request has its seed; they are as before after this."""
+    """vLLM draws from torch's global generators even where every request has its seed: put them back."""
     devices = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -65,3 +65,11 @@ def own_randomness(device: str) -> Iterator[None]:
 def stay_where_memory_is() -> None:
     """An engine in this process shares its memory with whoever else computes here: leave it on all NUMA nodes."""
     torch.ops._C.init_cpu_memory_env = lambda nodes: None
+
+
+def compile_nothing() -> None:
+    """Small functions beside the model are compiled by inductor at their first call, even where the model is not: that
+    takes a C++ compiler and seconds. Called before vLLM's other modules are imported, this leaves them as they are."""
+    from vllm.platforms import current_platform
+
+    current_platform.simple_compile_backend = "eager"

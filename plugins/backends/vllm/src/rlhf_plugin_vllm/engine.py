@@ -7,22 +7,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError
+from rlhf.errors import CapabilityError, ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.contain import contained, own_randomness, stay_where_memory_is
+from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is
 from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 
 WORKER = "rlhf_plugin_vllm.worker.WeightReceiver"
-_running: set[int] = set()
-"""Engines of this process: they share vLLM's process groups, which the last one takes down."""
+QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_running: dict[int, bool] = {}
+"""Engines of this process, and whether the process groups were somebody else's before the first: they share vLLM's."""
 
 
 class Engine:
-    """A thin hold on vLLM's ``LLMEngine``; everything that knows vLLM's names for things is here and in ``worker.py``."""
+    """A thin hold on vLLM's ``LLMEngine``."""
 
     def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> None:
         self.where = where
@@ -31,16 +32,22 @@ class Engine:
         ).name
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if where.cpu else None
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ({BIND: binding} if binding else {})
-        self._foreign_groups = not _running and torch.distributed.is_available() and torch.distributed.is_initialized()
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if binding:
+            variables |= {BIND: binding}
+        if config.tensor_parallel * config.pipeline_parallel > 1:
+            variables |= QUIET_WORKERS
+        foreign = any(_running.values()) if _running else torch.distributed.is_initialized()
         with contained(variables):
             try:
                 self._llm: Any = self._start(config, spec, where)
             except Exception as error:
-                raise ModelError(
-                    f"vLLM ({where.distribution}) could not start with {spec.path!r}: {_first(error)}"
-                ) from error
-        _running.add(id(self))
+                _take_down(foreign)
+                if isinstance(error, RlhfError):
+                    raise
+                what = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
+                raise ModelError(f"{what}: {_first(error)}") from error
+        _running[id(self)] = foreign
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence, what is sampled included."""
@@ -48,14 +55,18 @@ class Engine:
         """Token ids are below it."""
 
     def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> Any:
+        if where.cpu and config.eager is not False:
+            compile_nothing()
         import vllm.envs
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         vllm.envs.disable_envs_cache()  # an engine before this one froze the environment as it was then
+        prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
+            _check_cpu_model(prepared.model_config)
             stay_where_memory_is()
-        return LLMEngine.from_engine_args(EngineArgs(**arguments(config, spec, where, self.dtype)))
+        return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -98,23 +109,30 @@ class Engine:
         self._llm.wake_up(list(tags))
 
     def close(self) -> None:
-        """Stop workers and give everything back. The last engine of the process takes down vLLM's process groups, unless
-        they were somebody else's before."""
-        _running.discard(id(self))
+        """Stop workers and give everything back. The last engine of the process takes down vLLM's process groups,
+        unless they were somebody else's before."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
         from vllm.v1.engine import core
 
-        take_down = core.cleanup_dist_env_and_memory
-        if _running or self._foreign_groups:
-            core.cleanup_dist_env_and_memory = lambda: None
+        foreign = _running.pop(id(self))
+        original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda: None
         try:
             llm.engine_core.shutdown()
         finally:
-            core.cleanup_dist_env_and_memory = take_down
+            core.cleanup_dist_env_and_memory = original
         del llm
         gc.collect()
+        _take_down(foreign)
+
+
+def _take_down(foreign: bool) -> None:
+    """vLLM's process groups, once nobody needs them."""
+    if not _running and not foreign and torch.distributed.is_initialized():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
@@ -122,9 +140,9 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
     if where.cpu and tokens < length:
-        raise ModelError(
-            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens, and a CPU does not cut prompts "
-            "in pieces. Raise it, or leave it out"
+        raise CapabilityError(
+            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens and one), and "
+            "a CPU does not cut prompts in pieces. Raise it, or leave it out."
         )
     chosen: dict[str, Any] = {
         "model": spec.path,
@@ -169,6 +187,27 @@ def _length(spec: GeneratorSpec) -> int:
     stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     wanted = spec.max_tokens + 1
     return wanted if positions is None or stretched else min(wanted, positions)
+
+
+def _check_cpu_model(model: Any) -> None:
+    """Refuse what vLLM's kernels for CPUs compute wrongly or not at all.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and size not in sizes:
+        raise CapabilityError(
+            f"{model.model!r} has attention heads of size {size}; vLLM's attention on a CPU takes "
+            f"{', '.join(map(str, sizes))}. Use a GPU, another model, or --generator.use transformers."
+        )
+    if model.get_num_experts() > 0:
+        raise CapabilityError(
+            f"{model.model!r} is a mixture of experts: on a CPU vLLM goes on with the experts' old weights after new "
+            "ones came. Use a GPU, or --generator.use transformers."
+        )
 
 
 def _first(error: BaseException) -> str:

@@ -140,7 +140,7 @@ class VllmGenerator(Generator):
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow. Keys and values of the old ones are dropped. A load that was under way is given up.
+        """Weights of ``version`` follow. Keys and values of the old ones are dropped; a load under way is given up.
 
         Raises ModelError while samples are being drawn.
         """
@@ -165,14 +165,13 @@ class VllmGenerator(Generator):
         for rank, _, _, missing in results:
             if missing:
                 raise SyncError(
-                    f"{_who(rank, len(results))} did not get all of version {version}: {_listed(missing)} did not come. "
-                    "Nothing is sampled until a load is complete."
+                    f"{_who(rank, len(results))} did not get all of version {version}: {_listed(missing)} did not "
+                    "come. Nothing is sampled until a load is complete."
                 )
         self.version, self._unfit, self._given_up = version, "", False
+        dtype, detail = self.engine.dtype, self.engine.where.distribution
         return [
-            Proof(
-                version, _who(rank, len(results)), nbytes, received, self.engine.dtype, self.engine.where.distribution
-            )
+            Proof(version, _who(rank, len(results)), nbytes, received, dtype, detail)
             for rank, received, nbytes, _ in results
         ]
 
@@ -186,8 +185,8 @@ class VllmGenerator(Generator):
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU there is nothing to give back: cached keys
-        and values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
+        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU there is nothing to give back: cached
+        keys and values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
         if self._asleep:
             return
         if self.engine.busy:

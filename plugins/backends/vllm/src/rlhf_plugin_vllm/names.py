@@ -19,7 +19,7 @@ class Names:
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
 
     def unpacked(self, name: str) -> list[str]:
-        """What a parameter of vLLM is packed of: ``...qkv_proj.weight`` -> ``...q_proj.weight``, ``k_proj``, ``v_proj``."""
+        """What a parameter of vLLM is packed of: ``qkv_proj.weight`` -> ``q_proj.weight``, ``k_proj.weight``, ..."""
         *path, module, attribute = name.split(".") if name.count(".") else ("", name, "")
         return [".".join([*path, part, attribute]) for part in self.parts.get(module, [module])]
 

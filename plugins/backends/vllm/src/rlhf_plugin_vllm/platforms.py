@@ -74,7 +74,7 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
     refused = ""
     if config.pipeline_parallel > 1:
         refused = (
-            f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage dies on its first batch on a CPU. Use "
+            f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage dies on its first batch there. Use "
             "tensor_parallel, or 1"
         )
     elif config.tensor_parallel > where.devices:

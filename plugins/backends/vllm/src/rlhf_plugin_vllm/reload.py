@@ -76,8 +76,8 @@ class Reload:
 
     @torch.no_grad()
     def end(self) -> list[str]:
-        """Pack what is not yet packed. Names, as the stream calls them, of tensors that the model needs and that did not
-        come; where there are any, the model is not fit to sample from."""
+        """Pack what is not yet packed. Names, as the stream calls them, of tensors that the model needs and that did
+        not come; where there are any, the model is not fit to sample from."""
         missing = self.names.missing(self.needed, self.loaded, self.received)
         if not missing:
             missing = [f"a part of {name}" for name in self._unfinished()]
@@ -87,7 +87,7 @@ class Reload:
         return missing
 
     def _unfinished(self) -> Iterator[str]:
-        """vLLM's names of layers that got fewer elements than they hold. Vocabularies are padded, so they do not count."""
+        """vLLM's names of layers that got fewer elements than they hold; not of vocabularies, which are padded."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             padded = isinstance(layer, VocabParallelEmbedding)
@@ -113,7 +113,7 @@ def _tied_heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def repack_tied(layers: list[nn.Module]) -> None:
-    """A tied head gets no tensor of its own, so vLLM does not pack it again: its kernel would go on with the old copy."""
+    """A tied head gets no tensor of its own, so vLLM does not pack it again: its kernel would keep the old copy."""
     for layer in layers:
         method = getattr(layer, "quant_method", None)
         if method is not None:

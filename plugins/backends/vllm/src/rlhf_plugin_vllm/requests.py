@@ -121,8 +121,8 @@ class Sample:
         ids, logprobs = self._ids[:count], self._logprobs[:count]
         if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
             raise ModelError(
-                f"vLLM reports log-probs {logprobs} for {count} tokens of request {self.position}: the weights hold NaN, "
-                "or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
+                f"vLLM reports log-probs {logprobs} for {count} tokens of request {self.position}: the weights hold "
+                "NaN, or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
             )
         return Turn(
             ids=ids,

