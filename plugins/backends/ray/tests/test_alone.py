@@ -67,7 +67,7 @@ class Driver:
         return {r[1].rpartition(":")[0] for r in rows if r[3] == "0A" and r[9] in sockets}
 
     def leaves_nothing(self) -> None:
-        for _ in range(150):
+        for _ in range(300):
             if not self.family():
                 break
             time.sleep(0.2)
