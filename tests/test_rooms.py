@@ -194,7 +194,9 @@ def test_core_names_no_algorithm():
 @pytest.mark.parametrize("member", PLUGINS, ids=name_of)
 def test_plugins_import_the_contract_themselves_and_what_they_declare(member):
     provided = importlib_metadata.packages_distributions()
-    declared = {canonicalize_name(r.name) for m in (member, BY_NAME["rlhf-core"]) for r in m.requirements}
+    declared = {
+        canonicalize_name(r.name) for m in (member, BY_NAME["rlhf-core"]) for r in (*m.requirements, *m.optional)
+    }
     bad = []
     for path in python_files(member.source):
         for i in imports(path):
