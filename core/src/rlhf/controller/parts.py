@@ -1,0 +1,146 @@
+"""What a run is made of, before its data is read: plugins with their options, and the roles that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.components import Selection, build_algorithm, resolved_run, select
+from rlhf.controller.scoring import ActiveReward
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm, ModelSpec, Rollout
+from rlhf.plugins import Plugins, Resolved, check_requirements
+from rlhf.runfile import Choice, ModelSection, RunFile
+from rlhf.types import RoleSpec
+from rlhf.validation import check
+
+_NAMED = ("policy", "critic", "reference")
+"""Roles with a section of their own; others are under ``[roles]``."""
+
+
+@dataclass
+class RunParts:
+    """Parts that fit together."""
+
+    config: RunFile
+    """With every option of every plugin filled in."""
+    algorithm: Algorithm
+    parts: dict[str, Selection]
+    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``; and ``trainer.<role>`` for a role with options of
+    its own."""
+    rewards: list[ActiveReward]
+    roles: dict[str, RoleSpec]
+    rollout: Rollout | None
+    used: list[Resolved]
+    """Plugins of the algorithm and its slots; those of ``parts`` and ``rewards`` come beside them."""
+
+    @property
+    def online(self) -> bool:
+        return self.algorithm.data == "prompts"
+
+    def trainer(self, role: str) -> Selection:
+        """With the role's own options."""
+        return self.parts.get(f"trainer.{role}", self.parts["trainer"])
+
+
+def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunParts:
+    """Resolve plugins, check options and what the parts need of each other.
+
+    Args:
+        scored: whether answers must get a reward.
+
+    Raises ConfigError or PluginError saying what to change.
+    """
+    check_requirements(config.run.requires)
+    config = resolved_run(plugins, config)
+    algorithm, used = build_algorithm(plugins, config.algorithm, config.origins)
+    parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
+    rewards = [_reward(plugins, config, number) for number in range(len(config.reward))]
+    roles = _roles(algorithm, rewards)
+    rollout = None
+    if algorithm.data == "prompts" or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
+        parts["rollout"] = select(plugins, "rollout", config.rollout, "rollout", config.origins)
+        rollout = parts["rollout"].build()
+        if rollout.needs_generator:
+            parts["generator"] = select(plugins, "generator", config.generator, "generator", config.origins)
+        if config.env is not None:
+            parts["env"] = select(plugins, "env", config.env, "env", config.origins)
+    check(
+        config,
+        algorithm,
+        rollout_needs_env=rollout is not None and rollout.needs_env,
+        reward_roles=[role for r in rewards for role in r.instance.roles()],
+        generator=parts["generator"].resolved.cls if "generator" in parts else None,
+        trainer=parts["trainer"].resolved.cls,
+        scored=scored,
+    )
+    for name in roles:
+        if own := section_of(config, name).trainer:
+            where = f"{name}.trainer" if name in _NAMED else f"roles.{name}.trainer"
+            merged = Choice(use=config.trainer.use, options={**config.trainer.options, **own})
+            parts[f"trainer.{name}"] = select(plugins, "trainer", merged, where, config.origins)
+    return RunParts(config, algorithm, parts, rewards, roles, rollout, used)
+
+
+def section_of(config: RunFile, role: str) -> ModelSection:
+    """The run file's section about a role's model."""
+    if role in _NAMED:
+        section: ModelSection = getattr(config, role)
+        return section
+    return config.roles.get(role, ModelSection())
+
+
+def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str) -> str:
+    """Which model a role holds: its own section's, the one its declarer knows, or that of the role it is like."""
+    role = roles[name]
+    own = section_of(config, name).model or role.model
+    if own is None and role.like is not None:
+        return model_of(config, roles, role.like)
+    if own is None:
+        raise ConfigError(f"no model is named for the role {name!r}; set --roles.{name}.model PATH")
+    return own
+
+
+def model_spec(
+    config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: int = 0, ranks: int = 1
+) -> ModelSpec:
+    """A role whose section names neither model nor precision takes both from the role it is like.
+
+    Args:
+        updates: optimizer steps of the whole run.
+    """
+    own, role = section_of(config, name), roles[name]
+    like = section_of(config, role.like) if role.like is not None else own
+    return ModelSpec(
+        role,
+        model_of(config, roles, name),
+        own.dtype if own.dtype != "auto" else like.dtype,
+        own.gradient_checkpointing,
+        own.trust_remote_code or (own.model is None and like.trust_remote_code),
+        config.run.seed,
+        updates,
+        world_size=ranks,
+    )
+
+
+def _reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
+    section = config.reward[number]
+    selection = select(plugins, "reward", section, f"reward.{number}", config.origins)
+    return ActiveReward(
+        section.label,
+        selection.resolved,
+        selection.build(),
+        selection.config,
+        section.weight,
+        section.deadline,
+        section.retries,
+        section.credit,
+    )
+
+
+def _roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
+    roles: dict[str, RoleSpec] = {}
+    for role in (*algorithm.needs().roles, *(role for r in rewards for role in r.instance.roles())):
+        if roles.setdefault(role.name, role) != role:
+            raise ConfigError(f"two components declare the role {role.name!r} differently; give one reward a name")
+    return roles

@@ -1,0 +1,302 @@
+"""Memory of every device in every phase: what rests there, and what the busy role adds at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rlhf.interfaces.launcher import GENERATOR
+from rlhf.plan import formulas
+from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, device_groups
+
+PHASES = ("load", "generate", "sync", "forward", "train")
+"""load: models are read; generate: samples are drawn and scored; sync: weights go to engines that hold their own;
+forward: the batch is annotated; train: forward, backward and step."""
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
+"""logits: the log-prob peak; cache: keys and values of the generator; working: temporaries, gathered weights, casts and
+buffers; allocator: freed and not given back; process: what a process takes before it holds a model."""
+PROCESS = "process"
+"""The row of what belongs to no role."""
+
+Parts = dict[str, int]
+
+
+def sum_of(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The fullest moment of a phase on one device."""
+
+    phase: str
+    busy: tuple[str, ...]
+    """Who computes; the others rest."""
+    rows: Mapping[str, Parts]
+    """{role: {part: bytes}}."""
+    host: int
+    """Bytes in host memory for this device."""
+
+    @property
+    def total(self) -> int:
+        return sum(map(sum_of, self.rows.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    group: DeviceGroup
+    moments: Mapping[str, Moment]
+    """By phase; only phases that the run has."""
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments.values(), key=lambda m: m.total)
+
+
+# ------------------------------------------------------------------------------------------ a role
+
+
+def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
+    """(parts on the device, bytes on the host) of one rank that computes nothing.
+
+    Args:
+        aside: the trainer's ``offload()`` was called.
+    """
+    s, trained = role.sharding, role.trained_parameters
+    own = role.shape.parameters + (trained if s.adapter_rank else 0)
+    held = {"weights": formulas.weights(own, s), "optimizer": formulas.optimizer(trained, s)}
+    held["gradients"] = formulas.gradients(trained, s) if s.keeps_gradients else 0
+    elsewhere = {"weights": s.host_weights, "optimizer": s.host_optimizer or (aside and s.offloads)}
+    elsewhere["gradients"] = elsewhere["optimizer"]
+    here = {part: size for part, size in held.items() if size and not elsewhere[part]}
+    if s.buffers:
+        here["working"] = s.buffers
+    return here, sum(size for part, size in held.items() if elsewhere[part])
+
+
+def loading(role: RoleLayout) -> Parts:
+    """While its model is read: all weights that one rank holds for a moment."""
+    s = role.sharding
+    return {"weights": int(role.shape.parameters * s.weight_bytes / s.loading_ranks)}
+
+
+def forwarding(role: RoleLayout, device: str) -> Parts:
+    """What a forward pass without gradient adds at its peak: in the layers, or in the head."""
+    s, shape = role.sharding, role.shape
+    layer = max(
+        formulas.layer_working(x, shape.hidden, role.micro_tokens, role.longest, bf16=s.bf16, device=device)
+        for x in shape.layers
+    )
+    head = formulas.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
+    added = {"working": formulas.gathered(shape, s) + formulas.casts(shape, s)}
+    if head >= layer:
+        added["logits"] = head
+    else:
+        added["working"] += layer
+    return added | {"allocator": formulas.allocator(sum_of(added), device)}
+
+
+def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
+    """(What forward, backward and step add at their peak, bytes on the host): gradients of earlier micro-batches, what
+    the layers keep, and the largest of three moments: the end of the forward pass, the head's backward, a layer's."""
+    s, shape, tokens = role.sharding, role.shape, role.micro_tokens
+    trained = role.trained_parameters
+    whole = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=False)
+    kept, one = whole, 0
+    if role.gradient_checkpointing:
+        kept = tokens * len(shape.layers) * shape.hidden * formulas.FP32
+        one = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=True) - kept
+    casts = formulas.casts(shape, s)
+    copied = 0 if role.gradient_checkpointing else casts
+    head_gradient = 0 if s.adapter_rank else shape.head * formulas.FP32
+    layer = max(
+        formulas.layer_working(x, shape.hidden, tokens, role.longest, bf16=s.bf16, device=device) for x in shape.layers
+    )
+    ends = (
+        {"activations": kept, "logits": formulas.head_forward(shape, tokens, s, role.outputs), "working": casts},
+        {"activations": kept, "logits": formulas.head_backward(shape, tokens, s, role.outputs), "working": copied},
+        {
+            "activations": kept + one,
+            "logits": head_gradient if shape.tied and shape.outputs == shape.vocabulary else 0,
+            "working": copied + layer,
+        },
+    )
+    added = max(ends, key=sum_of)
+    added["working"] += formulas.gathered(shape, s)
+    gradients = formulas.gradients(trained, s)
+    if not s.host_optimizer:
+        added["gradients"] = gradients
+    added["allocator"] = formulas.allocator(sum_of(added), device)
+    return added, gradients if s.host_optimizer else 0
+
+
+# -------------------------------------------------------------------------------------- the engine
+
+
+def engine_resting(engines: EngineLayout, machine: Machine, *, asleep: bool, cache: bool = True) -> Parts:
+    """One device's part of an engine between calls."""
+    footprint = engines.footprint
+    if asleep:
+        return {}
+    here = {"weights": formulas.engine_weights(engines.shape, footprint), "working": footprint.working}
+    if cache:
+        here["cache"] = reserved_cache(engines, machine) or 0
+    return {part: size for part, size in here.items() if size}
+
+
+def reserved_cache(engines: EngineLayout, machine: Machine) -> int | None:
+    """Bytes of cache that a device of the engine reserves; None where it grows with need, or nobody knows the memory
+    that it takes a share of."""
+    footprint = engines.footprint
+    if footprint.kv_space is not None:
+        return footprint.kv_space
+    if footprint.share is None:
+        return None
+    if machine.memory is None:
+        return int(engines.longest * formulas.cache_per_token(engines.shape, footprint))
+    weights = formulas.engine_weights(engines.shape, footprint)
+    return max(0, int(footprint.share * machine.memory) - weights - footprint.working)
+
+
+def sampling(engines: EngineLayout, machine: Machine) -> Parts:
+    """What drawing samples adds: a cache that grows, and the largest forward pass where the engine does not hold memory
+    for it already."""
+    footprint = engines.footprint
+    if footprint.share is not None:
+        return {}
+    added: Parts = {}
+    if footprint.kv_space is None:
+        added["cache"] = formulas.cache_grown(engines.shape, footprint, engines.samples, engines.longest)
+    added["working"] = formulas.sampling_working(
+        engines.shape, footprint, engines.samples, engines.longest, bf16=engines.bf16, device=machine.device
+    )
+    return added | {"allocator": formulas.allocator(sum_of(added), machine.device)}
+
+
+# --------------------------------------------------------------------------------------- a device
+
+
+def plan_groups(layout: Layout) -> list[GroupPlan]:
+    """Every group of equal devices, in every phase that the run has."""
+    return [
+        GroupPlan(group, {phase: _moment(layout, group, phase) for phase in phases_of(layout)})
+        for group in device_groups(layout.places, layout.machine)
+    ]
+
+
+def phases_of(layout: Layout) -> list[str]:
+    engines = layout.engines
+    have = {
+        "load": True,
+        "generate": engines is not None,
+        "sync": engines is not None and engines.footprint.weight_bytes > 0,
+        "forward": any(bool(r.annotated) for r in layout.roles),
+        "train": any(r.trained for r in layout.roles),
+    }
+    return [phase for phase in PHASES if have[phase]]
+
+
+def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
+    """The fullest: with each busy role in turn, or with all that may be busy at once."""
+    workers = [name for name in group.holds if _works(layout, name, phase)]
+    at_once = phase == "generate" and layout.machine.processes  # scores are computed beside the sampling
+    turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
+    return max((_at(layout, group, phase, busy) for busy in turns or [()]), key=lambda m: m.total)
+
+
+def _works(layout: Layout, name: str, phase: str) -> bool:
+    if name == GENERATOR:
+        return phase == "generate"
+    role = layout.role(name)
+    return {
+        "load": True,
+        "generate": role.rewards,
+        "sync": name == "policy",
+        "forward": bool(role.annotated),
+        "train": role.trained,
+    }[phase]
+
+
+def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -> Moment:
+    rows: dict[str, Parts] = {}
+    host = 0
+    for name, ranks in group.holds.items():
+        if name == GENERATOR:
+            assert layout.engines is not None
+            parts, away = _engine_parts(layout, layout.engines, phase, name in busy), 0
+            ranks *= _parts_here(layout)
+        else:
+            parts, away = _role_parts(layout, layout.role(name), phase, name in busy)
+        if layout.machine.processes:
+            parts = _add(parts, {"process": formulas.PROCESS[layout.machine.device]})
+            parts = _add(parts, {"working": formulas.LIBRARIES[layout.machine.device]})
+        rows[name] = {part: size * ranks for part, size in parts.items() if size}
+        host += away * ranks
+    if not layout.machine.processes:
+        device = layout.machine.device
+        rows[PROCESS] = {"process": formulas.PROCESS[device], "working": formulas.LIBRARIES[device]}
+    return Moment(phase, busy, rows, host)
+
+
+def _parts_here(layout: Layout) -> int:
+    """Parts of one engine in a group: on a CPU all of them are on the host, on GPUs one on each device."""
+    assert layout.engines is not None
+    footprint = layout.engines.footprint
+    return footprint.tensor_parallel * footprint.pipeline_parallel if layout.machine.device == "cpu" else 1
+
+
+def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tuple[Parts, int]:
+    machine = layout.machine
+    aside = phase == "generate" and _shares_with_engines(layout, role.name)
+    parts, host = resting(role, aside=aside)
+    if phase == "load":
+        return (loading(role) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
+    if busy and phase == "train":
+        added, away = training(role, machine.device)
+        return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
+    if busy and phase in ("forward", "generate"):
+        return _add(parts, forwarding(role, machine.device)), host
+    if busy and phase == "sync":
+        assert layout.engines is not None
+        spread = role.sharding.weight_ranks > 1 or role.sharding.host_weights
+        return _add(parts, {"working": layout.engines.bucket if spread else 0}), host
+    if machine.device == "cpu" and machine.processes:  # a process keeps what it freed, and the others cannot have it
+        most = max(sum_of(forwarding(role, "cpu")) if role.annotated else 0, _training_sum(role))
+        parts = _add(parts, {"allocator": most})
+    return parts, host
+
+
+def _training_sum(role: RoleLayout) -> int:
+    return sum_of(training(role, "cpu")[0]) if role.trained else 0
+
+
+def _engine_parts(layout: Layout, engines: EngineLayout, phase: str, busy: bool) -> Parts:
+    machine, shares = layout.machine, _shares_with_engines(layout, GENERATOR)
+    if phase == "load":
+        return engine_resting(engines, machine, asleep=False)
+    asleep = shares and engines.footprint.sleeps and phase in ("forward", "train")
+    cache = phase != "sync" or engines.canaries or not (shares and engines.footprint.sleeps)
+    parts = engine_resting(engines, machine, asleep=asleep, cache=cache)
+    if phase == "sync":
+        return _add(parts, {"working": engines.bucket})
+    return _add(parts, sampling(engines, machine)) if busy else parts
+
+
+def _shares_with_engines(layout: Layout, name: str) -> bool:
+    """Lives on devices on which both an engine and a role do (the hybrid engine's phases)."""
+    places = layout.places
+    if GENERATOR not in places:
+        return False
+    home = places[GENERATOR].share or GENERATOR
+    mine = places[name].share or name
+    others = [n for n, place in places.items() if n != GENERATOR and (place.share or n) == home]
+    return mine == home and bool(others)
+
+
+def _add(parts: Mapping[str, int], more: Mapping[str, int]) -> Parts:
+    return {name: parts.get(name, 0) + more.get(name, 0) for name in dict.fromkeys([*parts, *more])}
+
+
+def busiest(groups: Iterable[GroupPlan]) -> GroupPlan:
+    """The group with the fullest device."""
+    return max(groups, key=lambda g: g.peak.total)

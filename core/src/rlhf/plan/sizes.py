@@ -1,0 +1,34 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from rlhf.errors import ConfigError
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
+
+GIB = 2**30
+
+
+def parse(text: str, what: str) -> int:
+    """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
+
+    Raises ConfigError where ``text`` is no positive number with one of :data:`UNITS`.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None
+    if match is None or factor is None or float(match.group(1)) <= 0:
+        raise ConfigError(f"{what} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB")
+    return int(float(match.group(1)) * factor)
+
+
+def text(count: float) -> str:
+    """``1.50 GiB``, ``320 MiB``; three significant digits."""
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            value = count / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{count:.0f} B"
