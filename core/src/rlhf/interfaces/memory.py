@@ -72,6 +72,8 @@ class Footprint:
     """Bytes per device reserved for the cache at the start. With neither, the cache grows with what is sampled."""
     rows: int = 256
     """Most samples drawn at once."""
+    cache_tokens: int | None = None
+    """Bound on rows x positions of a cache that grows."""
     prefill_tokens: int = 8192
     """Most prompt tokens of one forward pass."""
     working: int = 0

@@ -189,9 +189,10 @@ def cache_per_token(shape: ModelShape, footprint: Footprint) -> float:
 
 def cache_grown(shape: ModelShape, footprint: Footprint, samples: int, longest: int) -> int:
     """Of a cache that grows with need: rows x longest sequence, and a layer that is copied as it grows."""
-    rows = min(footprint.rows, samples)
-    whole = rows * longest * cache_per_token(shape, footprint)
-    return int(whole * (1 + 1 / max(1, len(shape.layers))))
+    tokens = min(footprint.rows, samples) * longest
+    if footprint.cache_tokens is not None:
+        tokens = min(tokens, footprint.cache_tokens)
+    return int(tokens * cache_per_token(shape, footprint) * (1 + 1 / max(1, len(shape.layers))))
 
 
 def sampling_working(

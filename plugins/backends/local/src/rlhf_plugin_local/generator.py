@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +12,8 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
+from rlhf.interfaces.memory import Footprint
+from rlhf.modeling.sharding import computes_bf16
 from rlhf.types import GenerationRequest, Turn
 from torch import nn
 
@@ -53,6 +55,18 @@ class TransformersGenerator(Generator):
         None: as much as ``max_batch`` rows come to need. The cache grows with need in either case."""
         prefill_tokens: int = Field(8192, ge=1)
         """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
+
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_batch": 64}, {"max_batch": 16})
+
+    @classmethod
+    def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
+        bf16 = computes_bf16(config.dtype if config.dtype != "auto" else dtype, device)
+        return Footprint(
+            kv_bytes=2.0 if bf16 else 4.0,
+            rows=config.max_batch,
+            cache_tokens=config.max_cache_tokens,
+            prefill_tokens=config.prefill_tokens,
+        )
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = self.Config() if config is None else config

@@ -1,0 +1,36 @@
+"""What a rank of this room's trainers holds, for ``rlhf plan``: a whole fp32 copy; a subclass divides it."""
+
+from __future__ import annotations
+
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.memory import Sharding
+from rlhf.modeling.config import TrainingConfig
+
+
+def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
+    """See :meth:`rlhf.interfaces.Trainer.sharding`. A GPU that is planned for computes bf16 where nothing else is said;
+    a CPU as this one would."""
+    bf16 = computes_bf16(spec.dtype, device)
+    return Sharding(
+        average_bytes=4.0 if config.ema_decay is not None else 0.0,
+        bf16=bf16,
+        cast_bytes=2.0 if bf16 else 0.0,
+        fused=device == "cpu",
+        logits=config.logits_chunk,
+        micro_tokens=4096 if bf16 else 2048,
+        adapter_rank=config.lora.rank if config.lora is not None else 0,
+        adapter_targets=config.lora.targets if config.lora is not None else None,
+    )
+
+
+def computes_bf16(dtype: str, device: str) -> bool:
+    """``dtype``: ``auto`` | ``fp32`` | ``bf16``."""
+    if dtype != "auto":
+        return dtype == "bf16"
+    if device == "cuda":
+        return True
+    import torch
+
+    from rlhf.modeling.precision import choose_precision
+
+    return choose_precision("auto", torch.device("cpu")).bf16
