@@ -15,13 +15,17 @@ from rlhf_plugin_ray.launcher import RayLauncher
 
 
 def main(how: str) -> None:
-    launcher = RayLauncher(RayConfig(cpus=2, object_store_gib=0.1))
+    options = {"address": sys.argv[2]} if len(sys.argv) > 2 else {"cpus": 2, "object_store_gib": 0.1}
+    launcher = RayLauncher(RayConfig(show_output=how == "shows", **options))
     try:
         launcher.place({"policy": Place(), GENERATOR: Place()})
         policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
         policy.call("same", [(b"x" * 100_000,)])
         print(json.dumps({"address": policy.members[0].facts["address"]}), flush=True)
+        if how == "shows":
+            policy.call("prints", [("hello from a worker",)])
+            time.sleep(2.0)
         if how == "raises":
             raise ValueError("a reward failed")
         if how == "waits":

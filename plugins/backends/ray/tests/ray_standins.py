@@ -30,6 +30,9 @@ class OddTrainer(CountingTrainer):
             "pid": os.getpid(), "spec": self.spec, "folder": os.getcwd(), "torch": "torch" in sys.modules,
         }  # fmt: skip
 
+    def prints(self, text: str) -> None:
+        print(text, flush=True)
+
     def same(self, value: Any) -> Any:
         return value
 
@@ -143,6 +146,7 @@ class OddGenerator(Generator):
         self.weights = "initial"
         self.asleep = False
         self.note(f"started {os.getpid()}")
+        self.note(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
 
     def note(self, text: str) -> None:
         if self.config.folder:

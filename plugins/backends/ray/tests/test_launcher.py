@@ -92,6 +92,16 @@ def test_what_others_hold_is_waited_for_so_long(launch):
     third.place({"policy": Place(4)})
 
 
+def test_workers_are_found_by_name_in_a_namespace(launch):
+    launcher = launch(namespace="mine")
+    launcher.place({"policy": Place(), GENERATOR: Place()})
+    policy = launcher.launch_trainer(OddTrainer, None, spec())
+    launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
+    found = ray.get_actor("policy-0", namespace="mine")
+    assert ray.get(found.pulse.remote()) == ray.get(policy.members[0].beside("pulse"))
+    ray.get_actor("engine-0", namespace="mine")
+
+
 def test_misuse(launch):
     launcher = launch()
     with pytest.raises(CapabilityError, match="'policy' was not placed"):

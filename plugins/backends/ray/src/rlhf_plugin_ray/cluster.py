@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -18,6 +20,7 @@ _ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",  # an engine's children die with it
 }
 """Of this process, where they are not set, and so of the Ray that it starts."""
+_CONNECT_SECONDS = 5.0
 _START = (
     "Start it with `ray start --head` on one node and `ray start --address HOST:6379` on the others, or leave "
     "launcher.address out to run on this machine alone."
@@ -31,6 +34,8 @@ class Cluster:
         self.ours = not ray.is_initialized()
         if self.ours:
             self._connect(config)
+        else:
+            self._check(config)
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -38,7 +43,6 @@ class Cluster:
         address = config.address or os.environ.get("RAY_ADDRESS") or "local"
         options: dict[str, Any] = {
             "address": address,
-            "namespace": config.namespace,
             "log_to_driver": config.show_output,
             "logging_level": "ERROR",
         }
@@ -46,13 +50,23 @@ class Cluster:
             options |= {"include_dashboard": False, "num_cpus": config.cpus}
             if config.object_store_gib is not None:
                 options["object_store_memory"] = int(config.object_store_gib * 2**30)
+        if problem := _closed(address):
+            raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {problem}. {_START}")
         try:
-            with _LoopbackOnly(address == "local"):
+            with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
         except (ConnectionError, TimeoutError) as cause:
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START}") from cause
         except (RuntimeError, ValueError) as cause:  # another version of Python or Ray, or options that Ray refuses
             raise ConfigError(f"Ray at {address!r} cannot be used: {cause}") from cause
+
+    def _check(self, config: RayConfig) -> None:
+        """This process is connected already: options must not ask for something else."""
+        own = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
+        here = ray.get_runtime_context().gcs_address
+        if own or config.address not in (None, "auto", here):
+            asked = f"launcher.address = {config.address!r}" if not own else " and ".join(f"launcher.{n}" for n in own)
+            raise ConfigError(f"this process is connected to the Ray cluster {here} already; leave out {asked}")
 
     def nodes(self) -> list[Node]:
         """Those that live, ordered by address."""
@@ -70,25 +84,32 @@ class Cluster:
             ray.shutdown()
 
 
-class _LoopbackOnly:
+def _closed(address: str) -> str:
+    """Why nothing answers at HOST:PORT, which Ray would take minutes to find out; empty where something does."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as cause:
+        return getattr(cause, "strerror", None) or str(cause)
+    return ""
+
+
+class LoopbackOnly:
     """While a Ray of our own starts: it takes 127.0.0.1 as its address, so that nobody else can reach it.
 
     Ray takes the machine's outer address, whatever it is told, unless its switch for laptops is set.
     """
 
-    def __init__(self, active: bool) -> None:
-        self.active = active
-
     def __enter__(self) -> None:
-        if self.active:
-            self._before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+        self._before = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
 
     def __exit__(self, *_: object) -> None:
-        if self.active:
-            ray_constants.ENABLE_RAY_CLUSTER, variable = self._before
-            if variable is None:
-                del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
-            else:
-                os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = variable
+        ray_constants.ENABLE_RAY_CLUSTER, variable = self._before
+        if variable is None:
+            del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        else:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = variable

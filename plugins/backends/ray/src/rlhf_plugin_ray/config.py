@@ -19,7 +19,8 @@ class RayConfig(ComponentConfig):
     RAY_ADDRESS names (``ray job submit`` sets it) or this process is connected to already, else a Ray of its own, which
     only this machine can reach and which ends with the run."""
     namespace: str | None = None
-    """Ray namespace of the run's actors; where absent, one of its own."""
+    """Ray namespace in which the workers can be found by name (``policy-0``, ``engine-1``), for debugging from
+    another process; where absent, they have no names."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How ranks are laid out over nodes: together where they fit (PACK), on as many nodes as there are (SPREAD), all
     on one node (STRICT_PACK), each on a node of its own (STRICT_SPREAD). Roles that share devices move together."""

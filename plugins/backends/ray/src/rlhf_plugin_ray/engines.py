@@ -20,6 +20,8 @@ from rlhf_plugin_ray.vigil import Vigil
 
 _NOBODY = Proof(0).who
 """In a proof whose generator names nobody."""
+_CLOSING = 5.0
+"""Seconds for engines to close by themselves: one that is busy, or stalled, is not waited for longer."""
 _LOADING = ("begin_load", "take", "end_load", "logprobs", "stale")
 
 
@@ -46,7 +48,7 @@ class EngineGroup(Generator):
         self._restarts_left = self._max_restarts = max_restarts
         self._dead: dict[int, str] = {}
         """Engines to replace, and how each died."""
-        self._loaded = self._asleep = False
+        self._loaded = self._asleep = self._closed = False
         self._reloads = 0
         self._proofs: list[Proof] = []
         self.engines = dict(enumerate(start(range(engines))))
@@ -54,6 +56,7 @@ class EngineGroup(Generator):
     # ---------------------------------------------------------------------------------- generation
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        self._check_open()
         left = dict(enumerate(requests))
         while left:
             self._replace_dead()
@@ -136,7 +139,11 @@ class EngineGroup(Generator):
         self._replace_dead()
 
     def close(self) -> None:
-        """End the processes."""
+        """Let the engines release what they hold, for a few seconds, and end their processes."""
+        if not self._closed and ray.is_initialized():
+            alive = [engine for n, engine in self.engines.items() if n not in self._dead]
+            ray.wait([e.handle.call.remote("close", None, 0) for e in alive], num_returns=len(alive), timeout=_CLOSING)
+        self._closed = True
         for engine in self.engines.values():
             engine.kill()
 
@@ -174,6 +181,7 @@ class EngineGroup(Generator):
 
     def _everywhere(self, method: str, *arguments: Any, only: Any = None) -> dict[int, Any]:
         """{engine: answer} of those that live to give one."""
+        self._check_open()
         parcel = send(pack([arguments]))
         numbers = [n for n in (self.engines if only is None else only) if n not in self._dead]
         waiting = {self.engines[n].handle.call.remote(method, parcel, 0): n for n in numbers}
@@ -187,6 +195,10 @@ class EngineGroup(Generator):
                 if number not in self._dead:
                     answers[number] = unpack(answer)[0]
         return {n: answers[n] for n in numbers if n in answers}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerError("the engines were shut down")
 
     def _answer(self, number: int, method: str, ref: Any) -> Any:
         """What came; None at a stream's end and where the engine died, which is noted."""

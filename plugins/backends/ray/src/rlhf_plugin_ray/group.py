@@ -85,9 +85,9 @@ class RayGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """End the processes."""
+        self._broken = self._broken or "it was shut down"
         for member in self.members:
             member.kill()
-        self._broken = self._broken or "it was shut down"
 
     # -------------------------------------------------------------------------------------- parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
 from rlhf_plugin_ray.failure import Failure
 from rlhf_plugin_ray.group import RayGroup
-from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.member import Member, slug
 from rlhf_plugin_ray.parcel import pack, send
 from rlhf_plugin_ray.placing import Seat, bundles_of, check_fits, device_kind, seats_of
 from rlhf_plugin_ray.same import check_same
@@ -54,6 +55,8 @@ class RayLauncher(Launcher):
         self._seats: dict[str, list[Seat]] = {}
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._running: list[Member] = []
+        self._launched: list[RayGroup | EngineGroup] = []
+        self._starts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------- placement
 
@@ -113,7 +116,8 @@ class RayLauncher(Launcher):
             if len(members) > 1:
                 spec = replace(spec, rendezvous=ray.get(members[0].handle.rendezvous.remote()))
             self._build(members, [(trainer, config, replace(spec, rank=rank)) for rank in range(len(members))])
-        return RayGroup(role, members, self._watch)
+        self._launched.append(RayGroup(role, members, self._watch))
+        return self._launched[-1]
 
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
         check_takes_tensors(generator)
@@ -125,13 +129,16 @@ class RayLauncher(Launcher):
             return members
 
         with self._or_nothing():
-            return EngineGroup(generator, spec, start, self._watch, len(seats), self.config.max_restarts)
+            front = EngineGroup(generator, spec, start, self._watch, len(seats), self.config.max_restarts)
+        self._launched.append(front)
+        return front
 
     def shutdown(self) -> None:
-        for member in self._running:
-            with suppress(RayError, ValueError):  # it is gone already, or the cluster is
-                member.kill()
-        self._running = []
+        for one in self._launched:
+            one.close() if isinstance(one, EngineGroup) else one.shutdown()
+        for member in self._running:  # those of a start that failed, too
+            member.kill()
+        self._launched, self._running = [], []
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)
@@ -157,6 +164,7 @@ class RayLauncher(Launcher):
                 num_gpus=0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+                **self._named(name),
             )
             members.append(Member(name, actor.remote(name, os.getcwd(), env, seat.devices)))
         self._running += members
@@ -165,6 +173,14 @@ class RayLauncher(Launcher):
             member.facts = facts
         check_same([m.facts for m in members])
         return members
+
+    def _named(self, name: str) -> dict[str, str]:
+        """In a namespace of the user's, workers can be found by name: ``policy-0``, ``engine-0``, ``engine-0.1`` for
+        the one that replaced it."""
+        if self.config.namespace is None:
+            return {}
+        starts, self._starts[name] = self._starts[name], self._starts[name] + 1
+        return {"name": slug(name) + f".{starts}" * bool(starts), "namespace": self.config.namespace}
 
     def _build(self, members: Sequence[Member], arguments: Sequence[tuple[Any, ...]]) -> None:
         parcel = send(pack(arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,6 @@ class Member:
     """Of the actor."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What :meth:`Worker.describe` said."""
-
-    @property
-    def slug(self) -> str:
-        """In file names: ``policy-1``, ``engine-0``."""
-        return self.name.replace(" rank ", "-").replace(" ", "-")
 
     @property
     def where(self) -> str:
@@ -64,8 +60,15 @@ class Member:
         return "\n".join(lines)
 
     def kill(self) -> None:
-        """End the process at once; nothing where it is gone."""
-        ray.kill(self.handle, no_restart=True)
+        """End the process at once; nothing where it, or the connection to the cluster, is gone."""
+        if ray.is_initialized():
+            with suppress(RayError):
+                ray.kill(self.handle, no_restart=True)
+
+
+def slug(name: str) -> str:
+    """A member's name where there may be no spaces: ``policy-1``, ``engine-0``."""
+    return name.replace(" rank ", "-").replace(" ", "-")
 
 
 def _exit_cause(error: RayError) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.member import Member, slug
 from rlhf_plugin_ray.remote import look_at, tail_of
 
 _ASK_SECONDS = 5.0
@@ -40,7 +40,7 @@ class Stall:
     def write(self, folder: Path) -> Path:
         """The page, ``stall-<role>-<rank>.txt`` in ``folder``, which is made if need be. Returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"stall-{self.member.slug}.txt"
+        path = folder / f"stall-{slug(self.member.name)}.txt"
         path.write_text(self.page(), encoding="utf-8")
         return path.absolute()
 
