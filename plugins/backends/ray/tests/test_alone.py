@@ -20,15 +20,13 @@ MARK = "RLHF_TEST_MARK"
 class Driver:
     """A process of the test program, in a process group of its own, and all that it started."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.shared = set(os.listdir("/dev/shm"))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
-            MARK: self.mark,
-            "PYTHONPATH": str(HERE),
-        }
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        env |= {MARK: self.mark, "PYTHONPATH": str(HERE), **environment}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "alone_run.py"), how],
+            [sys.executable, str(HERE / "alone_run.py"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,8 +78,8 @@ class Driver:
 def driver():
     made: list[Driver] = []
 
-    def start(how: str) -> Driver:
-        made.append(Driver(how))
+    def start(*arguments: str, **environment: str) -> Driver:
+        made.append(Driver(*arguments, **environment))
         return made[-1]
 
     yield start
@@ -122,3 +120,19 @@ def test_nothing_is_left_after_ctrl_c(driver):
     assert "KeyboardInterrupt" in err
     assert "WorkerError" not in err
     run.leaves_nothing()
+
+
+def test_what_workers_print_is_shown_on_request_with_their_name(driver):
+    out, err = driver("shows").process.communicate(timeout=120)
+    assert any("policy rank 0" in x and "hello from a worker" in x for x in (out + err).splitlines()), out + err
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_a_cluster_that_is_not_there(driver, way):
+    start = time.monotonic()
+    place = "127.0.0.1:1"
+    run = driver("ends", place) if way == "option" else driver("ends", RAY_ADDRESS=place)
+    _, err = run.process.communicate(timeout=60)
+    assert "ConfigError: no Ray cluster answers at launcher.address = '127.0.0.1:1': Connection refused." in err
+    assert "ray start --head" in err
+    assert time.monotonic() - start < 40
