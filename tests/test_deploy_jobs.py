@@ -58,8 +58,8 @@ def test_the_words_of_a_submission(ray_standin, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         *("job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", str(tmp_path)),
-        *("--runtime-env", str(RUNTIME_ENV), "--", "rlhf", "train", "run.toml", "--run.name", "two words"),
-        *("--backend", "ray", "--launcher.address", "auto", "--output", "/shared/a b"),
+        *("--runtime-env", str(RUNTIME_ENV), "--", "rlhf", "train", "--backend", "ray", "--launcher.address", "auto"),
+        *("--output", "/shared/a b", "run.toml", "--run.name", "two words"),
     ]
     more = {"RLHF_JOB": "night", "RLHF_WAIT": "no", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9999"}
     words = submit("run.toml", path=ray_standin, cwd=tmp_path, RLHF_OUTPUT="/s", **more).stdout.splitlines()
@@ -83,7 +83,7 @@ echo "called: $*"
 echo "address: $RAY_ADDRESS"
 echo "here: $(ls | tr '\\n' ' ')"
 trap 'sleep 5; echo saved >{saved}; exit 0' TERM
-[ "$2" != endless.toml ] || while true; do sleep 0.1; done
+[ "${{@: -1}}" != endless.toml ] || while true; do sleep 0.1; done
 """
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_is_really_submitted_and_stopped(job_server, tmp_path):
     (work / "model.safetensors").write_text("large")
     done = submit("run.toml", path=BIN, cwd=work, **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "called: train run.toml --backend ray --launcher.address auto --output /shared/one" in done.stdout
+    assert "called: train --backend ray --launcher.address auto --output /shared/one run.toml" in done.stdout
     assert "here: run.toml \n" in done.stdout, "what is excluded stayed behind"
     assert "succeeded" in done.stdout
     done = submit("endless.toml", path=BIN, cwd=work, **environment, RLHF_JOB="endless", RLHF_WAIT="no")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from rlhf.testing.tiny import tiny_model
 
 from tests.members import ROOT
 
@@ -78,6 +82,7 @@ class Slurm:
             (self.tools / name).chmod(0o755)
         self.job = int(time.time_ns() // 1000 % 10**9)
         self.output = folder / "out"
+        self.started: list[subprocess.Popen[str]] = []
 
     @property
     def log(self) -> list[str]:
@@ -88,7 +93,7 @@ class Slurm:
         for mark in self.folder.glob("log*"):
             mark.unlink()
         slurm = {"JOB_NODELIST": "node-[a-c]", "JOB_ID": str(self.job), "JOB_NAME": "try", "CPUS_ON_NODE": "2"}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", SBATCH, *words],
             cwd=self.folder,
             env={
@@ -105,10 +110,12 @@ class Slurm:
             text=True,
             start_new_session=True,
         )
+        self.started.append(process)
+        return process
 
     def run(self, *words: str, **more: str) -> tuple[int, str, str]:
         process = self.start(*words, **more)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         return process.returncode, out, err
 
     def until(self, text: str) -> None:
@@ -123,6 +130,10 @@ def slurm(tmp_path):
     slurm = Slurm(tmp_path)
     yield slurm
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
+    for process in slurm.started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert left == "", "a process was left behind"
 
 
@@ -139,7 +150,7 @@ def test_slurm_starts_ray_on_every_node_and_the_run_beside_the_head(slurm):
     assert sorted(started[1:]) == [f"ray node-{n} start --block --address={address}" for n in "bc"]
     [run] = [line for line in slurm.log if line.startswith("rlhf ")]
     assert run == (
-        f"rlhf {address} train run.toml --run.seed 3 --backend ray --launcher.address auto --output {slurm.output}"
+        f"rlhf {address} train --backend ray --launcher.address auto --output {slurm.output} run.toml --run.seed 3"
     )
     assert [line for line in slurm.log if line.startswith("token")] == ["token 600 64 token"] * 3
     assert slurm.log.index(run) > max(slurm.log.index(line) for line in started), "the run comes after the nodes"
@@ -170,7 +181,7 @@ def test_the_time_limit_saves_and_queues_again(slurm):
     code, _, err = slurm.run("run.toml", SLURM_RESTART_COUNT="1")
     assert code == 0, err
     [run] = [line for line in slurm.log if line.startswith("rlhf ")]
-    assert run.endswith(f"--output {slurm.output} --resume")
+    assert run.endswith(f"--output {slurm.output} --resume run.toml")
 
 
 def test_a_restart_before_the_run_began_resumes_nothing(slurm):
@@ -235,10 +246,11 @@ def test_a_ray_that_dies_at_the_start_ends_the_job(slurm):
 
 
 def test_nodes_that_never_join_end_the_job(slurm):
-    (slurm.tools / "python").write_text('#!/bin/bash\n[ "$3" = 1 ]\n')
+    (slurm.tools / "python").write_text('#!/bin/bash\necho "2 nodes have joined"; [ "$3" = 1 ]\n')
     code, _, err = slurm.run("run.toml", RLHF_START="2")
     assert code == 1
     assert "not 3 Ray nodes within 2 s" in err
+    assert "2 nodes have joined" in err
     assert sorted(line for line in slurm.log if "ended" in line) == [f"ray node-{n} ended" for n in "abc"]
 
 
@@ -248,3 +260,61 @@ def test_what_the_slurm_script_sets_itself_is_refused(slurm, words):
     assert code == 2
     assert "train.sbatch: " in err
     assert slurm.log == []
+
+
+# ----------------------------------------------------------------------------------------------- real
+
+RAY = """
+    # The node's own address, and a small object store; all else as the script says.
+    words=(--num-cpus=1 --object-store-memory=80000000)
+    [ "$TEST_NODE" = node-a ] || words+=(--node-ip-address=127.0.0.2)
+    exec {ray} "$@" "${{words[@]}}"
+"""
+
+
+@pytest.mark.slow
+def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm):
+    """Ray, the launcher, DeepSpeed with a rank on each node and the run are real; SLURM is not."""
+    for name in ("ray", "python", "rlhf"):
+        (slurm.tools / name).unlink()
+    binaries = Path(sys.executable).parent
+    real = {"ray": RAY.format(ray=binaries / "ray")} | {n: f'exec {binaries / n} "$@"' for n in ("python", "rlhf")}
+    for name, text in real.items():
+        (slurm.tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (slurm.tools / name).chmod(0o755)
+    tiny_model(slurm.folder / "model")
+    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(64)]
+    (slurm.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (slurm.folder / "run.toml").write_text(
+        'algorithm = "sft"\n[policy]\nmodel = "model"\n[data]\ntrain = "rows.jsonl"\nbatch_size = 4\n'
+        '[placement.policy]\nranks = 2\n[launcher]\nuse = "ray"\nstrategy = "STRICT_SPREAD"\n'
+    )
+    more = {"hosts": "node-a node-b", "OMP_NUM_THREADS": "1"}
+    metrics = slurm.output / "metrics.jsonl"
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    process = slurm.start("run.toml", "--run.steps", "100000", **more)
+    deadline = time.monotonic() + 240
+    while len(steps()) < 3:
+        if process.poll() is not None or time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail("".join(process.communicate()))
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-1] == f"stopped: {slurm.output}"
+    assert slurm.log[-1] == f"scontrol requeue {slurm.job}"
+    done = steps()
+    assert done == list(range(1, len(done) + 1))
+    [saved] = (slurm.output / "checkpoints").glob("step-*")
+    assert saved.name == f"step-{done[-1]:06d}", "the step that was under way, saved"
+
+    code, out, err = slurm.run("run.toml", "--run.steps", str(done[-1] + 3), SLURM_RESTART_COUNT="1", **more)
+    assert code == 0, err
+    assert out.splitlines()[-1] == f"finished: {slurm.output}"
+    assert f"resumed after step {done[-1]}" in out
+    assert steps() == list(range(1, done[-1] + 4)), "no step lost or done twice"
+    assert not any("requeue" in line for line in slurm.log)

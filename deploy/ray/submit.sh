@@ -32,4 +32,4 @@ if [ "${RLHF_WAIT:-yes}" = no ]; then words+=(--no-wait); fi
 
 # Ray tells the job its cluster's address (RAY_ADDRESS), which is what `auto` finds.
 exec ray job submit "${words[@]}" -- \
-    rlhf train "$@" --backend ray --launcher.address auto --output "$RLHF_OUTPUT"
+    rlhf train --backend ray --launcher.address auto --output "$RLHF_OUTPUT" "$@"
