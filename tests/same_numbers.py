@@ -1,64 +1,105 @@
-"""One step and five steps of the same recorded rollouts, wherever the models live."""
+"""Recorded batches, learnt from wherever the models live: the first gradients, and the losses of every step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from rlhf.config import load
-from rlhf.controller.answering import answering, training_settings
 from rlhf.controller.build import launch_roles
+from rlhf.controller.learn import learn
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.controller.roles import Role
-from rlhf.controller.stream import Stream
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
+from rlhf.serialise import read_groups
 from torch import Tensor
 
-from tests.runs import Workshop
+from tests.runs import Finished, Workshop
+
+Gradients = dict[str, dict[str, Tensor]]
+"""{role: {parameter: gradient}}."""
 
 
-def first_gradients(shop: Workshop, algo: str, output: str, **changes: Any) -> dict[str, dict[str, Tensor]]:
-    """{role: {parameter: gradient}} of the first optimizer step that a run would make, nothing updated."""
+@dataclass
+class Learnt:
+    """What one algorithm gave on one runtime."""
+
+    gradients: Gradients
+    """Of the first optimizer step."""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of each step."""
+
+
+def prepared(shop: Workshop, algo: str, output: str, **changes: Any) -> Prepared:
+    """A run that could start, with fresh algorithm, data order and parts."""
     file = shop.arguments(shop.config(algo, output, **changes))[1]
-    prepared = prepare(load(file), Plugins.discover())
+    return prepare(load(file), Plugins.discover())
+
+
+def learn_everywhere(
+    shop: Workshop, recorded: Mapping[str, Finished], folder: Path, **runtime: Any
+) -> dict[str, Learnt]:
+    """{algorithm: what it learns from its recorded run}, all with one set of models, put back before each.
+
+    The models are those of the algorithm with a critic; the others use its policy.
+    """
     with ExitStack() as closing:
-        launcher = prepared.parts["launcher"].build()
+        replay = {"use": "replay", "path": str(recorded["ppo"].path / "rollouts")}  # so that no generator is asked for
+        host = prepared(shop, "ppo", "roles", rollout=replay, **runtime)
+        launcher = host.parts["launcher"].build()
         closing.callback(launcher.shutdown)
-        roles = launch_roles(prepared, launcher)
-        batch = _batch(prepared, roles, launcher, closing)
-        algorithm = prepared.algorithm
-        for annotation in algorithm.annotations(0):
-            batch = roles[annotation.role].annotate(batch, [annotation])
-        batch, _ = algorithm.credit(batch)
-        found = {}
-        for update in algorithm.updates(0):
-            loss = algorithm.parts[update.loss]
-            found[update.role] = roles[update.role].gradients(weigh(loss.prepare(batch), loss.reduce()), loss, update)
-        return found
+        roles = launch_roles(host, launcher)
+        for name, role in roles.items():
+            (folder / name).mkdir(parents=True)
+            role.every("save", folder / name)
+        learnt = {}
+        for algo, first in recorded.items():
+            for name, role in roles.items():
+                role.every("load", folder / name)
+            learnt[algo] = learn_recorded(prepared(shop, algo, f"again {algo}", run=runtime["run"]), roles, first)
+        return learnt
 
 
-def _batch(prepared: Prepared, roles: Mapping[str, Role], launcher: Any, closing: ExitStack) -> Batch:
-    config, data = prepared.config, prepared.data
-    if not prepared.online:
-        batch = prepared.algorithm.assemble(data.examples(data.take(config.data.batch_size)))
-        assert batch is not None
-        return batch
-    answers = answering(prepared, roles, launcher, print)
-    for closer in reversed(answers.closers):
-        closing.callback(closer)
-    stream = Stream(
-        data, answers.rollouts, training_settings(config), batch_size=config.data.batch_size,
-        total_steps=prepared.total_steps, staleness=0, filter=None, on_failed_sample="abort", group_min=1,
-    )  # fmt: skip
-    answers.sync.push(0)
-    stream.start(0)
-    batch = prepared.algorithm.assemble(stream.take(0).groups)
-    assert batch is not None
-    return batch
+def learn_recorded(run: Prepared, roles: Mapping[str, Role], first: Finished) -> Learnt:
+    """The steps of the recorded run once more."""
+    batches = recorded_batches(run, first)
+    learnt = Learnt(first_gradients(run, roles, batches[0]))
+    for step, batch in enumerate(batches):
+        _, metrics = learn(batch, run.algorithm, roles, run.config.run.seed, step)
+        learnt.steps.append(metrics)
+    return learnt
+
+
+def recorded_batches(run: Prepared, first: Finished) -> list[Batch]:
+    """What ``assemble`` makes of each step's rollouts, or rows."""
+    files = sorted((first.path / "rollouts").glob("*.jsonl")) if run.online else []
+    if files:
+        found = [run.algorithm.assemble(read_groups(file, run.data.row)) for file in files]
+    else:
+        size, steps = run.config.data.batch_size, run.total_steps
+        found = [run.algorithm.assemble(run.data.examples(run.data.take(size))) for _ in range(steps)]
+    return [batch for batch in found if batch is not None]
+
+
+def first_gradients(run: Prepared, roles: Mapping[str, Role], batch: Batch) -> Gradients:
+    """Gradients of the first optimizer step; nothing is updated."""
+    algorithm = run.algorithm
+    for annotation in algorithm.annotations(0):
+        batch = roles[annotation.role].annotate(batch, [annotation])
+    state = algorithm.state_dict()
+    batch, _ = algorithm.credit(batch)
+    algorithm.load_state_dict(state)
+    found = {}
+    for update in algorithm.updates(0):
+        loss = algorithm.parts[update.loss]
+        found[update.role] = roles[update.role].gradients(weigh(loss.prepare(batch), loss.reduce()), loss, update)
+    return found
 
 
 def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
