@@ -112,13 +112,13 @@ def _restore_optimizer(trainer: DeepSpeedTrainer, saved: files.SavedState) -> No
         names = [piece.name for piece in flat.pieces]
         restored: dict[str, Any] = {}
         for kind in kinds:
-            if names and not any(saved.has(kind, name) for name in names):
-                continue  # never stepped, or stepped by an optimizer without this
+            if not any(saved.has(kind, name) for name in names):
+                continue  # never stepped, or by the optimizer's other half
             target = torch.zeros_like(flat.data)
             files.restore(saved, kind, [flat], [target])
             restored[kind.removeprefix(files.OPTIMIZER)] = target.view_as(flat.owner)
         for key, by_name in saved.scalars().items():
-            values = [by_name[n] for n in names if n in by_name] or ([] if names else list(by_name.values()))
+            values = [by_name[n] for n in names if n in by_name]
             if values:
                 restored[key] = torch.tensor(max(values), dtype=torch.float32, device=flat.owner.device)
         if restored:

@@ -22,14 +22,13 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     offload_params: Literal["none", "cpu"] = "none"
     """Where a rank's part of the weights lives while no layer needs it. Stage 3."""
     hpz_partition_size: int = Field(1, ge=1)
-    """ZeRO++: ranks (of one node) that hold a second copy of the weights among them, so that the backward pass gathers
-    inside the node. Stage 3 on GPUs; 1: none."""
-    deepcompile: bool = False
-    """Compile the model with DeepSpeed's passes. GPUs."""
-    tensor_parallel: int = Field(1, ge=1)
-    """AutoTP: ranks that share each layer's matrices. GPUs; 1: none."""
+    """ZeRO++: this many ranks (of one node) hold a second copy of the weights among them, so that the backward pass
+    gathers inside the node. Stage 3; divides the number of ranks; 1: there is none."""
     keep_whole: int = Field(100_000, ge=0)
     """Stage 3: parameters of up to this many elements stay whole on every rank."""
+    gathered: int = Field(2**27, ge=0)
+    """Stage 3: most elements of parameters that stay whole on a rank from one use to the next, beside the layer at
+    work. More save communication, fewer save memory."""
     bucket: int = Field(2**25, gt=0)
     """Elements of the buffers in which gradients are reduced and, in stage 3, weights gathered ahead of use."""
     timeout: float = Field(1800.0, gt=0)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rlhf.errors import TrainingError
 from torch import Tensor, nn
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.group import import_deepspeed
+from rlhf_plugin_deepspeed.group import import_deepspeed, limit_node_groups, quiet
 from rlhf_plugin_deepspeed.model import ShardedModel, sparing_linear
 
 
@@ -32,22 +33,42 @@ class Zero:
         self.model, self.stage, self.world_size = model, config.stage, world_size
         self.base_optimizer = optimizer
         self.gathered: Any = deepspeed.zero.GatheredParameters
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config=_engine_config(config, model),
-            dist_init_required=False,
-        )
+        self.host_optimizer = config.offload_optimizer != "none"
+        with quiet():
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=[p for p in model.parameters() if p.requires_grad],
+                config=_engine_config(config, model),
+                dist_init_required=False,
+            )
+        if config.hpz_partition_size > 1:
+            limit_node_groups(config.timeout)
         self.optimizer: Any = self.engine.optimizer
         if self.stage == 3:
             model.hold_head()
         if optimizer is not None:
+            self._share_weights()
             self.engine.set_gradient_accumulation_boundary(False)
-        self.host_optimizer = config.offload_optimizer != "none"
         self._states: Any = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
         self.reduced = False
         """The gradients of all micro-batches since the last step are summed over ranks."""
+
+    def _share_weights(self) -> None:
+        """The weights are fp32 as they are: the optimizer steps them, not the copy that DeepSpeed made for it."""
+        if self.stage == 0 or self.host_optimizer:
+            return
+        optimizer = self.optimizer
+        if self.stage == 3:
+            pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
+        else:
+            rank = dist.get_rank()
+            own = [parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+            pairs = zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
+        for stepped, computed in pairs:
+            stepped.data = computed.data
+        if self.stage < 3:
+            optimizer._link_all_hp_params()  # its maps refer to the copy
 
     def forward(self, *arguments: Any, bf16: bool) -> dict[str, Tensor]:
         with sparing_linear(bf16 and self.stage == 3):
@@ -106,7 +127,7 @@ class Zero:
         """Move what only a step needs to host memory."""
         pin, state = torch.cuda.is_available(), self._states
         if self.stage in (1, 2):
-            include = [state.optim_states, state.hp_params, state.lp_grads]
+            include = [state.optim_states, state.lp_grads]
             self.engine.offload_states(include=include, pin_memory=pin)
             return
         if self.stage == 3:
@@ -133,6 +154,10 @@ class Zero:
         self.engine.set_gradient_accumulation_boundary(False)
         if self.stage == 3:  # a parameter without a gradient would step by the one it had last
             self.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.host_optimizer:  # likewise
+            flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+            for flat in getattr(self.optimizer, flats):
+                flat.grad.zero_()
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -151,6 +176,9 @@ def _engine_config(config: DeepSpeedTrainerConfig, model: nn.Module) -> dict[str
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
             "stage3_param_persistence_threshold": config.keep_whole,
+            "stage3_max_live_parameters": config.gathered,
+            "stage3_max_reuse_distance": config.gathered,
+            "zero_hpz_partition_size": config.hpz_partition_size,
             "memory_efficient_linear": False,  # see sparing_linear
         }
     if config.offload_optimizer != "none":

@@ -2,7 +2,7 @@
 
 A file holds 1-D pieces, ``<kind>/<parameter>``: elements ``start`` to ``start + numel`` of the flattened parameter.
 Kinds are ``weight``, ``average`` and the optimizer's, ``optimizer.exp_avg``, ... The metadata says where each piece
-starts, and holds the optimizer's scalars. A rank that loads reads the elements that it owns now, from the files in which
+starts, and holds the optimizer's scalars. A rank that loads reads the elements that it owns now, from the files where
 they lie.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def import_deepspeed(device: torch.device) -> Any:
             f"deepspeed serves the accelerator {serves!r} in this process, the trainer's device is {device.type!r}: "
             f"set DS_ACCELERATOR={device.type}, or trainer.device to match"
         )
-    _without_shared_memory_op()
+    _spare_start_up()
     # torch 2.13 renames what DeepSpeed 0.19 calls in every gather
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
@@ -49,11 +50,33 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _without_shared_memory_op() -> None:
-    """On CPUs DeepSpeed compiles a C++ kernel for inference when it meets a process group (half a minute, a compiler),
-    and names its shared memory by nothing that tells two roles on one machine apart. Training never calls it."""
+def _spare_start_up() -> None:
+    """Leave out two things of DeepSpeed's start that training never uses.
+
+    On CPUs it compiles a C++ kernel for inference when it meets a process group (a minute or two, and a compiler),
+    whose shared memory has no name that tells two roles on one machine apart. And it imports its own Muon to look up
+    whether an optimizer is one, which starts torch's compiler for that Muon's sake.
+    """
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    compiles, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compiles
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without DeepSpeed's warnings about optimizers that are not its own, and other remarks of its start."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
@@ -97,8 +120,19 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
                 f"({type(cause).__name__}: {cause}). Did every rank start, and can it reach that address?"
             ) from cause
         _joined = (spec.rendezvous, spec.rank, spec.world_size)
+    # DeepSpeed would make a second group of all ranks, with a timeout of its own
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    groups._WORLD_GROUP = dist.group.WORLD
     if spec.world_size > 1:
         agree_on_role(spec, who)
+
+
+def limit_node_groups(seconds: float) -> None:
+    """The groups that ZeRO++ made among the ranks of a node wait no longer than the others."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    inside = groups._get_zero_param_intra_parallel_group()
+    if inside is not None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), inside)
 
 
 def agree_on_role(spec: ModelSpec, who: str) -> None:

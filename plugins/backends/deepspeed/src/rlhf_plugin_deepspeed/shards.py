@@ -29,6 +29,8 @@ class Flat:
     owner: Tensor
     """What the optimizer keeps state for."""
     pieces: list[Piece]
+    names: list[str]
+    """Of all parameters of the flats that the ranks step together, the same on every rank, this rank's own or not."""
 
     @property
     def data(self) -> Tensor:
@@ -87,8 +89,8 @@ class Shards:
         offload.partition_all_parameters()
         if offload.persistent_parameters:  # those that stay whole on every rank
             offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
-        if self.trained:
-            self.optimizer.invalidate_secondary_tensor()
+        for parameter in offload.module.parameters():
+            parameter.ds_secondary_tensor = None  # ZeRO++: the node's own copy is of the old values
 
 
 def _offloads(optimizer: Any) -> bool:
@@ -97,7 +99,7 @@ def _offloads(optimizer: Any) -> bool:
 
 def _whole(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
     for parameter, name in names.items():
-        yield Flat(parameter, [Piece(name, 0, 0, parameter.numel())])
+        yield Flat(parameter, [Piece(name, 0, 0, parameter.numel())], [name])
 
 
 def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
@@ -110,7 +112,7 @@ def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> 
                 start = mapping.lp_fragment_address.start
                 address = mapping.hp_fragment_address
                 pieces.append(Piece(names[parameter], start, address.start, address.numel))
-        yield Flat(flat, pieces)
+        yield Flat(flat, pieces, [names[p] for p in group])
 
 
 def _partitioned(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
@@ -124,7 +126,7 @@ def _partitioned(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -
             if numel:
                 pieces.append(Piece(names[parameter], start, offset, numel))
             offset += width
-        yield Flat(flat, pieces)
+        yield Flat(flat, pieces, [names[p] for p in group])
 
 
 def _frozen(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
@@ -134,7 +136,7 @@ def _frozen(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Ite
         part = divided.ds_tensor
         start = min(rank * part.numel(), divided.ds_numel)
         numel = min(part.numel(), divided.ds_numel - start)
-        yield Flat(part, [Piece(name, start, 0, numel)] if numel else [])
+        yield Flat(part, [Piece(name, start, 0, numel)] if numel else [], [name])
 
 
 def scale(tensors: Sequence[Tensor], factor: float) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums
 from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model, load_tokenizer
@@ -28,6 +29,7 @@ from rlhf_plugin_deepspeed.coverage import Coverage
 from rlhf_plugin_deepspeed.engine import Zero
 from rlhf_plugin_deepspeed.group import barrier, collective, first_text, import_deepspeed, join, reduce_to_first, total
 from rlhf_plugin_deepspeed.model import ShardedModel
+from rlhf_plugin_deepspeed.muon import OrthogonalAdamW, build_muon
 from rlhf_plugin_deepspeed.shards import Shards, scale
 from rlhf_plugin_deepspeed.tensors import Tensors
 
@@ -48,6 +50,7 @@ class DeepSpeedTrainer(PackedTrainer):
         Component.__init__(self, config)
         trained, divided = spec.role.trained, self.config.stage == 3
         device = choose_device(self.config.device)
+        self._possible(spec)
         import_deepspeed(device)
         join(spec, device, self.config.timeout)
         loaded = load_model(spec, device)
@@ -63,13 +66,35 @@ class DeepSpeedTrainer(PackedTrainer):
         with self._guard("__init__"):
             if trained:
                 self.schedule = Schedule(self.config, spec.total_updates)
-                self.base = build_optimizer(self.parameters, self.config)
+                self.base = self._build_optimizer()
             if trained or divided:
                 self.zero = Zero(self.packed, self.base, self.config, spec.world_size, device)
             names = {p: name for name, p in self.parameters.items()}
             self.shards = Shards(self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained)
+        if isinstance(self.base, OrthogonalAdamW):
+            self.base.bind(self.shards, self.tensors.shapes)
         if trained and self.config.ema_decay is not None:
             self.average = Average(self.shards, self.config.ema_decay)
+
+    def _possible(self, spec: ModelSpec) -> None:
+        """Raise CapabilityError for options that this role, or this number of ranks, cannot have."""
+        config, role = self.config, spec.role
+        if config.lora is not None and role.trained:
+            raise CapabilityError(
+                f"trainer 'deepspeed' trains all weights of role {role.name!r} and has no adapters (trainer.lora). "
+                "Remove the section, or use trainer 'torch' on one rank."
+            )
+        if spec.world_size % config.hpz_partition_size:
+            raise CapabilityError(
+                f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
+                f"{role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
+            )
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        if self.config.optimizer == "adamw":
+            return build_optimizer(self.parameters, self.config)
+        outside = (self.module.get_input_embeddings(), self.loaded.head)
+        return build_muon(self.parameters, {id(p) for m in outside for p in m.parameters()}, self.config)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -139,7 +164,7 @@ class DeepSpeedTrainer(PackedTrainer):
             return norm, skipped
         seen = Coverage(self.shards, list(self.parameters), self.device) if self._coverage is None else None
         for group in self.base.param_groups:
-            group["lr"] = self.config.lr * factor
+            group["lr"] = group.get("peak", self.config.lr) * factor
         self.zero.step()
         if seen is not None:
             self._coverage = seen.after()

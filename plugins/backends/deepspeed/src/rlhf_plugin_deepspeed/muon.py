@@ -1,0 +1,113 @@
+"""Muon for matrices and AdamW for the rest, when a matrix is divided over ranks.
+
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal one, which needs the whole matrix. Each
+rank keeps the momentum of its own elements; in rounds of as many matrices as ranks, the momentum of each is put
+together on one rank, made orthogonal there with torch's own iteration, and handed back. So every stage takes the same
+step: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et al. 2025), as large as AdamW's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import _muon
+
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
+
+COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+MOMENTUM = "momentum_buffer"
+
+
+class OrthogonalAdamW(torch.optim.AdamW):
+    """(DeepSpeed looks for the word Muon in the names of optimizers, and then does things of its own.)
+
+    Groups with ``muon = True`` take Muon's step, the others AdamW's. :meth:`bind` comes before the first step."""
+
+    def bind(self, shards: Shards, shapes: Mapping[str, torch.Size]) -> None:
+        self._shards, self._shapes = shards, shapes
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        groups = self.param_groups
+        try:
+            self.param_groups = [g for g in groups if not g.get("muon")]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group.get("muon"):
+                owners = {id(p) for p in group["params"]}
+                self._muon_step([f for f in self._shards.flats if id(f.owner) in owners], group)
+
+    def _muon_step(self, flats: list[Flat], group: dict[str, Any]) -> None:
+        updates: dict[str, tuple[Flat, Piece, Tensor]] = {}
+        for flat in flats:
+            if flat.owner.grad is None:
+                continue
+            gradient = flat.owner.grad.reshape(-1)
+            momentum = self.state[flat.owner].setdefault(MOMENTUM, torch.zeros_like(flat.owner)).view(-1)
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
+            for piece in flat.pieces:
+                updates[piece.name] = flat, piece, update[piece.offset : piece.offset + piece.numel]
+        names = [name for flat in flats for name in flat.names]
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for first in range(0, len(names), size):
+            turn = names[first : first + size]
+            whole = [self._gathered(name, updates.get(name), to) for to, name in enumerate(turn)]
+            if rank < len(turn):
+                matrix = whole[rank].view(self._shapes[turn[rank]])
+                steps = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, _muon.DEFAULT_NS_STEPS, _muon.EPS)
+                whole[rank] = steps.to(torch.float32).reshape(-1)
+            for at, name in enumerate(turn):
+                if size > 1:
+                    dist.broadcast(whole[at], src=at)
+                if name in updates:
+                    self._apply(*updates[name][:2], whole[at], group)
+
+    def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
+        """[numel] the matrix's update, whole on rank ``to``."""
+        device = own[2].device if own is not None else self._shards.flats[0].owner.device
+        whole = torch.zeros(self._shapes[name].numel(), device=device)
+        if own is not None:
+            _, piece, update = own
+            whole[piece.start : piece.start + piece.numel] = update
+        if not self._shards.replicated and dist.get_world_size() > 1:
+            dist.reduce(whole, dst=to)
+        return whole
+
+    def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
+        weights = flat.data[piece.offset : piece.offset + piece.numel]
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
+        weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)
+
+
+def build_muon(
+    parameters: Mapping[str, nn.Parameter], outside: set[int], config: DeepSpeedTrainerConfig
+) -> OrthogonalAdamW:
+    """``outside``: ids of the parameters of embeddings and heads, which are matrices of another kind."""
+    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in outside]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in parameters.values() if id(p) not in chosen]
+    peak = config.lr if config.muon_lr is None else config.muon_lr
+    groups: list[dict[str, Any]] = [
+        {
+            "params": matrices,
+            "muon": True,
+            "peak": peak,
+            "momentum": config.muon_momentum,
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return OrthogonalAdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )

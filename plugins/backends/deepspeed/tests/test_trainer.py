@@ -1,0 +1,225 @@
+"""One rank: several roles in a process, what is refused, damaged checkpoints, exports of other architectures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+from rlhf.interfaces import ModelSpec
+from rlhf.testing.suite_losses import TokenLoss, ValueLoss
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import RoleSpec
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainer
+from safetensors.torch import load_file
+from zero_cases import apart, batch, spec, trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "model", std=0.2)
+    tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
+    return folder
+
+
+def test_policy_critic_and_reference_live_in_one_process(folder):
+    policy, critic = trainer(spec(folder), stage=3), trainer(spec(folder, head="scalar"), stage=2)
+    reference = trainer(spec(folder, trained=False), stage=3)
+    before = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
+    torch.testing.assert_close(policy.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
+    for number in range(2):
+        policy.update([batch(number)], TokenLoss(), {}, {})
+        critic.update([batch(number, ValueLoss())], ValueLoss(), {}, {})
+    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
+    for of, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
+        alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), of.spec)
+        for number in range(2):
+            alone.update([batch(number, loss)], loss, {}, {})
+        assert apart(dict(of.weights()), dict(alone.weights())) < 1e-5
+    assert torch.nn.functional.linear.__module__ == "torch._C._nn"  # as DeepSpeed would not leave it
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "Input should be 0, 1, 2 or 3"),
+        ({"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage 1, 2 or 3"),
+        ({"stage": 2, "offload_params": "cpu"}, "offload_params = 'cpu' needs stage 3"),
+        ({"stage": 2, "hpz_partition_size": 2}, "hpz_partition_size = 2 needs stage 3"),
+        ({"muon_lr": 0.1}, "muon_lr = 0.1 has no effect with optimizer = 'adamw'"),
+    ],
+)
+def test_options_that_exclude_each_other(options, message):
+    with pytest.raises(ValidationError, match=message):
+        DeepSpeedTrainerConfig(**options)
+
+
+def test_options_that_a_role_cannot_have(folder):
+    with pytest.raises(CapabilityError, match=r"hpz_partition_size = 2 does not divide the 1 ranks of role 'policy'"):
+        trainer(spec(folder), stage=3, hpz_partition_size=2)
+    with pytest.raises(CapabilityError, match=r"has no adapters \(trainer.lora\)"):
+        trainer(spec(folder), lora={"rank": 2})
+    with pytest.raises(CapabilityError, match="has no view 'ema': ema_decay is not set"):
+        trainer(spec(folder)).forward([batch(0)], ("logprobs",), "ema")
+
+
+def test_places_to_meet(folder):
+    def of(**facts):
+        return ModelSpec(RoleSpec("policy", "lm", True), str(folder / "model"), "fp32", **facts)
+
+    with pytest.raises(ConfigError, match=r"role 'policy', rank 2 of 2: a rank lies in 0\.\.1"):
+        trainer(of(rank=2, world_size=2))
+    trainer(of())  # this process is in a group of one from now on
+    with pytest.raises(CapabilityError, match="rank 0 of 2: this process is a rank of a group of 1 already"):
+        trainer(of(world_size=2, rendezvous="tcp://127.0.0.1:1"))
+
+
+def test_gradients_end_an_accumulation(folder):
+    one = trainer(spec(folder), stage=1)
+    one.accumulate([batch(0)], TokenLoss(), {}, {})
+    one.gradients()
+    with pytest.raises(TrainingError, match=r"gradients were read: apply\(\) or zero_grad\(\) must come"):
+        one.accumulate([batch(1)], TokenLoss(), {}, {})
+    one.zero_grad()
+    assert one.apply().grad_norm == 0.0  # nothing to step with changes nothing
+    assert one.updates == 1
+
+
+def test_forgotten_gradients_leave_nothing(folder):
+    for stage in (1, 2, 3):
+        one = trainer(spec(folder), stage=stage)
+        one.update([batch(0)], TokenLoss(), {}, {})
+        one.accumulate([batch(1)], TokenLoss(), {}, {})
+        one.zero_grad()
+        assert not any(g.any() for g in one.gradients().values())
+
+
+def test_coverage_names_what_was_not_reached(tmp_path):
+    path = tiny_model(tmp_path / "model", std=0.2, tied=False)
+    for stage in (0, 2, 3):
+        one = trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage, lr=0.0)
+        assert one.coverage() == {}
+        with torch.no_grad():  # nothing comes back through a head of zeros
+            head = next(n for n in one.tensors.shapes if n.startswith("lm_head"))
+            zeros = {n: torch.zeros(s) if n == head else torch.randn(s) for n, s in one.tensors.shapes.items()}
+        one.load_weights(iter(zeros.items()))
+        one.update([batch(0)], TokenLoss(), {}, {})
+        assert one.coverage() == {
+            "without_gradient": [n for n in one.parameters if n != head],
+            "unchanged": list(one.parameters),
+        }
+
+
+def test_load_weights_of_another_model_changes_nothing(folder):
+    one = trainer(spec(folder), stage=3)
+    before = dict(one.weights())
+    with pytest.raises(
+        CheckpointError, match=r"what role 'policy' was sent is of another model: missing \['model.norm"
+    ):
+        one.load_weights((n, t * 2) for n, t in before.items() if n != "model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' has shape \(3,\), here \(32,\)"):
+        one.load_weights((n, t[:3] if n == "model.norm.weight" else t * 2) for n, t in before.items())
+    assert all(torch.equal(before[n], t) for n, t in one.weights())
+
+
+@pytest.fixture
+def saved(folder, tmp_path):
+    one = trainer(spec(folder), stage=2)
+    one.update([batch(0)], TokenLoss(), {}, {})
+    one.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_damaged_checkpoints(folder, saved):
+    one, file = trainer(spec(folder), stage=3), saved / "rank-0-of-1.safetensors"
+    facts, whole = (saved / "trainer.json").read_text(), file.read_bytes()
+
+    def refused(message):
+        with pytest.raises(CheckpointError, match=message):
+            one.load(saved)
+
+    file.write_bytes(whole[: len(whole) // 2])
+    refused(r"cannot read '.*rank-0-of-1.safetensors'.*needs all their files, whole")
+    file.unlink()
+    refused(r"cannot read '.*rank-0-of-1.safetensors'")
+    file.write_bytes(whole)
+    (saved / "trainer.json").unlink()  # written last: a save that was interrupted
+    refused("no readable trainer.json")
+    (saved / "trainer.json").write_text(facts.replace('"ranks": 1', '"ranks": 2'))
+    refused(r"cannot read '.*rank-0-of-2.safetensors'.*saved by 2 ranks")
+    (saved / "trainer.json").write_text(json.dumps({k: v for k, v in json.loads(facts).items() if k != "ranks"}))
+    refused("was not saved by trainer 'deepspeed'")
+    (saved / "trainer.json").write_text(facts)
+    one.load(saved)
+
+
+def test_checkpoints_of_another_run(folder, saved):
+    with pytest.raises(ConfigError, match=r"was saved with .*'optimizer': 'adamw'.*this run has .*'muon'"):
+        trainer(spec(folder), optimizer="muon").load(saved)
+    with pytest.raises(ConfigError, match=r"'ema': False.*'ema': True"):
+        trainer(spec(folder), ema_decay=0.5).load(saved)
+    with pytest.raises(CheckpointError, match="is of another model: missing"):
+        trainer(spec(folder, head="scalar")).load(saved)
+
+
+def test_a_checkpoint_before_the_first_step_and_one_of_muon(folder, tmp_path):
+    for optimizer in ("adamw", "muon"):
+        for steps in (0, 2):
+            one = trainer(spec(folder), stage=2, optimizer=optimizer)
+            for number in range(steps):
+                one.update([batch(number)], TokenLoss(), {}, {})
+            one.save(tmp_path / f"{optimizer}-{steps}")
+            other = trainer(spec(folder), stage=3, optimizer=optimizer)
+            other.update([batch(8)], TokenLoss(), {}, {})
+            other.load(tmp_path / f"{optimizer}-{steps}")
+            losses = [of.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for of in (one, other)]
+            assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+            assert apart(dict(other.weights()), dict(one.weights())) < 1e-4
+
+
+def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tied": False}
+    path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **options)
+    want = load_file(path / "model.safetensors")
+    for stage, limit in ((2, 2**32), (3, 20_000)):
+        one = trainer(ModelSpec(RoleSpec("policy"), str(path), "fp32"), stage=stage, export_shard_bytes=limit)
+        one.export(tmp_path / str(stage))
+        files = sorted((tmp_path / str(stage)).glob("*.safetensors"))
+        assert len(files) > 1 or stage == 2
+        got = {n: t for file in files for n, t in load_file(file).items()}
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+QUIET = """
+import sys
+sys.path.insert(0, {tests!r})
+from rlhf.plugins import Plugins
+assert "deepspeed" not in sys.modules
+cls = Plugins.discover().resolve("trainer", "deepspeed").cls
+from pathlib import Path
+from zero_cases import *
+from rlhf.testing.suite_losses import TokenLoss
+for stage in (2, 3):
+    one = trainer(spec(Path({folder!r})), stage=stage, optimizer="muon")
+    one.update([batch(0)], TokenLoss(), {{}}, {{}})
+"""
+
+
+def test_the_terminal_stays_quiet(folder):
+    code = QUIET.format(tests=str(Path(__file__).parent), folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_missing_or_broken_deepspeed_is_an_error(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install 'rlhf\[deepspeed\]'"):
+        trainer(spec(folder))

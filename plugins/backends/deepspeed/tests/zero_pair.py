@@ -1,0 +1,282 @@
+"""One rank of the pair: every two-rank case in turn, in one process. ``python zero_pair.py RANK PORT FOLDER``.
+
+A case is a function whose return value, JSON, ends up in the tests under its name; tensors go to files. Both ranks run
+the same cases in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import RlhfError, WorkerError
+from rlhf.interfaces import ModelSpec
+from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss, ValueLoss
+from safetensors.torch import save_file
+from zero_cases import STEPS, batch, shares, spec, trainer
+from zero_pair_names import STAGES, VARIANTS
+
+RANK, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+CASES: dict[str, Callable[[], Any]] = {}
+
+
+def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        CASES[name] = function
+        return function
+
+    return add
+
+
+def here(**options: Any) -> ModelSpec:
+    return spec(FOLDER, RANK, 2, PORT, **options)
+
+
+def mine(number: int, loss: Any = None, units: int = 7, budget: int = 40) -> list[Any]:
+    return shares(batch(number, loss, units), 2, budget)[RANK]
+
+
+def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    if RANK == 0:
+        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, FOLDER / f"{name}.safetensors")
+
+
+def steps(of: Any, numbers: Any, loss: Any = None) -> list[Any]:
+    """[loss on this rank, norm, rate, why skipped] of each step."""
+    loss = loss or TokenLoss()
+    done = []
+    for number in numbers:
+        sums, result = of.update(mine(number, loss), loss, {}, {})
+        done.append([sums["loss"][0], result.grad_norm, result.lr, result.skipped])
+    return done
+
+
+def held(of: Any, view: str = "live") -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in of.weights(view)}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@case("nobody")
+def nobody() -> Any:
+    """First, as it must be alone: each rank waits for the other at a place of its own."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = str(place.getsockname()[1])
+    try:
+        trainer(spec(FOLDER, RANK, 2, port), stage=2, timeout=2.0)
+    except WorkerError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+for stage in STAGES:
+
+    @case(f"equal-{stage}")
+    def equal(stage: int = stage) -> Any:
+        """Gradients of the first step; five steps; what scoring gives; who was reached."""
+        one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
+        first = mine(0)
+        one.accumulate(first, TokenLoss(), {}, {})
+        gradients = one.gradients()
+        keep(f"gradients-{stage}", gradients)
+        one.zero_grad()
+        done = steps(one, range(STEPS))
+        keep(f"weights-{stage}", held(one))
+        keep(f"average-{stage}", held(one, "ema"))
+        scores = one.forward(mine(9), ("logprobs",))
+        save_file({str(n): s["logprobs"] for n, s in enumerate(scores)}, FOLDER / f"scores-{stage}-{RANK}.safetensors")
+        evaluated = one.evaluate(mine(9), TokenLoss(), {}, {})["loss"][0]
+        return {
+            "steps": done,
+            "micros": len(first),
+            "names": sorted(gradients),
+            "coverage": one.coverage(),
+            "evaluated": evaluated,
+        }
+
+
+SPEC = ("gradient_checkpointing", "dtype")
+for variant, options in VARIANTS.items():
+
+    @case(f"variant-{variant}")
+    def varied(variant: str = variant, options: dict[str, Any] = options) -> Any:
+        """Three steps, and the gradients before the first."""
+        of_spec = {k: v for k, v in options.items() if k in SPEC}
+        one = trainer(here(**of_spec), **{k: v for k, v in options.items() if k not in SPEC})
+        one.accumulate(mine(0), TokenLoss(), {}, {})
+        keep(f"gradients-{variant}", one.gradients())
+        one.zero_grad()
+        done = steps(one, range(3))
+        keep(f"weights-{variant}", held(one))
+        return {"steps": done}
+
+
+@case("critic")
+def critic() -> Any:
+    """A scalar head that is not the embedding, on both ranks in stage 3, with a filler on one."""
+    one = trainer(here(head="scalar"), stage=3)
+    few = mine(4, ValueLoss(), units=3, budget=12)
+    one.accumulate(few, ValueLoss(), {}, {})
+    keep("gradients-critic", one.gradients())
+    one.zero_grad()
+    return {
+        "micros": len(few),
+        "fillers": ["filler" in m.unit for m in few],
+        "steps": steps(one, range(3), ValueLoss()),
+    }
+
+
+@case("frozen")
+def frozen() -> Any:
+    """A role that is not trained is divided in stage 3; it takes whole weights over from a sender."""
+    found = {}
+    for stage in (2, 3):
+        source = trainer(here(), stage=2)
+        steps(source, range(2))
+        weights = {n: t.detach().clone() for n, t in source.tensors.objects.items()}
+        one = trainer(here(trained=False), stage=stage)
+        before = one.forward(mine(9), ("logprobs",))
+        one.load_weights(iter(weights.items()))
+        after = one.forward(mine(9), ("logprobs",))
+        want = source.forward(mine(9), ("logprobs",))
+        folder = FOLDER / f"frozen-{stage}"
+        one.save(folder)
+        again = trainer(here(trained=False), stage=stage)
+        again.load(folder)
+        found[stage] = {
+            "moved": max(float((a["logprobs"] - b["logprobs"]).abs().max()) for a, b in zip(before, want, strict=True)),
+            "left": max(float((a["logprobs"] - b["logprobs"]).abs().max()) for a, b in zip(after, want, strict=True)),
+            "divided": max(p.numel() for p in one.parameters.values()),
+            "saved": same(held(one), held(again)),
+        }
+    return found
+
+
+for stage in STAGES:
+
+    @case(f"skip-{stage}")
+    def skip(stage: int = stage) -> Any:
+        """A loss, then a gradient, that is not finite on rank 1 only."""
+        one = trainer(here(), stage=stage, ema_decay=0.5)
+        twin = trainer(here(), stage=stage, ema_decay=0.5)
+        found = {}
+        for broken in (InfiniteLoss(), InfiniteGradient()):
+            before = held(one)
+            one.accumulate(mine(0), TokenLoss(), {}, {})
+            one.accumulate(mine(1), broken if RANK else TokenLoss(), {}, {})
+            result = one.apply()
+            found[broken.name] = [result.skipped, same(before, held(one)), one.skipped, one.coverage()]
+        steps(twin, [0])
+        twin.updates = one.updates = 2
+        done = steps(one, [0])
+        found["after"] = [done[0][3], same(held(one), held(twin)) and same(held(one, "ema"), held(twin, "ema"))]
+        return found
+
+
+for stage in STAGES:
+
+    @case(f"resume-{stage}")
+    def resume(stage: int = stage) -> Any:
+        """Saved after two steps, loaded into a trainer that has seen other data, both go on."""
+        options = {"stage": stage, "ema_decay": 0.9, "schedule": "cosine"}
+        one = trainer(here(), **options)
+        steps(one, range(2))
+        folder = FOLDER / f"saved-{stage}"
+        one.save(folder)
+        other = trainer(here(), **options)
+        steps(other, [7])
+        other.load(folder)
+        bits = same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
+        one.offload()
+        one.reload()
+        numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
+        bits = bits and same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
+        files = sorted(p.name for p in folder.iterdir())
+        return {"bits": bits, "steps": numbers, "files": files, "updates": other.updates}
+
+
+@case("from_one")
+def from_one() -> Any:
+    """What one rank saved in stage 2, on two ranks in every stage."""
+    found = {}
+    for stage in STAGES:
+        one = trainer(here(), stage=stage, ema_decay=0.9)
+        one.load(FOLDER / "from_one")
+        found[stage] = steps(one, range(2, 5))
+    return found
+
+
+@case("export")
+def export() -> Any:
+    one = trainer(here(), stage=3, ema_decay=0.9, export_shard_bytes=10_000, bucket=2000)
+    steps(one, range(2))
+    one.export(FOLDER / "export")
+    one.export(FOLDER / "export_ema", "ema")
+    exported = dict(one.weights())
+    keep("exported", exported)
+    return sorted(exported)
+
+
+@case("refused")
+def refused() -> Any:
+    """Another group, an unknown view, and gradients that were read already."""
+    found = []
+    for wrong in (spec(FOLDER), spec(FOLDER, RANK, 2, "1"), spec(FOLDER, RANK, 3, PORT)):
+        try:
+            trainer(wrong, stage=0)
+        except RlhfError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    try:
+        trainer(spec(FOLDER, RANK, 2, PORT, head="scalar" if RANK else "lm"), stage=0)
+    except RlhfError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@case("timeout")
+def timeout() -> Any:
+    """Last, as it breaks the group: rank 1 makes no call while rank 0 waits for it. Only the group that was joined gets
+    a short timeout: DeepSpeed must not wait in another."""
+    one = trainer(here(), stage=2)
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    done = FOLDER / "rank-0-is-done"
+    if RANK:
+        while not done.exists():
+            time.sleep(0.1)
+        return ""
+    try:
+        one.accumulate(mine(0), TokenLoss(), {}, {})
+    except WorkerError as error:
+        return str(error)
+    finally:
+        done.touch()
+    return "nothing was raised"
+
+
+def main() -> None:
+    only = sys.argv[4:]
+    results = {}
+    for name, function in CASES.items():
+        if only and not any(name.startswith(o) for o in only):
+            continue
+        start = time.process_time()
+        results[name] = function()
+        print(name, f"{time.process_time() - start:.1f} s of processor", flush=True)
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # the group is broken by the last case; nothing of it may hang the exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What the two ranks run and the tests read, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STAGES = (0, 1, 2, 3)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpointing-3": {"stage": 3, "gradient_checkpointing": True, "logits_chunk": 500},
+    "whole-3": {"stage": 3, "keep_whole": 100, "gathered": 2**27},
+    "bucket-2": {"stage": 2, "bucket": 1000},
+    "bucket-3": {"stage": 3, "bucket": 1000},
+    "hpz-3": {"stage": 3, "hpz_partition_size": 2},
+    "host-2": {"stage": 2, "offload_optimizer": "cpu"},
+    "host-3": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "muon-2": {"stage": 2, "optimizer": "muon", "weight_decay": 0.1},
+    "muon-3": {"stage": 3, "optimizer": "muon", "weight_decay": 0.1},
+    "bf16-2": {"stage": 2, "dtype": "bf16"},
+    "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
+}
+"""Options beside those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
