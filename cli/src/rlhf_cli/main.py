@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE ...",
     "eval": "score a model's answers on data",
     "generate": "sample answers from a model",
+    "plan": "show placement and memory, and whether a run fits",
     "plugins": "list, show, check and create plugins",
     "doctor": "check this installation, this machine, and what a run needs",
 }

@@ -97,8 +97,9 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
     Raises ModelError: no config, or one that transformers makes no causal language model of.
     """
     import torch
-    from rlhf.modeling.fused import LAYERS
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlhf.modeling.fused import LAYERS
 
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():

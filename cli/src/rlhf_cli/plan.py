@@ -1,0 +1,139 @@
+"""Show who is on which device, what memory each phase takes there, and whether it fits; load and start nothing.
+
+The run file and flags are those of `rlhf train`; of a model only its config.json is read. Where memory does not
+suffice: why, with the arithmetic, and the nearest change that does. The exit code is 1 where the run does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rlhf_cli.flags import add_short_flags, overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rlhf.plan import GroupPlan, Nearest, Plan
+
+OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
+    add_short_flags(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for; a GPU where its memory is given")
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="of one GPU, or of a CPU's host: 80GiB, 24GB; absent: what is here"
+    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="of a node with GPUs, to judge what is offloaded there")
+    parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rlhf.config import load
+    from rlhf.plan import as_json, make_plan, nearest, resolve, target
+    from rlhf.plugins import Plugins
+
+    given, plugins = overrides(args), Plugins.discover()
+    machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
+    plan = make_plan(resolve(load(args.run_file, given), plugins, machine))
+    found = None
+    if plan.fits is False:
+        found = nearest(plan, plugins, lambda flags: load(args.run_file, given + list(flags.items())))
+    if args.json:
+        sys.stdout.write(json.dumps(as_json(plan, found), indent=2) + "\n")
+    else:
+        _show(plan, found)
+    return 1 if plan.fits is False else 0
+
+
+def _show(plan: Plan, found: Nearest | None) -> None:
+    from rich.console import Console
+    from rlhf.plan import verdict
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a file is wide enough
+    console.print(_placement(plan))
+    for group in plan.groups:
+        console.print(_memory(plan, group))
+    style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
+    console.print(verdict(plan), style=style)
+    for line in _reasons(plan, found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _placement(plan: Plan) -> Table:
+    from rich.table import Table
+    from rlhf.plan import describe
+
+    table = Table(title=f"Placement: {plan.layout.devices} devices", title_justify="left")
+    for column in ("role", "where", "model", "parameters", "trained", "micro-batch", "arithmetic"):
+        table.add_column(column)
+    for name, place in plan.layout.places.items():
+        where = describe(place, name)
+        role = next((r for r in plan.layout.roles if r.name == name), None)
+        if role is None:
+            assert plan.layout.engines is not None
+            shape = plan.layout.engines.shape
+            table.add_row(name, where, shape.path, f"{shape.parameters:,}", "", "", "")
+            continue
+        trained = f"{role.trained_parameters:,}" if role.trained else "no"
+        tokens = f"{role.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
+        bf16 = "bf16" if role.sharding.bf16 else "fp32"
+        table.add_row(name, where, role.shape.path, f"{role.shape.parameters:,}", trained, tokens, bf16)
+    return table
+
+
+def _memory(plan: Plan, group: GroupPlan) -> Table:
+    from rich.table import Table
+    from rlhf.plan import PARTS, text
+
+    each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
+    names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in group.group.holds.items())
+    table = Table(title=f"Memory of {each}{group.group.title} ({names})", title_justify="left")
+    table.add_column("role")
+    table.add_column("part")
+    phases = list(group.moments)
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    rows = dict.fromkeys(name for m in group.moments.values() for name in m.rows)
+    for name in rows:
+        first = True
+        for part in PARTS:
+            sizes = [group.moments[p].rows.get(name, {}).get(part, 0) for p in phases]
+            if any(sizes):
+                table.add_row(name if first else "", part, *(text(s) if s else "" for s in sizes))
+                first = False
+    busy = [", ".join(group.moments[p].busy) for p in phases]
+    table.add_section()
+    table.add_row("busy", "", *busy)
+    memory = plan.layout.machine.memory
+    totals = [group.moments[p].total for p in phases]
+    over = [memory is not None and total > memory for total in totals]
+    table.add_row(
+        "total", "", *(f"[bold red]{text(t)}[/]" if o else text(t) for t, o in zip(totals, over, strict=True))
+    )
+    hosts = [group.moments[p].host for p in phases]
+    if any(hosts):
+        table.add_row("in host memory", "", *(text(h) if h else "" for h in hosts))
+    return table
+
+
+def _reasons(plan: Plan, found: Nearest | None) -> Iterable[str]:
+    for shortage in plan.shortages:
+        yield f"  {shortage.message}"
+    if plan.shortages:
+        worst = max(plan.shortages, key=lambda s: s.missing)
+        yield f"The arithmetic of {worst.where}, phase {worst.phase!r}:"
+        yield from (f"  {line}" for line in worst.arithmetic)
+    if found is not None and found.plan.fits:
+        yield f"The nearest change that fits: {found.command}"
+    elif found is not None:
+        tried = f" with {found.command}" if found.flags else ""
+        left = max((s.message for s in found.plan.shortages), key=len, default="")
+        yield f"Nothing known to the plugins makes it fit. The best found{tried}: {left}."

@@ -1,0 +1,21 @@
+"""``rlhf plan``: who is on which device, what memory that takes in which phase, and whether it fits.
+
+A run file and flags become a :class:`Layout` of plain values (``resolve``); pure functions over it (``formulas``) make
+a :class:`Plan` of it. No weights are loaded and nothing is started.
+"""
+
+from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout
+from rlhf.plan.nearest import Nearest, nearest
+from rlhf.plan.phases import PARTS, PHASES, GroupPlan, Moment, sum_of
+from rlhf.plan.report import as_json, describe, summary, verdict
+from rlhf.plan.resolve import resolve
+from rlhf.plan.shape import LayerShape, ModelShape, read_shape
+from rlhf.plan.sizes import parse, text
+from rlhf.plan.target import target
+from rlhf.plan.verdict import Plan, Shortage, make_plan
+
+__all__ = [
+    "PARTS", "PHASES", "DeviceGroup", "EngineLayout", "GroupPlan", "LayerShape", "Layout", "Machine", "ModelShape",
+    "Moment", "Nearest", "Plan", "RoleLayout", "Shortage", "as_json", "describe", "make_plan", "nearest", "parse",
+    "read_shape", "resolve", "sum_of", "summary", "target", "text", "verdict",
+]  # fmt: skip

@@ -1,0 +1,109 @@
+"""From a run file to a layout: the plugins, roles and places of the run, without its data, tokenizer or models."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf.controller.parts import RunParts, model_spec, run_parts, section_of
+from rlhf.interfaces import GENERATOR, Place
+from rlhf.placement import placement
+from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout
+from rlhf.plan.shape import read_shape
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+from rlhf.types import Annotation, Head, Update
+
+_STEPS = (0, 1, 1_000_000)
+"""Steps whose updates and annotations are looked at: roles may be trained later, or only at first."""
+
+
+def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
+    """What ``config`` would run on ``machine``.
+
+    Raises ConfigError, PluginError or ModelError, as the run itself would.
+    """
+    made = run_parts(config, plugins)
+    places = placement(made.config.placement, list(made.roles), "generator" in made.parts)
+    processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
+    machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
+    roles = tuple(_role(made, name, places[name], machine) for name in made.roles)
+    return Layout(roles, _engines(made, places, roles[0], machine), machine)
+
+
+def longest_sequence(config: RunFile, online: bool) -> int:
+    """Tokens: ``data.max_tokens``, or prompt and answer where both are bounded and there is one turn."""
+    data = config.data
+    if online and config.env is None and data.max_prompt_tokens is not None:
+        return min(data.max_tokens, data.max_prompt_tokens + config.sampling.max_new_tokens)
+    return data.max_tokens
+
+
+def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayout:
+    config, role = made.config, made.roles[name]
+    spec = model_spec(config, made.roles, name, ranks=place.ranks)
+    trainer = made.trainer(name)
+    sharding = trainer.resolved.cls.sharding(trainer.config, spec, machine.device)
+    longest = longest_sequence(config, made.online)
+    budget = section_of(config, name).micro_tokens or sharding.micro_tokens
+    updates, annotations = _work(made)
+    mine = [u for u in updates if u.role == name]
+    outputs = {_name(o) for u in mine for o in made.algorithm.parts[u.loss].outputs()}
+    annotated = {_name(a.output) for a in annotations if a.role == name}
+    rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
+    if rewards:
+        annotated.add("scores")
+    return RoleLayout(
+        name,
+        place,
+        read_shape(spec.path, role.head, spec.trust_remote_code),
+        sharding,
+        role.trained,
+        _micro_tokens(made, mine, budget, longest, place.ranks),
+        longest,
+        spec.gradient_checkpointing,
+        tuple(sorted(outputs)) or ("logprobs" if role.head == "lm" else "values",),
+        tuple(sorted(annotated)),
+        rewards,
+    )
+
+
+def _work(made: RunParts) -> tuple[list[Update], list[Annotation]]:
+    algorithm = made.algorithm
+    updates = [u for step in _STEPS for u in algorithm.updates(step) if isinstance(u, Update)]
+    annotations = [a for step in _STEPS for a in algorithm.annotations(step)]
+    annotations += [a for u in updates for a in algorithm.parts[u.loss].prepass()]
+    return updates, annotations
+
+
+def _name(output: str | Head) -> str:
+    return output if isinstance(output, str) else output.name
+
+
+def _micro_tokens(made: RunParts, updates: list[Update], budget: int, longest: int, ranks: int) -> int:
+    """The budget, or the longest unit where that is more; never more than a rank's share of an optimizer batch."""
+    config = made.config
+    unit = longest * (2 if made.algorithm.data == "pairs" else 1)
+    units = config.data.batch_size * (config.sampling.samples_per_prompt if made.online else 1)
+    parts = min((u.minibatches for u in updates), default=1)
+    return min(max(budget, unit), unit * math.ceil(units / parts / ranks))
+
+
+def _engines(made: RunParts, places: dict[str, Place], policy: RoleLayout, machine: Machine) -> EngineLayout | None:
+    if GENERATOR not in places:
+        return None
+    config, selection, place = made.config, made.parts["generator"], places[GENERATOR]
+    section = config.policy
+    footprint = selection.resolved.cls.footprint(selection.config, section.dtype, place.devices, machine.device)
+    asked = config.data.batch_size * config.sampling.samples_per_prompt if made.online else 0
+    if config.data.eval:  # all of its rows are asked for at once
+        asked = max(asked, footprint.rows * place.ranks)
+    return EngineLayout(
+        place,
+        read_shape(model_spec(config, made.roles, "policy").path, "lm", section.trust_remote_code),
+        footprint,
+        max(1, math.ceil(asked / place.ranks)),
+        longest_sequence(config, made.online),
+        policy.sharding.bf16,
+        config.sync.bucket_mb * 2**20,
+        config.sync.canaries > 0,
+    )
