@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from rlhf.errors import CapabilityError, ConfigError, ModelError
+from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces import ModelSpec
 from rlhf.testing.models import model_path
 from rlhf.testing.plain import PlainTrainer
@@ -261,3 +261,19 @@ def test_experts_are_refused_on_a_cpu(engines, generator):
         CapabilityError, match="mixture of experts: on a CPU vLLM goes on with the experts' old weights"
     ):
         VllmGenerator(None, engines.spec(path))
+
+
+def test_an_engine_whose_workers_do_not_answer_is_not_used_again(engines, generator, source, monkeypatch):
+    def silent(*words, **more):
+        raise TimeoutError("RPC call to rlhf_take timed out.")
+
+    monkeypatch.setattr(generator, "_broken", "")
+    generator.begin_load(7)
+    with monkeypatch.context() as patch:
+        patch.setattr(generator.engine, "rpc", silent)
+        with pytest.raises(SyncError, match=r"did not answer rlhf_take\(\) \(TimeoutError: .*start another"):
+            generator.take(next(source.buckets("live", 2**14)))
+    with pytest.raises(SyncError, match="did not answer"):
+        generator.begin_load(8)
+    with pytest.raises(ModelError, match="did not answer"):
+        generator.generate([request()])

@@ -59,6 +59,7 @@ sys.stderr.write("END\\n")
 """
 
 
+@pytest.mark.slow
 def test_a_guest_that_leaves_no_trace():
     path = str(model_path(head_dim=32))
     done = subprocess.run(
@@ -113,6 +114,8 @@ def test_two_workers_each_prove_their_weights(engines, source):
         assert drawn(generator) == drawn(single)
         with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not come"):
             load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
+        with pytest.raises(SyncError, match=r"engine worker 0: vLLM cannot load .* is not the policy's"):
+            load(generator, source, 4, lambda b: Bucket((("model.strange", torch.zeros(2)), *b.tensors), ()))
         load(generator, source, 5)
         assert apart(generator, source) < 1e-5
     finally:

@@ -38,7 +38,7 @@ def contained(variables: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(variables)
     logging.getLogger("vllm").setLevel(log_level())  # heeded by what is logged before vLLM has set up its own
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with own_randomness(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -55,9 +55,9 @@ def contained(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(device: str) -> Iterator[None]:
+def own_randomness() -> Iterator[None]:
     """vLLM draws from torch's global generators even where every request has its seed: put them back."""
-    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
 

@@ -78,7 +78,7 @@ class Engine:
 
     def step(self) -> list[Any]:
         """One forward pass over everything that is due; vLLM's outputs of what has something to say."""
-        with own_randomness(self.where.device):
+        with own_randomness():
             return self._llm.step()
 
     def abort(self, names: Sequence[str]) -> None:

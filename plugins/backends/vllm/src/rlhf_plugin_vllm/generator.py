@@ -59,6 +59,8 @@ class VllmGenerator(Generator):
         self._loading: int | None = None
         self._unfit = "it has no weights yet"
         """Why nothing can be sampled now; empty: it can."""
+        self._broken = ""
+        """Why nothing can be asked of the engine any more."""
         self._given_up = False
         self._names = count()
         self._engine: Engine | None = Engine(self.config, spec, where)
@@ -133,7 +135,7 @@ class VllmGenerator(Generator):
         return [[found[name] for name in names]]
 
     def _ready(self, to: str) -> None:
-        why = "it is asleep; wake() it first" if self._asleep else self._unfit
+        why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._unfit)
         if why:
             raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
 
@@ -144,43 +146,56 @@ class VllmGenerator(Generator):
 
         Raises ModelError while samples are being drawn.
         """
+        if self._broken:
+            raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
         if self.engine.busy:
             raise ModelError("samples are being drawn: exhaust or close generate() before begin_load()")
         self._rouse(_WEIGHTS)
         self._unfit = f"its weights of version {version} are not complete"
         self.engine.forget_prefixes()
-        self.engine.rpc("rlhf_begin")
+        self._tell("rlhf_begin")
         self._loading = version
 
     def take(self, bucket: Bucket) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
-        self.engine.rpc("rlhf_take", bucket, timeout=self.spec.sync_timeout)
+        self._tell("rlhf_take", bucket)
 
     def end_load(self) -> list[Proof]:
         if self._loading is None:
             raise SyncError("end_load() without begin_load()")
         version, self._loading = self._loading, None
-        results = self.engine.rpc("rlhf_end", timeout=self.spec.sync_timeout)
-        for rank, _, _, missing in results:
-            if missing:
+        loaded = self._tell("rlhf_end")
+        for who, told in loaded.items():
+            if told.missing:
                 raise SyncError(
-                    f"{_who(rank, len(results))} did not get all of version {version}: {_listed(missing)} did not "
-                    "come. Nothing is sampled until a load is complete."
+                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not come. Nothing is "
+                    "sampled until a load is complete."
                 )
         self.version, self._unfit, self._given_up = version, "", False
         dtype, detail = self.engine.dtype, self.engine.where.distribution
-        return [
-            Proof(version, _who(rank, len(results)), nbytes, received, dtype, detail)
-            for rank, received, nbytes, _ in results
-        ]
+        return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
     def stale(self, bucket: Bucket) -> list[str]:
         """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
         if self.config.tensor_parallel * self.config.pipeline_parallel > 1:
             return []
-        [names] = self.engine.rpc("rlhf_differing", bucket)
+        [names] = self._tell("rlhf_differing", bucket).values()
         return names
+
+    def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
+        engine is not used again, as later answers could not be told apart."""
+        try:
+            answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
+        except Exception as error:
+            self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
+            raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error
+        named = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
+        for who, answer in named.items():
+            if answer.error:
+                raise SyncError(f"{who}: {answer.error}")
+        return {who: answer.value for who, answer in named.items()}
 
     # -------------------------------------------------------------------------------------- memory
 
@@ -217,10 +232,6 @@ class VllmGenerator(Generator):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-
-def _who(rank: int, workers: int) -> str:
-    return "the engine" if workers == 1 else f"engine worker {rank}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ class Reload:
         self.model, self.model_config = model, model_config
         self.names = Names(model)
         self.needed = [name for name, _ in model.named_parameters()]  # a tied one counts once
-        self.tied = list(_tied_heads(model))
+        self.tied = list(tied_heads(model))
         self.received: dict[str, str] = {}
         """{name in the stream: fingerprint of the bytes as they came}."""
         self.loaded: set[str] = set()
@@ -100,7 +100,7 @@ class Reload:
         finalize_layerwise_reload(self.model, self.model_config)
 
 
-def _tied_heads(model: nn.Module) -> Iterator[nn.Module]:
+def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
     """Layers whose weight is another layer's."""
     seen: set[int] = set()
     for layer in model.modules():

@@ -5,9 +5,12 @@ vLLM mixes this class into its worker by name, so that nothing but names and buc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
-from rlhf.errors import SyncError
+from rlhf.errors import RlhfError, SyncError
 from rlhf.sync.bucket import Bucket
 from vllm.config import set_current_vllm_config
 
@@ -15,35 +18,71 @@ from rlhf_plugin_vllm.probe import differing
 from rlhf_plugin_vllm.reload import Reload
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one worker. An error is an answer too: where one of several workers raises, vLLM does not read what the others
+    say, and takes it for their answer to the next call."""
+
+    rank: int
+    value: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker says at the end of a load."""
+
+    received: dict[str, str] = field(default_factory=dict)
+    """{name in the stream: fingerprint of the bytes as they came}."""
+    nbytes: int = 0
+    missing: tuple[str, ...] = ()
+    """Names of tensors that the model needs and that did not come."""
+
+
+def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Run inside vLLM's config and device; whatever happens becomes an :class:`Answer`."""
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any) -> Answer:
+        try:
+            with set_current_vllm_config(self.vllm_config), self.device:
+                return Answer(self.rank, method(self, *arguments))
+        except RlhfError as error:
+            return Answer(self.rank, error=str(error))
+        except Exception as error:
+            return Answer(self.rank, error=f"{type(error).__name__}: {error}")
+
+    return call
+
+
 class WeightReceiver:
     """Methods for ``collective_rpc``; ``self`` is a vLLM worker."""
 
     _rlhf_reload: Reload | None = None
 
+    @answered
     def rlhf_begin(self: Any) -> None:
         """A reload that was under way is abandoned."""
-        with set_current_vllm_config(self.vllm_config):
-            if self._rlhf_reload is not None:
-                self._rlhf_reload.abandon()
-            self._rlhf_reload = Reload(self.get_model(), self.model_config)
+        if self._rlhf_reload is not None:
+            self._rlhf_reload.abandon()
+        self._rlhf_reload = Reload(self.get_model(), self.model_config)
 
+    @answered
     def rlhf_take(self: Any, bucket: Bucket) -> None:
         if self._rlhf_reload is None:
             raise SyncError("weights came before begin_load()")
-        with set_current_vllm_config(self.vllm_config), self.device:
-            self._rlhf_reload.take(bucket)
+        self._rlhf_reload.take(bucket)
 
-    def rlhf_end(self: Any) -> tuple[int, dict[str, str], int, list[str]]:
-        """(rank, fingerprints of what came, its bytes, names of what did not come)."""
+    @answered
+    def rlhf_end(self: Any) -> Loaded:
         reload, self._rlhf_reload = self._rlhf_reload, None
         if reload is None:
             raise SyncError("end_load() without begin_load()")
-        with set_current_vllm_config(self.vllm_config), self.device:
-            missing = reload.end()
+        missing = reload.end()
         self.model_runner.reset_lora_state()
-        return self.rank, reload.received, reload.nbytes, missing
+        return Loaded(reload.received, reload.nbytes, tuple(missing))
 
+    @answered
     def rlhf_differing(self: Any, bucket: Bucket) -> list[str]:
         """See :func:`rlhf_plugin_vllm.probe.differing`."""
-        with set_current_vllm_config(self.vllm_config), self.device:
-            return differing(self.get_model(), bucket)
+        return differing(self.get_model(), bucket)
