@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,13 +19,11 @@ sys.path.insert(0, HERE)  # for the stand-ins
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """4 CPUs by Ray's count, on this machine only."""
-    handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", HERE)  # of the workers
         made = Cluster(RayConfig(cpus=4, object_store_gib=0.25))
         yield made
         made.close()
-    signal.signal(signal.SIGTERM, handler)  # Ray sets one
 
 
 @pytest.fixture

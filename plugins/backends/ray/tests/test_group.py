@@ -57,7 +57,7 @@ def test_wrong_numbers_of_arguments_are_refused(pair):
 
 def test_errors_of_this_project_keep_their_class(pair):
     with pytest.raises(
-        CheckpointError, match=r"policy rank 0 \(node 127.0.0.1, pid \d+\): a damaged checkpoint"
+        CheckpointError, match=r"policy rank \d \(node 127.0.0.1, pid \d+\): a damaged checkpoint"
     ) as info:
         pair.call("raises", [("checkpoint",)] * 2)
     assert isinstance(info.value.__cause__, RemoteTraceback)

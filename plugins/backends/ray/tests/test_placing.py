@@ -29,10 +29,10 @@ def test_a_bundle_per_rank_of_who_owns_devices():
 
 def test_colocated_roles_share_a_bundle_and_see_its_gpus():
     bundles = bundles_of(HYBRID, "GPU")
-    seats = seats_of(HYBRID, bundles, ["a"] * 4, [["0"], ["1"], ["2"], ["3"]])
+    seats = seats_of(HYBRID, bundles, ["a"] * 4)
     assert [s.bundle for s in seats["policy"]] == [s.bundle for s in seats["critic"]] == [0, 1, 2, 3]
-    assert [s.devices for s in seats["critic"]] == [("0",), ("1",), ("2",), ("3",)]
-    assert [s.devices for s in seats[GENERATOR]] == [("0", "1"), ("2", "3")]
+    assert [s.slots for s in seats["critic"]] == [((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),)]
+    assert [s.slots for s in seats[GENERATOR]] == [((0, 0), (1, 0)), ((2, 0), (3, 0))]
     charged = [sum(s.cpus for role in seats.values() for s in role if s.bundle == b) for b in range(4)]
     assert charged == [pytest.approx(1.0, abs=1e-3)] * 4
     assert all(c <= 1 for c in charged)
@@ -40,28 +40,28 @@ def test_colocated_roles_share_a_bundle_and_see_its_gpus():
 
 def test_on_cpus_devices_are_cores():
     places = {"policy": Place(2, 3), "reference": Place(1, share="policy"), GENERATOR: Place(1, 2)}
-    seats = seats_of(places, bundles_of(places, "CPU"), ["a"] * 3, None)
-    assert [(s.threads, s.devices) for s in seats["policy"]] == [(3, None), (3, None)]
+    seats = seats_of(places, bundles_of(places, "CPU"), ["a"] * 3)
+    assert [s.threads for s in seats["policy"]] == [3, 3]
     assert [(s.threads, s.cpus) for s in seats["reference"]] == [(3, 1.5)], "as many as a rank of its host"
     assert [(s.threads, s.cpus) for s in seats[GENERATOR]] == [(2, 2.0)]
 
 
 def test_more_ranks_than_the_host_divide_its_devices():
     places = {"policy": Place(2, 2), "reward": Place(4, share="policy")}
-    seats = seats_of(places, bundles_of(places, "GPU"), ["a", "a"], [["0", "1"], ["4", "5"]])
-    assert [s.devices for s in seats["reward"]] == [("0",), ("1",), ("4",), ("5",)]
+    seats = seats_of(places, bundles_of(places, "GPU"), ["a", "a"])
+    assert [s.slots for s in seats["reward"]] == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
 
 
 def test_ranks_follow_the_nodes():
     """Ray lays bundles out in any order; neighbours in rank live on one node all the same."""
-    seats = seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"], [["0"], ["0"], ["1"], ["1"]])
+    seats = seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"])
     assert [s.bundle for s in seats["policy"]] == [0, 2, 1, 3]
-    assert [(s.bundle, s.devices) for s in seats[GENERATOR]] == [(0, ("0", "1")), (1, ("0", "1"))]
+    assert [s.slots for s in seats[GENERATOR]] == [((0, 0), (2, 0)), ((1, 0), (3, 0))]
 
 
 def test_an_engine_over_two_nodes_is_refused():
     with pytest.raises(ConfigError, match=r"\[placement.generator\]: the 2 devices of rank 0 would lie on 2 nodes"):
-        seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"], [["0"]] * 4)
+        seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"])
 
 
 @pytest.mark.parametrize(

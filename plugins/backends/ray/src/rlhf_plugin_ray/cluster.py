@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -52,6 +54,8 @@ class Cluster:
                 options["object_store_memory"] = int(config.object_store_gib * 2**30)
         if problem := _closed(address):
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {problem}. {_START}")
+        main = threading.current_thread() is threading.main_thread()
+        self._sigterm = signal.getsignal(signal.SIGTERM) if main else None
         try:
             with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
@@ -82,6 +86,8 @@ class Cluster:
         if self.ours:
             self.ours = False
             ray.shutdown()
+            if self._sigterm is not None:  # Ray set one of its own
+                signal.signal(signal.SIGTERM, self._sigterm)
 
 
 def _closed(address: str) -> str:

@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from rlhf.errors import CapabilityError, RolloutError, SyncError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 
-from rlhf_plugin_ray.failure import Failure, RemoteTraceback
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send, unpack
 from rlhf_plugin_ray.spread import spread
+from rlhf_plugin_ray.trouble import Trouble, answer_of
 from rlhf_plugin_ray.vigil import Vigil
 
 _NOBODY = Proof(0).who
@@ -202,22 +201,13 @@ class EngineGroup(Generator):
 
     def _answer(self, number: int, method: str, ref: Any) -> Any:
         """What came; None at a stream's end and where the engine died, which is noted."""
-        engine = self.engines[number]
         if ref is None:
             return None
-        try:
-            answer = ray.get(ref)
-        except RayTaskError as error:  # outside of our own code: arguments that cannot be unpacked
-            what = f"{engine.name} ({engine.where}): {method}() failed: {error.cause!r}"
-            raise WorkerError(what) from RemoteTraceback(str(error))
-        except RayError as error:
-            self._dead[number] = engine.death(error, f"{method}()")
-            return None
-        if not isinstance(answer, Failure):
+        answer = answer_of(self.engines[number], ref)
+        if not isinstance(answer, Trouble):
             return answer
-        usual = SyncError if method in _LOADING else RolloutError
-        error = answer.error(f"{engine.name} ({engine.where})", method, usual)
-        if answer.kind != WorkerError.__name__:
+        error = answer.error(method, SyncError if method in _LOADING else RolloutError)
+        if not isinstance(error, WorkerError):
             raise error
         self._dead[number] = str(error)
         return None

@@ -4,46 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
 from rlhf.errors import CapabilityError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import WorkerGroup
 
-from rlhf_plugin_ray.failure import Failure, RemoteTraceback
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send, unpack
+from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
 from rlhf_plugin_ray.vigil import Vigil
 
-GRACE_SECONDS = 3.0
-"""After a rank failed: for the others to fail or end too, before they are given up. Ray needs about one to notice a
-death, which a neighbour may feel earlier as a broken connection."""
 _AHEAD = 2
 """Objects of a stream that lie in the store unclaimed: an item and its mark. Another item is being taken meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    """What one rank answered in place of a result."""
-
-    member: Member
-    what: Failure | RayError
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Deaths first: what neighbours raise is their consequence. Then by time."""
-        return isinstance(self.what, Failure), getattr(self.what, "at", 0.0)
-
-    def error(self, doing: str) -> RlhfError:
-        if isinstance(self.what, Failure):
-            return self.what.error(f"{self.member.name} ({self.member.where})", doing, TrainingError)
-        if isinstance(self.what, RayTaskError):  # before or after our own code: arguments that cannot be unpacked
-            raised = TrainingError(f"{self.member.name} ({self.member.where}): {doing}() failed: {self.what.cause!r}")
-            raised.__cause__ = RemoteTraceback(str(self.what))
-            return raised
-        return WorkerError(self.member.death(self.what, f"{doing}()"))
 
 
 class RayGroup(WorkerGroup):
@@ -116,23 +88,20 @@ class RayGroup(WorkerGroup):
                 for ref in vigil.wait(list(waiting)):
                     member = waiting.pop(ref)
                     vigil.leave(member)
-                    results[ref] = _answer(member, ref)
-                    if isinstance(results[ref], _Trouble):
+                    results[ref] = answer_of(member, ref)
+                    if isinstance(results[ref], Trouble):
                         raise self._first_cause(method, results[ref], waiting)
         return [results[ref] for ref in answers]
 
-    def _first_cause(self, method: str, trouble: _Trouble, waiting: Mapping[Any, Member]) -> RlhfError:
-        troubles, hanging = [trouble], list(waiting)
-        if waiting:
-            ready, hanging = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
-            troubles += [a for a in (_answer(waiting[ref], ref) for ref in ready) if isinstance(a, _Trouble)]
-        first = min(troubles, key=lambda t: t.order)
-        error = first.error(method)
+    def _first_cause(self, method: str, trouble: Trouble, waiting: Mapping[Any, Member]) -> RlhfError:
+        first, hanging = first_of(trouble, waiting)
+        error = first.error(method, TrainingError)
+        said = str(error).splitlines()[0]
         if hanging:
-            names = ", ".join(waiting[ref].name for ref in hanging)
-            self._broken = f"{names} did not come back from {method}() after a failure: {str(error).splitlines()[0]}"
-        elif not isinstance(first.what, Failure):
-            self._broken = str(error).splitlines()[0]
+            names = ", ".join(m.name for m in hanging)
+            self._broken = f"{names} did not come back from {method}() after a failure: {said}"
+        elif first.died:
+            self._broken = said
         return error
 
     def _next(self, method: str, items: Any, answers: Mapping[Any, Member], timeout: float | None) -> Any | None:
@@ -142,8 +111,8 @@ class RayGroup(WorkerGroup):
             return None
         mark = self._advance(method, items, answers, timeout)
         # where the rank died, Ray ends the stream with an item that holds the error
-        mark = _answer(self.members[0], item if mark is None else mark)
-        if isinstance(mark, _Trouble):
+        mark = answer_of(self.members[0], item if mark is None else mark)
+        if isinstance(mark, Trouble):
             self._open = None
             raise self._first_cause(method, mark, answers)
         return item
@@ -159,15 +128,6 @@ class RayGroup(WorkerGroup):
                 if items in ready:
                     return next(items, None)
                 for ref in ready:  # another rank has ended; where it failed, rank 0 may wait for it for ever
-                    answer = _answer(waiting.pop(ref), ref)
-                    if isinstance(answer, _Trouble):
+                    answer = answer_of(waiting.pop(ref), ref)
+                    if isinstance(answer, Trouble):
                         raise self._first_cause(method, answer, waiting)
-
-
-def _answer(member: Member, ref: Any) -> Any:
-    """What a finished call returned, or a :class:`_Trouble`."""
-    try:
-        result = ray.get(ref)
-    except RayError as error:
-        return _Trouble(member, error)
-    return _Trouble(member, result) if isinstance(result, Failure) else result

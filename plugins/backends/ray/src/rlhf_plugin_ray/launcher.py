@@ -6,13 +6,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
@@ -23,13 +22,13 @@ from rlhf.plugins.entry import FILE
 from rlhf_plugin_ray.cluster import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
-from rlhf_plugin_ray.failure import Failure
 from rlhf_plugin_ray.group import RayGroup
 from rlhf_plugin_ray.member import Member, slug
 from rlhf_plugin_ray.parcel import pack, send
 from rlhf_plugin_ray.placing import Seat, bundles_of, check_fits, device_kind, seats_of
 from rlhf_plugin_ray.same import check_same
 from rlhf_plugin_ray.stall import Stall
+from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
 from rlhf_plugin_ray.vigil import Vigil
 from rlhf_plugin_ray.worker import Worker
 
@@ -53,6 +52,8 @@ class RayLauncher(Launcher):
         self._group: PlacementGroup | None = None
         self._places: dict[str, Place] = {}
         self._seats: dict[str, list[Seat]] = {}
+        self._gpus: list[int] | None = None
+        """How many each bundle has; None where the cluster has none."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._running: list[Member] = []
         self._launched: list[RayGroup | EngineGroup] = []
@@ -87,21 +88,27 @@ class RayLauncher(Launcher):
                 f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}"
             )
         at = placement_group_table(self._group)["bundles_to_node_id"]
-        devices = self._gpus(bundles) if kind == "GPU" else None
-        return seats_of(self._places, bundles, [at[n] for n in range(len(bundles))], devices)
+        self._gpus = [b.devices for b in bundles] if kind == "GPU" else None
+        return seats_of(self._places, bundles, [at[n] for n in range(len(bundles))])
 
-    def _gpus(self, bundles: Sequence[Any]) -> list[list[str]]:
-        """The GPUs that Ray gave each bundle."""
+    def _visible(self, seats: Sequence[Seat]) -> list[list[str] | None]:
+        """The GPUs of each seat, asked anew each time: after the loss of a node Ray may have moved a bundle."""
+        if self._gpus is None:
+            return [None] * len(seats)
 
-        def mine() -> list[str]:
-            return [str(n) for n in ray.get_gpu_ids()]
+        def mine() -> tuple[str, list[str]]:
+            return ray.get_runtime_context().get_node_id(), [str(n) for n in ray.get_gpu_ids()]
 
-        asked = []
-        for index, bundle in enumerate(bundles):
+        asked = {}
+        for index in sorted({index for seat in seats for index, _ in seat.slots}):
             where = PlacementGroupSchedulingStrategy(self._group, index)
-            task = ray.remote(mine).options(num_cpus=0, num_gpus=bundle.devices, scheduling_strategy=where)
-            asked.append(task.remote())
-        return ray.get(asked)
+            task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=where)
+            asked[index] = task.remote()
+        found = dict(zip(asked, ray.get(list(asked.values()), timeout=self.config.start_timeout), strict=True))
+        for seat in seats:
+            if len({found[index][0] for index, _ in seat.slots}) > 1:
+                raise WorkerError("a node was lost, and what is left of the devices of one process lies on two nodes")
+        return [[found[index][1][n] for index, n in seat.slots] for seat in seats]
 
     # -------------------------------------------------------------------------------------- launch
 
@@ -114,7 +121,8 @@ class RayLauncher(Launcher):
         with self._or_nothing():
             members = self._start({f"{role} rank {rank}": seat for rank, seat in enumerate(seats)})
             if len(members) > 1:
-                spec = replace(spec, rendezvous=ray.get(members[0].handle.rendezvous.remote()))
+                [meeting] = self._answers(members[:1], [members[0].handle.rendezvous.remote()])
+                spec = replace(spec, rendezvous=meeting)
             self._build(members, [(trainer, config, replace(spec, rank=rank)) for rank in range(len(members))])
         self._launched.append(RayGroup(role, members, self._watch))
         return self._launched[-1]
@@ -134,18 +142,16 @@ class RayLauncher(Launcher):
         return front
 
     def shutdown(self) -> None:
-        for one in self._launched:
-            one.close() if isinstance(one, EngineGroup) else one.shutdown()
-        for member in self._running:  # those of a start that failed, too
-            member.kill()
-        self._launched, self._running = [], []
-        if self._group is not None:
-            with suppress(RayError):
-                remove_placement_group(self._group)
-            self._group = None
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+        with ExitStack() as last_first:  # each of them, whatever another raises
+            if self._cluster is not None:
+                last_first.callback(self._cluster.close)
+            if self._group is not None and ray.is_initialized():
+                last_first.callback(remove_placement_group, self._group)
+            for member in self._running:  # those of a start that failed, too
+                last_first.callback(member.kill)
+            for one in self._launched:
+                last_first.callback(one.close if isinstance(one, EngineGroup) else one.shutdown)
+            self._launched, self._running, self._group, self._cluster = [], [], None, None
 
     # --------------------------------------------------------------------------------------- parts
 
@@ -157,8 +163,8 @@ class RayLauncher(Launcher):
     def _start(self, seats: Mapping[str, Seat]) -> list[Member]:
         """Actors that have resolved the plugins as this process did, and hold nothing yet."""
         members = []
-        for name, seat in seats.items():
-            env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(seat.threads)), **self.config.env}
+        for (name, seat), gpus in zip(seats.items(), self._visible(list(seats.values())), strict=True):
+            env = {"OMP_NUM_THREADS": _threads() or str(seat.threads), **self.config.env}
             actor = ray.remote(concurrency_groups={"watch": 1})(Worker).options(
                 num_cpus=seat.cpus,
                 num_gpus=0,
@@ -166,7 +172,7 @@ class RayLauncher(Launcher):
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
                 **self._named(name),
             )
-            members.append(Member(name, actor.remote(name, os.getcwd(), env, seat.devices)))
+            members.append(Member(name, actor.remote(name, os.getcwd(), env, gpus)))
         self._running += members
         described = [m.handle.describe.remote(*self._plugins) for m in members]
         for member, facts in zip(members, self._answers(members, described), strict=True):
@@ -201,13 +207,10 @@ class RayLauncher(Launcher):
                     f"{names}: not ready within {limit:g} s (launcher.start_timeout). What each was doing: {page}"
                 )
             for ref in ready:
-                member = waiting.pop(ref)
-                try:
-                    answers[ref] = ray.get(ref)
-                except RayError as cause:
-                    raise WorkerError(member.death(cause, "start")) from cause
-                if isinstance(answers[ref], Failure):
-                    raise answers[ref].error(f"{member.name} ({member.where})", "start", WorkerError)
+                answers[ref] = answer_of(waiting.pop(ref), ref)
+                if isinstance(answers[ref], Trouble):
+                    first, _ = first_of(answers[ref], waiting)
+                    raise first.error("start", WorkerError)
         return [answers[ref] for ref in refs]
 
     def _watch(self, members: Sequence[Member], doing: str) -> Vigil:
@@ -224,3 +227,9 @@ class RayLauncher(Launcher):
         except BaseException:
             self.shutdown()
             raise
+
+
+def _threads() -> str:
+    """OMP_NUM_THREADS as the user set it for this process; empty where it is not set, and in ``ray job submit``, where
+    Ray set it to 1 for want of better knowledge."""
+    return "" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else os.environ.get("OMP_NUM_THREADS", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,15 @@ class Seat:
     """Where one actor lives."""
 
     bundle: int
-    """The bundle it is charged to; its devices may lie in further bundles of the same node."""
+    """The bundle it is charged to; its devices may lie in further ones of the same node."""
     cpus: float
     """Share of that bundle's CPUs, as Ray counts."""
-    threads: int
-    devices: tuple[str, ...] | None
-    """Of the node, as CUDA_VISIBLE_DEVICES names them; None where the cluster has no GPUs."""
+    slots: tuple[tuple[int, int], ...]
+    """Its devices: (bundle, which of the bundle's devices)."""
+
+    @property
+    def threads(self) -> int:
+        return len(self.slots)
 
 
 def device_kind(nodes: Sequence[Node]) -> str:
@@ -112,12 +116,7 @@ def _held(nodes: Sequence[Node], kind: str) -> str:
     return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
 
 
-def seats_of(
-    places: Mapping[str, Place],
-    bundles: Sequence[Bundle],
-    nodes: Sequence[str],
-    devices: Sequence[Sequence[str]] | None,
-) -> dict[str, list[Seat]]:
+def seats_of(places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequence[str]) -> dict[str, list[Seat]]:
     """Seats by role, in rank order.
 
     A role's ranks follow the nodes, so that neighbours in rank are neighbours in the machine. A role that shares lives
@@ -125,35 +124,30 @@ def seats_of(
 
     Args:
         nodes: of each bundle, where it is.
-        devices: GPUs of each bundle; None where the cluster has none.
     """
     order: dict[str, list[int]] = {}
     for index in sorted(range(len(bundles)), key=lambda i: (nodes.index(nodes[i]), i)):
         order.setdefault(bundles[index].role, []).append(index)
-    taken: dict[str, list[tuple[list[tuple[int, int]], int]]] = {}
+    taken: dict[str, list[tuple[tuple[int, int], ...]]] = {}
     for role, place in places.items():
         host = places[place.share] if place.share else place
         slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
         each = _devices_each(role, place, host)
-        taken[role] = [(slots[rank * each : (rank + 1) * each], each) for rank in range(place.ranks)]
-        for rank, (own, _) in enumerate(taken[role]):
-            where = dict.fromkeys(nodes[index] for index, _ in own)
+        taken[role] = [tuple(slots[rank * each : (rank + 1) * each]) for rank in range(place.ranks)]
+        for rank, own in enumerate(taken[role]):
+            where = {nodes[index] for index, _ in own}
             if len(where) > 1:
                 raise ConfigError(
                     f"[placement.{role}]: the {each} devices of rank {rank} would lie on {len(where)} nodes, as those "
                     f"of {place.share!r} do; one process has the devices of one node. Lower its devices, give "
                     f"{place.share!r} more devices per rank, or let {role!r} have devices of its own."
                 )
-    tenants = [sum(own[0][0] == index for ranks in taken.values() for own, _ in ranks) for index in range(len(bundles))]
-    seats: dict[str, list[Seat]] = {}
-    for role, ranks in taken.items():
-        seats[role] = []
-        for own, each in ranks:
-            first = own[0][0]
-            cpus = bundles[first].resources["CPU"] / tenants[first]
-            visible = None if devices is None else tuple(devices[index][n] for index, n in own)
-            seats[role].append(Seat(first, int(cpus * _FRACTION) / _FRACTION, each, visible))
-    return seats
+    tenants = Counter(own[0][0] for ranks in taken.values() for own in ranks)
+
+    def cpus(bundle: int) -> float:
+        return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
+
+    return {role: [Seat(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in taken.items()}
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:

@@ -1,0 +1,70 @@
+"""When a rank fails: what it was, and which of several failures was the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from rlhf.errors import RlhfError, WorkerError
+
+from rlhf_plugin_ray.failure import Failure, RemoteTraceback
+from rlhf_plugin_ray.member import Member
+
+GRACE_SECONDS = 3.0
+"""After a rank failed: for the others to fail or end too, before they are given up. Ray needs about one to notice a
+death, which a neighbour may feel earlier as a broken connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What a member answered in place of a result."""
+
+    member: Member
+    what: Failure | RayError
+
+    @property
+    def died(self) -> bool:
+        return not isinstance(self.what, (Failure, RayTaskError))
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Deaths first: what neighbours raise is their consequence. Then by time."""
+        return not self.died, getattr(self.what, "at", 0.0)
+
+    def error(self, method: str, otherwise: type[RlhfError]) -> RlhfError:
+        """The exception to raise; ``otherwise`` for what is not of :mod:`rlhf.errors`."""
+        who = f"{self.member.name} ({self.member.where})"
+        if isinstance(self.what, Failure):
+            return self.what.error(who, method, otherwise)
+        if self.died:
+            return WorkerError(self.member.death(self.what, f"{method}()"))
+        # raised outside of our own code: arguments that cannot be unpacked
+        raised = otherwise(f"{who}: {method}() failed: {getattr(self.what, 'cause', self.what)!r}")
+        raised.__cause__ = RemoteTraceback(str(self.what))
+        return raised
+
+
+def answer_of(member: Member, ref: Any) -> Any:
+    """What a finished call returned, or a :class:`Trouble`."""
+    try:
+        result = ray.get(ref)
+    except RayError as error:
+        return Trouble(member, error)
+    return Trouble(member, result) if isinstance(result, Failure) else result
+
+
+def first_of(trouble: Trouble, waiting: Mapping[Any, Member]) -> tuple[Trouble, list[Member]]:
+    """(the first cause, members that still hang) a moment after one of several failed.
+
+    Args:
+        waiting: {reference: member} of those that had not answered.
+    """
+    if not waiting:
+        return trouble, []
+    ready, hanging = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
+    answers = [trouble, *(answer_of(waiting[ref], ref) for ref in ready)]
+    found = [a for a in answers if isinstance(a, Trouble)]
+    return min(found, key=lambda t: t.order), [waiting[ref] for ref in hanging]
