@@ -1,0 +1,43 @@
+"""The placements that `docs/cluster.md` shows can be had, on as many devices as it says."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from rlhf.components import select
+from rlhf.errors import ConfigError
+from rlhf.placement import placement
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+from rlhf_plugin_ray.placing import Node, check_fits
+
+from tests.pages import DOCS, blocks
+
+EXAMPLES = [b for b in blocks(DOCS / "cluster.md", "toml") if "[placement" in b.text]
+ROLES = ["policy", "critic", "reference", "reward_model"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model"])
+def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
+    config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
+    places = placement(config.placement, [r for r in ROLES if r in config.placement], True)
+
+    def cluster(gpus: int) -> list[Node]:
+        return [Node("a", "10.0.0.1", {"GPU": gpus, "CPU": 64.0})]
+
+    check_fits(places, cluster(8), "PACK")
+    with pytest.raises(ConfigError, match="the placement does not fit"):
+        check_fits(places, cluster(7), "PACK")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model"])
+def test_the_options_shown_with_them_are_allowed(example):
+    config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
+    plugins = Plugins.discover()
+    for kind in ("trainer", "generator"):
+        select(plugins, kind, getattr(config, kind))
+
+
+def test_every_placement_of_the_page_was_looked_at():
+    assert len(EXAMPLES) == 3
