@@ -41,6 +41,8 @@ class LoadedModel:
     """``lm`` | ``scalar`` | ``classes:N``."""
     softcap: float | None = None
     """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
+    fresh_head: bool = False
+    """The checkpoint has no head of this kind (a causal language model under a scalar role): :func:`draw_head`."""
 
     @property
     def vocabulary(self) -> int:
@@ -62,12 +64,17 @@ class LoadedModel:
         return logits_CV
 
 
-def load_model(spec: ModelSpec, device: torch.device, lora: LoraOptions | None = None) -> LoadedModel:
+def load_model(
+    spec: ModelSpec, device: torch.device, lora: LoraOptions | None = None, divided: bool = False
+) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, packed attention.
 
     A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
     deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get
     adapters, which change nothing at first.
+
+    ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows), so what
+    needs whole weights is left to it: :func:`draw_head`, :func:`check_head`. Layers are not fused then.
 
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
     is of a kind that packing or the separate head cannot represent.
@@ -98,16 +105,48 @@ def load_model(spec: ModelSpec, device: torch.device, lora: LoraOptions | None =
         )
     use_packed_attention(module)
     loaded = _take_apart(module, kind, spec)
+    loaded.fresh_head = from_lm
+    if divided:
+        module.eval().to(device)
+        return loaded
     if from_lm:
-        _fresh_head(loaded.head, derive_seed(spec.seed, "head/" + spec.role.name))
+        draw_head(loaded, spec)
     if lora is not None:
         add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     module.eval().to(device)
     if outputs is None:
-        _check_head(loaded, spec)
+        check_head(loaded, spec)
     if device.type == "cpu":
         _fuse(loaded)
     return loaded
+
+
+def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Give a fresh head its weights; they must be whole."""
+    head = loaded.head
+    generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
+    with torch.no_grad():
+        head.weight.copy_(
+            torch.empty(head.weight.shape).normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
+        )
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def check_head(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Refuse models that scale or shift their logits in a way this module does not know."""
+    device = loaded.head.weight.device
+    ids_N = torch.arange(4, device=device) % loaded.head.out_features
+    position_N = torch.arange(4, device=device)
+    with torch.no_grad():
+        ours_NV = loaded.logits(loaded.hidden(ids_N, position_N, [4]))
+        with packed([4]):
+            out = loaded.module(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+    if not torch.allclose(ours_NV, out.logits[0], rtol=1e-4, atol=1e-4):
+        raise ModelError(
+            f"{type(loaded.module).__name__} ({spec.path!r}) does more to its logits than a linear head and "
+            "final_logit_softcapping; its log-probs would be wrong here, so it is refused"
+        )
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
@@ -191,14 +230,6 @@ def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMo
     return LoadedModel(module, body, head, kind, softcap)
 
 
-def _fresh_head(head: nn.Linear, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        head.weight.normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
-        if head.bias is not None:
-            head.bias.zero_()
-
-
 def _fuse(loaded: LoadedModel) -> None:
     """Fused layers where they give the same hidden states as transformers' own; a CPU's gain, not measured on GPUs."""
     ids_N = torch.arange(7) % loaded.vocabulary
@@ -208,19 +239,3 @@ def _fuse(loaded: LoadedModel) -> None:
         layers = fuse_layers(loaded.module)
         if layers and not torch.allclose(loaded.hidden(*probe), before_NH, rtol=1e-4, atol=1e-4):
             restore_layers(layers)
-
-
-def _check_head(loaded: LoadedModel, spec: ModelSpec) -> None:
-    """Refuse models that scale or shift their logits in a way this module does not know."""
-    device = loaded.head.weight.device
-    ids_N = torch.arange(4, device=device) % loaded.head.out_features
-    position_N = torch.arange(4, device=device)
-    with torch.no_grad():
-        ours_NV = loaded.logits(loaded.hidden(ids_N, position_N, [4]))
-        with packed([4]):
-            out = loaded.module(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-    if not torch.allclose(ours_NV, out.logits[0], rtol=1e-4, atol=1e-4):
-        raise ModelError(
-            f"{type(loaded.module).__name__} ({spec.path!r}) does more to its logits than a linear head and "
-            "final_logit_softcapping; its log-probs would be wrong here, so it is refused"
-        )

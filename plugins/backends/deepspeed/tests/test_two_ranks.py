@@ -14,7 +14,7 @@ from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss
 from rlhf.testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.muon import build_muon
+from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_local.trainer import TorchTrainer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +47,8 @@ class TorchMuon:
     def __init__(self, trainer: TorchTrainer) -> None:
         outside = {id(p) for m in (trainer.module.get_input_embeddings(), trainer.loaded.head) for p in m.parameters()}
         config = DeepSpeedTrainerConfig(lr=1e-3, weight_decay=0.1, optimizer="muon")
-        matrices, *rest = build_muon(trainer.parameters, outside, config).param_groups
+        shapes = {name: p.shape for name, p in trainer.parameters.items()}
+        matrices, *rest = build_optimizer(trainer.parameters, shapes, outside, config).param_groups
         keep = ("params", "weight_decay")
         muon = torch.optim.Muon(matrices["params"], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW([{k: g[k] for k in keep} for g in rest], lr=1e-3, betas=(0.9, 0.95))

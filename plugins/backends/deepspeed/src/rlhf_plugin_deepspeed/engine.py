@@ -34,12 +34,13 @@ class Zero:
         self.base_optimizer = optimizer
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
+        elements = sum(_numel(p) for p in model.parameters())
         with quiet():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
-                config=_engine_config(config, model),
+                config=engine_config(config, elements),
                 dist_init_required=False,
             )
         if config.hpz_partition_size > 1:
@@ -163,8 +164,13 @@ class Zero:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
-def _engine_config(config: DeepSpeedTrainerConfig, model: nn.Module) -> dict[str, Any]:
-    elements = sum(p.numel() for p in model.parameters())
+def _numel(parameter: nn.Parameter) -> int:
+    """Also of one that is divided already."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def engine_config(config: DeepSpeedTrainerConfig, elements: int) -> dict[str, Any]:
+    """DeepSpeed's config for a model of so many parameters."""
     bucket = max(1, min(config.bucket, elements))
     zero: dict[str, Any] = {
         "stage": config.stage,

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import _muon
 
-from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
 
 COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
@@ -87,27 +86,3 @@ class OrthogonalAdamW(torch.optim.AdamW):
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
         weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)
-
-
-def build_muon(
-    parameters: Mapping[str, nn.Parameter], outside: set[int], config: DeepSpeedTrainerConfig
-) -> OrthogonalAdamW:
-    """``outside``: ids of the parameters of embeddings and heads, which are matrices of another kind."""
-    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in outside]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in parameters.values() if id(p) not in chosen]
-    peak = config.lr if config.muon_lr is None else config.muon_lr
-    groups: list[dict[str, Any]] = [
-        {
-            "params": matrices,
-            "muon": True,
-            "peak": peak,
-            "momentum": config.muon_momentum,
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return OrthogonalAdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )

@@ -17,13 +17,17 @@ Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
 class Tensors:
-    """Parameters and persistent buffers, tied ones once, in a fixed order. Made before weights are divided."""
+    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        kept = module.state_dict(keep_vars=True)
-        self.objects: dict[str, Tensor] = {name: kept[name] for name in state.named_tensors(module)}
-        self.shapes = {name: t.shape for name, t in self.objects.items()}
-        self.bytes = {name: t.numel() * t.element_size() for name, t in self.objects.items()}
+        self.objects: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.objects[name] = tensor
+        self.shapes = {name: torch.Size(getattr(t, "ds_shape", t.shape)) for name, t in self.objects.items()}
+        self.bytes = {name: self.shapes[name].numel() * t.element_size() for name, t in self.objects.items()}
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
 
     def stream(self, gather: Gather | None, first: bool, elements: int) -> Iterator[tuple[str, Tensor]]:

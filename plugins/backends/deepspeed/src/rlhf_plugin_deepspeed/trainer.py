@@ -11,9 +11,7 @@ from typing import ClassVar
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums
-from rlhf.modeling.fused import LAYERS, restore_layers
-from rlhf.modeling.model import load_model, load_tokenizer
-from rlhf.modeling.optimizer import build_optimizer
+from rlhf.modeling.model import check_head, load_model, load_tokenizer
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
@@ -28,8 +26,10 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.coverage import Coverage
 from rlhf_plugin_deepspeed.engine import Zero
 from rlhf_plugin_deepspeed.group import barrier, collective, first_text, import_deepspeed, join, reduce_to_first, total
+from rlhf_plugin_deepspeed.loading import load_divided
 from rlhf_plugin_deepspeed.model import ShardedModel
-from rlhf_plugin_deepspeed.muon import OrthogonalAdamW, build_muon
+from rlhf_plugin_deepspeed.muon import OrthogonalAdamW
+from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.shards import Shards, scale
 from rlhf_plugin_deepspeed.tensors import Tensors
 
@@ -51,11 +51,12 @@ class DeepSpeedTrainer(PackedTrainer):
         trained, divided = spec.role.trained, self.config.stage == 3
         device = choose_device(self.config.device)
         self._possible(spec)
-        import_deepspeed(device)
+        deepspeed = import_deepspeed(device)
         join(spec, device, self.config.timeout)
-        loaded = load_model(spec, device)
-        if divided:  # fused layers read weights past their modules, where ZeRO-3 does not see it
-            restore_layers([m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)])
+        if divided:
+            loaded = load_divided(spec, device, self.config, deepspeed)
+        else:
+            loaded = load_model(spec, device)
         self.prepare(loaded, spec, device)
         self.tensors = Tensors(self.module)
         self.packed = ShardedModel(loaded, self.config)
@@ -66,9 +67,12 @@ class DeepSpeedTrainer(PackedTrainer):
         with self._guard("__init__"):
             if trained:
                 self.schedule = Schedule(self.config, spec.total_updates)
-                self.base = self._build_optimizer()
+                outside = {id(p) for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()}
+                self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
             if trained or divided:
                 self.zero = Zero(self.packed, self.base, self.config, spec.world_size, device)
+            if divided and loaded.kind == "lm":
+                check_head(loaded, spec)
             names = {p: name for name, p in self.parameters.items()}
             self.shards = Shards(self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained)
         if isinstance(self.base, OrthogonalAdamW):
@@ -89,12 +93,6 @@ class DeepSpeedTrainer(PackedTrainer):
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
                 f"{role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
             )
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        if self.config.optimizer == "adamw":
-            return build_optimizer(self.parameters, self.config)
-        outside = (self.module.get_input_embeddings(), self.loaded.head)
-        return build_muon(self.parameters, {id(p) for m in outside for p in m.parameters()}, self.config)
 
     @property
     def views(self) -> tuple[str, ...]:

@@ -1,0 +1,50 @@
+"""Reading a model whose weights are divided over ranks while they are read, so that no rank ever holds them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rlhf.interfaces import ModelSpec
+from rlhf.modeling.model import LoadedModel, draw_head, load_model
+
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.engine import engine_config
+from rlhf_plugin_deepspeed.group import quiet
+
+
+class _Zero3:
+    """What transformers asks its caller's DeepSpeed config."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
+    """Inside, transformers makes every parameter with ``deepspeed.zero.Init`` and fills one at a time."""
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    facts = _Zero3(config)  # transformers keeps a weak reference
+    set_hf_deepspeed_config(facts)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del facts
+
+
+def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
+    """:func:`rlhf.modeling.model.load_model` for stage 3. Its head is not compared with the model's own yet."""
+    with quiet(), _transformers_divides(engine_config(config, 2**62)):
+        loaded = load_model(spec, device, divided=True)
+    if loaded.fresh_head:
+        with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
+            if spec.rank == 0:
+                draw_head(loaded, spec)
+    return loaded
