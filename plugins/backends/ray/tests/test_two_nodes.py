@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from two_nodes import ADDRESSES, INTERFACE, NoRight, TwoNodes
+from ray_nodes import ADDRESSES, INTERFACE, NoRight, RayNodes
 
 HERE = Path(__file__).parent
 
@@ -22,10 +23,10 @@ def other_version(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_nodes(tmp_path):
-    paths = (str(HERE), f"{other_version(tmp_path / 'other')}:{HERE}")
+    other = f"{other_version(tmp_path / 'other')}:{HERE}"
     try:
-        with TwoNodes(paths=paths) as nodes:
-            done = nodes.run(HERE / "two_nodes_run.py", str(nodes.raylet(1)))
+        with RayNodes(str(HERE), other) as nodes:
+            done = nodes.run(sys.executable, str(HERE / "two_nodes_run.py"), str(nodes.raylet(1)))
     except NoRight as cause:
         pytest.skip(f"needs root, to make network namespaces: {cause}")
     results = {r["scenario"]: r for r in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}

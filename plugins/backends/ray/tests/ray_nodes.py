@@ -1,4 +1,4 @@
-"""Two Ray nodes on one machine: two network namespaces joined by a cable, each with a raylet of its own."""
+"""Ray nodes on one machine: network namespaces joined by a cable, each with a raylet of its own."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from types import TracebackType
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "cable0"
 PORT = 6379
-RAY = Path(sys.executable).parent / "ray"
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+"""The command ``ray``."""
 
 
 class NoRight(Exception):
     """This process may not make namespaces."""
 
 
-class TwoNodes:
-    """A context: node 0 is the head; programs run on it with :meth:`run`."""
+class RayNodes:
+    """A context: two namespaces, with a Ray node in both or in the first. Node 0 is the head."""
 
-    def __init__(self, cpus: int = 2, paths: tuple[str, str] = ("", "")) -> None:
+    def __init__(self, *paths: str, cpus: int = 2, dashboard: bool = False) -> None:
         """``paths``: PYTHONPATH of each node's workers."""
+        self.dashboard = dashboard
         self.names = [f"rlhf{os.getpid()}-{n}" for n in range(2)]
         self.cpus, self.paths = cpus, paths
         self.folder = tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp")  # short: it holds sockets
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> TwoNodes:
+    def __enter__(self) -> RayNodes:
         try:
             self._cable()
-            self._ray(0, "--head", "--port", str(PORT), "--include-dashboard=false")
-            self._ray(1, "--address", f"{ADDRESSES[0]}:{PORT}")
+            self._ray(0, "--head", "--port", str(PORT), f"--include-dashboard={str(self.dashboard).lower()}")
+            if len(self.paths) > 1:
+                self._ray(1, "--address", f"{ADDRESSES[0]}:{PORT}")
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -61,9 +64,9 @@ class TwoNodes:
         more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": self.paths[node]}
         return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **more}
 
-    def run(self, script: Path, *arguments: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-        """A Python program on node 0."""
-        command = ["ip", "netns", "exec", self.names[0], sys.executable, str(script), *arguments]
+    def run(self, *program: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+        """A program on node 0."""
+        command = ["ip", "netns", "exec", self.names[0], *program]
         env = self.environment(0)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
 
@@ -93,8 +96,8 @@ class TwoNodes:
     def _ray(self, node: int, *options: str) -> None:
         log = Path(self.folder.name) / f"node-{node}.log"
         command = [
-            "ip", "netns", "exec", self.names[node], str(RAY), "start", "--block", "--disable-usage-stats",
-            "--node-ip-address", ADDRESSES[node], "--num-cpus", str(self.cpus),
+            "ip", "netns", "exec", self.names[node], *RAY, "start", "--block",
+            "--disable-usage-stats", "--dashboard-host", ADDRESSES[node], "--node-ip-address", ADDRESSES[node], "--num-cpus", str(self.cpus),
             "--object-store-memory", str(100 * 2**20), *options,
         ]  # fmt: skip
         if "--head" in options:

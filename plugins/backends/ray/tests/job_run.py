@@ -1,0 +1,21 @@
+"""What ``ray job submit`` runs in test_job.py: a driver that says nothing about where the cluster is."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from ray_standins import OddTrainer
+from rlhf.interfaces import ModelSpec, Place
+from rlhf.types import RoleSpec
+from rlhf_plugin_ray.launcher import RayLauncher
+
+launcher = RayLauncher()
+try:
+    launcher.place({"policy": Place(2, 3)})
+    policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
+    found = policy.call("where", [()] * 2)
+finally:
+    launcher.shutdown()
+threads = [f["OMP_NUM_THREADS"] for f in found]
+print(json.dumps({"threads": threads, "mine": os.environ.get("OMP_NUM_THREADS")}), flush=True)
