@@ -17,7 +17,8 @@ def pages() -> list[Path]:
     """Every hand-written or generated page that a reader meets."""
     outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     members = [*ROOT.glob("core/*.md"), *ROOT.glob("cli/*.md"), *ROOT.glob("plugins/*/*/README.md")]
-    return sorted([*outer, *DOCS.rglob("*.md"), *members, *ROOT.glob("examples/*/README.md")])
+    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md")]
+    return sorted([*outer, *DOCS.rglob("*.md"), *members, *others])
 
 
 def name_of(path: Path) -> str:
