@@ -97,8 +97,8 @@ class RayNodes:
         log = Path(self.folder.name) / f"node-{node}.log"
         command = [
             "ip", "netns", "exec", self.names[node], *RAY, "start", "--block",
-            "--disable-usage-stats", "--dashboard-host", ADDRESSES[node], "--node-ip-address", ADDRESSES[node], "--num-cpus", str(self.cpus),
-            "--object-store-memory", str(100 * 2**20), *options,
+            "--disable-usage-stats", "--dashboard-host", ADDRESSES[node], "--node-ip-address", ADDRESSES[node],
+            "--num-cpus", str(self.cpus), "--object-store-memory", str(100 * 2**20), *options,
         ]  # fmt: skip
         if "--head" in options:
             command += ["--temp-dir", self.folder.name]

@@ -110,7 +110,7 @@ def test_samples_come_as_they_finish(run):
     assert times[-1] - times[0] > 0.5
 
 
-def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run):
+def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run, caplog, capfd):
     r = run(seconds=0.2)
     r.sync(1)
     asked = requests(6)
@@ -121,6 +121,9 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run):
     assert after[0] != before[0]
     assert after[1] == before[1]
     assert r.pushes == 2, "the new engine got the weights of now"
+    assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
+    assert "It is replaced; 2 more may be" in caplog.text
+    assert capfd.readouterr().out == "", "Ray does not say it once more"
     drawn = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
     assert 24 < len(drawn) < 36, "only what was not finished is drawn again"
     assert r.answers(asked) == expected(r.weights, asked)

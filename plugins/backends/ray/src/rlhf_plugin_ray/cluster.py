@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError
 
 from rlhf_plugin_ray.config import RayConfig
@@ -59,6 +60,8 @@ class Cluster:
         try:
             with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
+            # what Ray says about workers that died, to standard output: the errors that we raise say it too
+            ray_worker._worker_logs_enabled = config.show_output
         except (ConnectionError, TimeoutError) as cause:
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START}") from cause
         except (RuntimeError, ValueError) as cause:  # another version of Python or Ray, or options that Ray refuses
@@ -86,6 +89,7 @@ class Cluster:
         if self.ours:
             self.ours = False
             ray.shutdown()
+            ray_worker._worker_logs_enabled = True
             if self._sigterm is not None:  # Ray set one of its own
                 signal.signal(signal.SIGTERM, self._sigterm)
 

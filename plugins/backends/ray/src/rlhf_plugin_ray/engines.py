@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from rlhf_plugin_ray.spread import spread
 from rlhf_plugin_ray.trouble import Trouble, answer_of
 from rlhf_plugin_ray.vigil import Vigil
 
+_LOG = logging.getLogger(__name__)
 _NOBODY = Proof(0).who
 """In a proof whose generator names nobody."""
 _CLOSING = 5.0
@@ -158,7 +160,8 @@ class EngineGroup(Generator):
                     f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were replaced already "
                     "(launcher.max_restarts)"
                 )
-            for number in dead:
+            for number, how in dead.items():
+                _LOG.warning("%s\nIt is replaced; %d more may be", how, self._restarts_left)
                 self.engines[number].kill()
             for number, engine in zip(dead, self._start(list(dead)), strict=True):
                 self.engines[number] = engine
