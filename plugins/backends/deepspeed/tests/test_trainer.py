@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelError, TrainingError
 from rlhf.interfaces import ModelSpec
 from rlhf.testing.suite_losses import TokenLoss, ValueLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from zero_cases import apart, batch, spec, trainer
 
 
@@ -223,3 +223,59 @@ def test_a_missing_or_broken_deepspeed_is_an_error(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install 'rlhf\[deepspeed\]'"):
         trainer(spec(folder))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_models_that_lack_weights_are_refused(tmp_path, stage):
+    path = tiny_model(tmp_path / "model", tied=False)
+    whole = load_file(path / "model.safetensors")
+    of = ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32")
+    save_file(
+        {n: t for n, t in whole.items() if n != "model.norm.weight"}, path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ModelError, match=r"lacks 1 weights of a Qwen3ForCausalLM .*'model.norm.weight'"):
+        trainer(of, stage=stage)
+    wrong = whole | {"lm_head.weight": whole["lm_head.weight"][:5].clone()}
+    save_file(wrong, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="cannot load the model"):
+        trainer(of, stage=stage)
+    save_file(whole, path / "model.safetensors", {"format": "pt"})
+    trainer(of, stage=stage)
+
+
+def test_a_fresh_scalar_head_is_the_same_in_every_stage(folder):
+    """A critic that starts from a language model."""
+    of = ModelSpec(RoleSpec("critic", "scalar", True), str(folder / "model"), "fp32", seed=5)
+    heads = [dict(trainer(of, stage=stage).weights())["score.weight"] for stage in (0, 3)]
+    torch.testing.assert_close(heads[0], heads[1], rtol=0, atol=0)
+    assert torch.equal(heads[0], dict(TorchTrainer(TorchTrainer.Config(device="cpu"), of).weights())["score.weight"])
+
+
+def test_models_with_a_scaled_head_are_refused_in_every_stage(tmp_path):
+    path = tiny_model(tmp_path / "model", architecture="granite", logits_scaling=8.0)
+    for stage in (2, 3):
+        with pytest.raises(ModelError, match="does more to its logits than a linear head"):
+            trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage)
+
+
+def test_what_a_rank_holds(folder):
+    """The figures for ``rlhf plan`` against what is there between steps."""
+    for stage, options in ((0, {}), (2, {}), (3, {"ema_decay": 0.5}), (3, {"offload_optimizer": "cpu"})):
+        one = trainer(spec(folder), stage=stage, **options)
+        one.update([batch(0)], TokenLoss(), {}, {})
+        facts = type(one).sharding(one.config, one.spec, "cpu")
+        parameters = sum(s.numel() for s in one.tensors.shapes.values())
+        moments = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
+        assert moments / parameters == pytest.approx(facts.optimizer_bytes, rel=0.01)
+        assert (facts.average_bytes > 0) == (one.average is not None)
+        stepped = {f.owner.untyped_storage().data_ptr() for f in one.shards.flats}
+        if stage == 3:
+            optimizer = one.zero.optimizer
+            computed = {g.untyped_storage().data_ptr() for g in optimizer.fp16_partitioned_groups_flat}
+            assert optimizer.grad_partitions_flat_buffer.nbytes / parameters == pytest.approx(4.0, rel=0.01)
+        else:
+            computed = {p.untyped_storage().data_ptr() for p in one.parameters.values()}
+        assert (facts.master_bytes == 0) == (stepped <= computed)
+    two = type(one).sharding(DeepSpeedTrainerConfig(stage=3), spec(folder, 0, 2, "1", dtype="bf16"), "cuda")
+    assert (two.weight_ranks, two.loading_ranks, two.gradient_ranks, two.optimizer_ranks) == (2, 2, 2, 2)
+    assert (two.bf16, two.cast_bytes, two.fused, two.offloads) == (True, 0.0, False, True)

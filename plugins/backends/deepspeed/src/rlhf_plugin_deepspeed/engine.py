@@ -52,6 +52,7 @@ class Zero:
             self._share_weights()
             self.engine.set_gradient_accumulation_boundary(False)
         self._states: Any = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+        self.bucket = config.bucket
         self.reduced = False
         """The gradients of all micro-batches since the last step are summed over ranks."""
 
@@ -88,13 +89,13 @@ class Zero:
         if self.reduced:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        if self.stage <= 1:
+        if self.stage >= 2:
+            self.optimizer.finalize_gradient_accumulation_boundary()
+        elif self.stage == 1 or self.world_size > 1:
             for parameter in self._trained():
                 if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
                     parameter.grad = torch.zeros_like(parameter)
-            self.engine.allreduce_gradients()
-        else:
-            self.optimizer.finalize_gradient_accumulation_boundary()
+            self.engine.allreduce_gradients(self.bucket)
         self.reduced = True
 
     def step(self) -> None:

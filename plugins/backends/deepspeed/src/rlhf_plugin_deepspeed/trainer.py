@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums
+from rlhf.interfaces.memory import Sharding
 from rlhf.modeling.model import check_head, load_model, load_tokenizer
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
@@ -20,7 +21,7 @@ from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.types import Head
 from torch import Tensor
 
-from rlhf_plugin_deepspeed import checkpoint, export
+from rlhf_plugin_deepspeed import checkpoint, export, memory
 from rlhf_plugin_deepspeed.average import Average
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.coverage import Coverage
@@ -44,7 +45,17 @@ class DeepSpeedTrainer(PackedTrainer):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"ranks:many", "export:tensors", "ema", "bf16", "fp32", "resume:exact"}
     )
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"stage": 2},
+        {"stage": 3},
+        {"stage": 3, "offload_optimizer": "cpu"},
+        {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    )
     config: DeepSpeedTrainerConfig
+
+    @classmethod
+    def sharding(cls, config: DeepSpeedTrainerConfig | None, spec: ModelSpec, device: str) -> Sharding:
+        return memory.sharding(config or cls.Config(), spec, device)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
