@@ -89,6 +89,16 @@ def test_closing_early_forgets_what_is_under_way(generator):
     assert alone == again
 
 
+def test_one_draws_at_a_time(generator):
+    running, other = (generator.generate([request(seed=n, max_new_tokens=3 + 30 * n) for n in range(2)]) for _ in "ab")
+    next(running)
+    for attempt in (lambda: next(other), lambda: generator.logprobs([[20, 21]])):
+        with pytest.raises(ModelError, match="other samples are being drawn"):
+            attempt()
+    assert len(list(running)) == 1
+    assert len(list(generator.generate([request()]))) == 1
+
+
 def test_a_prompt_longer_than_the_rest_of_a_batch_keeps_its_seed(engines, path, source):
     """Seeded prompts that vLLM would cut in two kill its engine on a CPU."""
     config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, max_batched_tokens=300)

@@ -84,7 +84,7 @@ class VllmGenerator(Generator):
         return self._run(list(requests))
 
     def _run(self, requests: list[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        self._ready("sample")
+        self._ready("sample", alone=True)
         live = {f"{next(self._names)}": Sample(i, r, self.spec.decode) for i, r in enumerate(requests)}
         try:
             for name, sample in live.items():
@@ -112,12 +112,14 @@ class VllmGenerator(Generator):
         return turns
 
     def _step(self) -> list[Any]:
+        if not self.engine.busy:
+            raise ModelError("vLLM ended its work without answering all requests")
         with boundary(ModelError, "vLLM's engine"):
             return self.engine.step()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         self._rouse(_WEIGHTS, _CACHE)
-        self._ready("score")
+        self._ready("score", alone=True)
         found: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
         try:
@@ -134,8 +136,10 @@ class VllmGenerator(Generator):
             self.engine.abort([name for name in names if name not in found])
         return [[found[name] for name in names]]
 
-    def _ready(self, to: str) -> None:
+    def _ready(self, to: str, alone: bool = False) -> None:
         why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._unfit)
+        if alone and not why and self.engine.busy:  # an output is handed to whoever takes the step
+            why = "other samples are being drawn; exhaust or close that generate() first"
         if why:
             raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
 
