@@ -18,6 +18,7 @@ from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from zero_cases import apart, batch, spec, trainer
 
 
@@ -64,8 +65,8 @@ def test_options_that_exclude_each_other(options, message):
 def test_options_that_a_role_cannot_have(folder):
     with pytest.raises(CapabilityError, match=r"hpz_partition_size = 2 does not divide the 1 ranks of role 'policy'"):
         trainer(spec(folder), stage=3, hpz_partition_size=2)
-    with pytest.raises(CapabilityError, match=r"has no adapters \(trainer.lora\)"):
-        trainer(spec(folder), lora={"rank": 2})
+    with pytest.raises(CapabilityError, match="has no view 'base': lora is not set"):
+        next(trainer(spec(folder)).weights("base"))
     with pytest.raises(CapabilityError, match="has no view 'ema': ema_decay is not set"):
         trainer(spec(folder)).forward([batch(0)], ("logprobs",), "ema")
 
@@ -182,6 +183,38 @@ def test_a_checkpoint_before_the_first_step_and_one_of_muon(folder, tmp_path):
             losses = [of.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for of in (one, other)]
             assert losses[0] == pytest.approx(losses[1], abs=1e-6)
             assert apart(dict(other.weights()), dict(one.weights())) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters(folder, tmp_path, stage):
+    """Only they are trained and saved; everyone else sees one merged model; without them it is the one it was."""
+    one = trainer(spec(folder), stage=stage, lora={"rank": 4}, lr=1e-2)
+    base = dict(trainer(spec(folder)).weights())
+    for number in range(3):
+        one.update([batch(number)], TokenLoss(), {}, {})
+    assert one.views == ("live", "base")
+    assert all("lora_" in name for name in one.parameters)
+    assert all(torch.equal(base[n], t) for n, t in one.weights("base"))
+    merged = trainer(spec(folder), stage=stage)
+    merged.load_weights(one.weights())
+    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, merged)]
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=0)
+    before = trainer(spec(folder, trained=False)).forward([batch(9)], ("logprobs",))[0]["logprobs"]
+    torch.testing.assert_close(one.forward([batch(9)], ("logprobs",), "base")[0]["logprobs"], before, atol=1e-5, rtol=0)
+    assert (scores[0] - before).abs().max() > 0.01
+    one.export(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert all(torch.equal(exported[n], t) for n, t in one.weights())
+    one.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "rank-0-of-1.safetensors").stat().st_size < 100_000
+    again = trainer(spec(folder), stage=4 - stage, lora={"rank": 4}, lr=1e-2)
+    again.load(tmp_path / "saved")
+    losses = [of.update([batch(5)], TokenLoss(), {}, {})[0]["loss"][0] for of in (one, again)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    with pytest.raises(ConfigError, match=r"'lora': \{.*'lora': None"):
+        trainer(spec(folder)).load(tmp_path / "saved")
+    with pytest.raises(TrainingError, match="role 'policy' trains adapters; its weights cannot be replaced"):
+        one.load_weights(iter(base.items()))
 
 
 def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):

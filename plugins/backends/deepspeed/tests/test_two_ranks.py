@@ -104,7 +104,7 @@ def test_scores_evaluation_and_coverage(ranks, reference, stage):
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]
     muon, dtype = options.get("optimizer") == "muon", options.get("dtype", "fp32")
-    other = {"weight_decay": 0.1} if muon else {}
+    other = {"weight_decay": 0.1} if muon else {key: options[key] for key in ("lora",) if key in options}
     reference = Reference(ranks.folder, TokenLoss(), 3, dtype=dtype, muon=muon, **other)
     gradients = load_file(ranks.folder / f"gradients-{name}.safetensors")
     if dtype == "bf16":  # rounding in another order; bf16 is 9 % from fp32 in this measure

@@ -16,6 +16,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "host-3": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     "muon-2": {"stage": 2, "optimizer": "muon", "weight_decay": 0.1},
     "muon-3": {"stage": 3, "optimizer": "muon", "weight_decay": 0.1},
+    "lora-2": {"stage": 2, "lora": {"rank": 4}, "ema_decay": 0.9},
+    "lora-3": {"stage": 3, "lora": {"rank": 4}, "gradient_checkpointing": True},
     "bf16-2": {"stage": 2, "dtype": "bf16"},
     "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
 }

@@ -70,6 +70,7 @@ def _facts(trainer: DeepSpeedTrainer) -> dict[str, Any]:
         "ranks": trainer.spec.world_size,
         "stage": trainer.config.stage,
         "optimizer": trainer.config.optimizer,
+        "lora": _lora(trainer),
         "updates": trainer.updates,
         "skipped": trainer.skipped,
         "precision": trainer.precision.name,
@@ -78,6 +79,11 @@ def _facts(trainer: DeepSpeedTrainer) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def _lora(trainer: DeepSpeedTrainer) -> dict[str, Any] | None:
+    """The adapters' options; a checkpoint holds the adapters only, and the model is read from its own path."""
+    return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
 def _check(trainer: DeepSpeedTrainer, facts: dict[str, Any], path: Path) -> None:
@@ -89,8 +95,9 @@ def _check(trainer: DeepSpeedTrainer, facts: dict[str, Any], path: Path) -> None
         "trained": trainer.spec.role.trained,
         "ema": trainer.average is not None,
         "optimizer": trainer.config.optimizer,
+        "lora": _lora(trainer),
     }
-    there = {key: facts[key] for key in here}
+    there = {key: facts.get(key) for key in here}
     if there != here:
         raise ConfigError(
             f"the checkpoint {str(path)!r} was saved with {there}; this run has {here}. Resume with its config."

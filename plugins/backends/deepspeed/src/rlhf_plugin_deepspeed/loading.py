@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
+from rlhf.modeling.adapters import add_adapters
 from rlhf.modeling.model import LoadedModel, draw_head, load_model
+from rlhf.seeds import derive_seed
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.engine import engine_config
@@ -47,4 +49,7 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
         with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
                 draw_head(loaded, spec)
+    if config.lora is not None and spec.role.trained:
+        add_adapters(loaded.module, loaded.head, config.lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        loaded.module.eval().to(device)
     return loaded

@@ -8,18 +8,24 @@ from typing import Any
 
 import torch
 from rlhf.modeling import state
+from rlhf.modeling.adapters import adapted, base_tensors, is_adapter, merged, merged_name
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_plugin_deepspeed.shards import Shards
 
+BASE = ".base_layer.weight"
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
 class Tensors:
-    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already."""
+    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already.
+
+    Others see them under the names of a model without adapters.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
         self.objects: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -27,33 +33,52 @@ class Tensors:
                 seen.add(id(tensor))
                 self.objects[name] = tensor
         self.shapes = {name: torch.Size(getattr(t, "ds_shape", t.shape)) for name, t in self.objects.items()}
-        self.bytes = {name: self.shapes[name].numel() * t.element_size() for name, t in self.objects.items()}
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
+        self._adapters = {
+            owner: [name for name in self.objects if name.startswith(f"{owner}.") and is_adapter(name)]
+            for owner, _ in adapted(module)
+        }
 
-    def stream(self, gather: Gather | None, first: bool, elements: int) -> Iterator[tuple[str, Tensor]]:
+    def published(self) -> dict[str, int]:
+        """{name: bytes} of what :meth:`stream` yields."""
+        return {merged_name(n): self.shapes[n].numel() * self.objects[n].element_size() for n in self._model()}
+
+    def stream(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) on the rank that is ``first``; the others only take part.
 
         Where weights are divided (``gather``), about ``elements`` of them are whole at once, and copies are yielded;
         otherwise they share memory with the model.
+
+        Args:
+            merge: add what adapters learned to the weights that they belong to, on copies.
         """
         if gather is None:
             if first:
-                yield from ((name, tensor.detach()) for name, tensor in self.objects.items())
+                yield from self._seen(self._model(), merge)
             return
         for names in self._buckets(elements):
-            with gather([self.parameters[n] for n in names if n in self.parameters]):
-                copies = [(n, self.objects[n].detach().clone()) for n in names] if first else []
+            needed = [*names, *(a for n in names for a in self._adapters.get(n.removesuffix(BASE), ()))]
+            with gather([self.parameters[n] for n in needed if n in self.parameters]):
+                copies = [(n, t.clone()) for n, t in self._seen(names, merge)] if first else []
             yield from copies
+
+    def _model(self) -> list[str]:
+        return [name for name in self.objects if not is_adapter(name)]
+
+    def _seen(self, names: list[str], merge: bool) -> Iterator[tuple[str, Tensor]]:
+        tensors = {name: self.objects[name] for name in names}
+        return merged(self.module, tensors) if merge and self._adapters else base_tensors(tensors)
 
     def _buckets(self, elements: int) -> Iterator[list[str]]:
         names: list[str] = []
         held = 0
-        for name, shape in self.shapes.items():
-            if names and held + shape.numel() > elements:
+        for name in self._model():
+            size = self.shapes[name].numel()
+            if names and held + size > elements:
                 yield names
                 names, held = [], 0
             names.append(name)
-            held += shape.numel()
+            held += size
         yield names
 
     @torch.no_grad()

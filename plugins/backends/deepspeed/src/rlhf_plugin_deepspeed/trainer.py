@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rlhf.errors import CapabilityError
+from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums
 from rlhf.interfaces.memory import Sharding
+from rlhf.modeling.adapters import without_adapters
 from rlhf.modeling.model import check_head, load_model, load_tokenizer
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
@@ -67,7 +68,7 @@ class DeepSpeedTrainer(PackedTrainer):
         if divided:
             loaded = load_divided(spec, device, self.config, deepspeed)
         else:
-            loaded = load_model(spec, device)
+            loaded = load_model(spec, device, self.config.lora if trained else None)
         self.prepare(loaded, spec, device)
         self.tensors = Tensors(self.module)
         self.packed = ShardedModel(loaded, self.config)
@@ -94,11 +95,6 @@ class DeepSpeedTrainer(PackedTrainer):
     def _possible(self, spec: ModelSpec) -> None:
         """Raise CapabilityError for options that this role, or this number of ranks, cannot have."""
         config, role = self.config, spec.role
-        if config.lora is not None and role.trained:
-            raise CapabilityError(
-                f"trainer 'deepspeed' trains all weights of role {role.name!r} and has no adapters (trainer.lora). "
-                "Remove the section, or use trainer 'torch' on one rank."
-            )
         if spec.world_size % config.hpz_partition_size:
             raise CapabilityError(
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
@@ -107,7 +103,7 @@ class DeepSpeedTrainer(PackedTrainer):
 
     @property
     def views(self) -> tuple[str, ...]:
-        return ("live",) if self.average is None else ("live", "ema")
+        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
 
     def _guard(self, call: str) -> AbstractContextManager[None]:
         return collective(self.spec, call, self.config.timeout)
@@ -224,15 +220,17 @@ class DeepSpeedTrainer(PackedTrainer):
     # ------------------------------------------------------------------------------------- weights
 
     def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """On rank 0, detached, on the trainer's device, tied weights once (under the embedding's name); the other ranks
-        take part and yield nothing. In stages 0 to 2 they share memory with the model: copy what must outlive the next
-        step."""
+        """On rank 0, detached, on the trainer's device, tied weights once (under the embedding's name), adapters
+        merged; the other ranks take part and yield nothing. In stages 0 to 2 they share memory with the model: copy
+        what must outlive the next step."""
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
         with self._guard("weights"), self._view(view):
-            yield from self.tensors.stream(gather, self.spec.rank == 0, self.config.bucket)
+            yield from self.tensors.stream(gather, self.spec.rank == 0, self.config.bucket, view != "base")
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Every rank is given whole tensors and keeps its part."""
+        if self.has_adapters:
+            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
         where = f"what role {self.spec.role.name!r} was sent"
         with self._guard("load_weights"):
             self.tensors.overwrite(dict(weights), self.shards, where)
@@ -244,7 +242,7 @@ class DeepSpeedTrainer(PackedTrainer):
             path.mkdir(parents=True, exist_ok=True)
             export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             limit = self.config.export_shard_bytes
-            export.write_weights(path, self.module, self.weights(view), self.tensors.bytes, limit)
+            export.write_weights(path, self.module, self.weights(view), self.tensors.published(), limit)
         else:
             for _ in self.weights(view):
                 pass
@@ -282,4 +280,6 @@ class DeepSpeedTrainer(PackedTrainer):
             return nullcontext()
         if view == "ema" and self.average is not None:
             return self.average.worn()
-        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "this trainer has no adapters"})
+        if view == "base" and self.has_adapters:
+            return without_adapters(self.module)
+        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
