@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def make_model(folder: Path, name: str) -> Path:
 def predicted(case: dict[str, Any], path: Path) -> int:
     """Bytes above the process, as the plan of such a run has them."""
     from rlhf.config import load
-    from rlhf.plan import Machine, make_plan, resolve
-    from rlhf.plan.formulas import PROCESS
+    from rlhf.plan import Machine, make_plan, resolve, sum_of
+    from rlhf.plan.formulas import LIBRARIES, PROCESS
+    from rlhf.plan.phases import forwarding, resting
     from rlhf.plugins import Plugins
 
     flags = {
@@ -88,17 +90,17 @@ def predicted(case: dict[str, Any], path: Path) -> int:
         "data.batch_size": str(case.get("samples", 64) // 8),
         "algorithm.use": "grpo",
     }
-    if case["what"] == "forward":  # a frozen role: the reference
-        flags |= {"algorithm.kl.coef": "0.1"}
-    plan = make_plan(resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu")))
-    [group] = plan.groups
-    moment = group.moments[case["what"]]
-    keep = {"forward": ["reference", "process"], "train": ["policy", "process"]}
-    rows = {k: v for k, v in moment.rows.items() if k in keep.get(case["what"], moment.rows)}
-    total = sum(size for parts in rows.values() for size in parts.values())
+    layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu"))
+    policy = layout.role("policy")
+    if case["what"] == "forward":  # a frozen role of the policy's shape
+        frozen = replace(policy, trained=False)
+        parts = {**resting(frozen)[0], **forwarding(frozen, "cpu")}
+        return sum_of(parts) + LIBRARIES["cpu"]
+    [group] = make_plan(layout).groups
+    total = group.moments[case["what"]].total - PROCESS["cpu"]
     if case["what"] == "generate":  # measured before the first step: no optimizer state yet
-        total -= moment.rows["policy"].get("optimizer", 0)
-    return total - PROCESS["cpu"]
+        total -= resting(policy)[0]["optimizer"]
+    return total
 
 
 # ----------------------------------------------------------------------------------------- measured
@@ -196,7 +198,7 @@ def requests(case: dict[str, Any], vocabulary: int) -> list[Any]:
     prompts = case["samples"] // 8
     ids = torch.randint(3, vocabulary, (prompts, half), generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(max_new_tokens=half, ignore_eos=True)
-    return [GenerationRequest(tuple(ids[i // 8]), sampling, i) for i in range(case["samples"])]
+    return [GenerationRequest(tuple(ids[i // 8]), i, sampling) for i in range(case["samples"])]
 
 
 # -------------------------------------------------------------------------------------------- table

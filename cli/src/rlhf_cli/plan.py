@@ -71,11 +71,12 @@ def _placement(plan: Plan) -> Table:
     from rich.table import Table
     from rlhf.plan import describe
 
-    table = Table(title=f"Placement: {plan.layout.devices} devices", title_justify="left")
+    count = plan.layout.devices
+    table = Table(title=f"Placement: {count} device{'s' if count > 1 else ''}", title_justify="left")
     for column in ("role", "where", "model", "parameters", "trained", "micro-batch", "arithmetic"):
         table.add_column(column)
     for name, place in plan.layout.places.items():
-        where = describe(place, name)
+        where = describe(plan.layout, place, name)
         role = next((r for r in plan.layout.roles if r.name == name), None)
         if role is None:
             assert plan.layout.engines is not None

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
     from rlhf.config import to_toml
     from rlhf.controller.prepare import prepare
+    from rlhf.plan import make_plan, resolve, summary, target
 
     prepared = prepare(config, plugins)
     sys.stdout.write(to_toml(prepared.config))
@@ -49,4 +50,6 @@ def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
         sys.stdout.write(f"# role {name}: {spec.path} ({spec.role.head} head, {kind}{updates})\n")
     for plugin in prepared.plugins:
         sys.stdout.write(f"# plugin {plugin}\n")
+    for line in summary(make_plan(resolve(config, plugins, target()))):
+        sys.stdout.write(f"# {line}\n")
     return 0

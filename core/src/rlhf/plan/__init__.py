@@ -1,18 +1,18 @@
 """``rlhf plan``: who is on which device, what memory that takes in which phase, and whether it fits.
 
-A run file and flags become a :class:`Layout` of plain values (``resolve``); pure functions over it (``formulas``) make
-a :class:`Plan` of it. No weights are loaded and nothing is started.
+A run file and flags become a :class:`Layout` of plain values (``resolving``), and pure functions (``formulas``) make a
+:class:`Plan` of it. No weights are loaded and nothing is started.
 """
 
+from rlhf.plan.changes import Nearest, nearest
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout
-from rlhf.plan.nearest import Nearest, nearest
+from rlhf.plan.machines import target
 from rlhf.plan.phases import PARTS, PHASES, GroupPlan, Moment, sum_of
 from rlhf.plan.report import as_json, describe, summary, verdict
-from rlhf.plan.resolve import resolve
+from rlhf.plan.resolving import resolve
 from rlhf.plan.shape import LayerShape, ModelShape, read_shape
 from rlhf.plan.sizes import parse, text
-from rlhf.plan.target import target
-from rlhf.plan.verdict import Plan, Shortage, make_plan
+from rlhf.plan.verdicts import Plan, Shortage, make_plan
 
 __all__ = [
     "PARTS", "PHASES", "DeviceGroup", "EngineLayout", "GroupPlan", "LayerShape", "Layout", "Machine", "ModelShape",

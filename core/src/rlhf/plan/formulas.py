@@ -63,13 +63,16 @@ def gathered(shape: ModelShape, sharding: Sharding) -> int:
 # ------------------------------------------------------------------------------------- activations
 
 
-def layer_saved(layer: LayerShape, hidden: int, length: int, *, bf16: bool, fused: bool, device: str) -> int:
+def layer_saved(
+    layer: LayerShape, hidden: int, length: int, *, bf16: bool, fused: bool, device: str, softcap: bool = False
+) -> int:
     """Bytes per token that one layer keeps for the backward pass.
 
     norms        each: input 4H, and normed 4H where not fused
     projections  inputs bH, one for q, k, v and one for gate, up; as many casts as matrices where not fused, in bf16
     q, k         before norm and rotary b(Q + K) where fused; of a norm of their own where not
-    attention    q, k, v, output; fp32 inside on a CPU; with short sequences there the probabilities too: heads x length
+    attention    q, k, v, output; fp32 inside on a CPU; for short sequences the probabilities too, heads x length;
+                 soft-capped: two such matrices whatever the length, and keys and values of every query head
     o            its input bQ where attention's output is not in its precision and layout
     feed-forward gate, up, product: 3bF; 4bF where not fused; of experts in fp32, with each routed token in and out
     """
@@ -82,7 +85,9 @@ def layer_saved(layer: LayerShape, hidden: int, length: int, *, bf16: bool, fuse
     else:
         before = heads * (2 * FP32 if not bf16 else FP32 + b) if layer.normed else 0
     qkv = layer.query + layer.key + layer.value
-    if device == "cpu" and length <= SHORT[bf16] and layer.query % max(1, layer.heads) == 0:
+    if softcap:
+        attention = (4 * layer.query + 2 * layer.heads * length) * FP32
+    elif device == "cpu" and length <= SHORT[bf16] and layer.query % max(1, layer.heads) == 0:
         attention = (qkv + 2 * layer.query + layer.heads * length) * b
     elif device == "cpu":
         attention = (qkv + layer.query + layer.heads) * FP32 + (layer.query * b if bf16 else 0)
@@ -93,12 +98,6 @@ def layer_saved(layer: LayerShape, hidden: int, length: int, *, bf16: bool, fuse
     if layer.routed:
         feed = (layer.ffn * 4 + 2 * layer.routed * hidden) * FP32
     return int(norms + into + before + attention + feed)
-
-
-def softcap_saved(layer: LayerShape, longest: int) -> int:
-    """Bytes per token where attention scores are soft-capped: two matrices of heads x tokens exist, whatever the
-    length, and the keys and values of every query head."""
-    return (2 * layer.heads * longest + 2 * layer.query) * FP32
 
 
 def worst_length(longest: int, *, bf16: bool, device: str) -> int:
@@ -118,10 +117,11 @@ def activations(
 
 
 def _saved(shape: ModelShape, layer: LayerShape, longest: int, sharding: Sharding, device: str) -> int:
-    length = worst_length(longest, bf16=sharding.bf16, device=device)
+    length = longest if shape.softcap else worst_length(longest, bf16=sharding.bf16, device=device)
     fused = sharding.fused and shape.fusable
-    saved = layer_saved(layer, shape.hidden, length, bf16=sharding.bf16, fused=fused, device=device)
-    return saved + (softcap_saved(layer, longest) if shape.softcap else 0)
+    return layer_saved(
+        layer, shape.hidden, length, bf16=sharding.bf16, fused=fused, device=device, softcap=shape.softcap
+    )
 
 
 def casts(shape: ModelShape, sharding: Sharding) -> int:
@@ -196,13 +196,17 @@ def cache_grown(shape: ModelShape, footprint: Footprint, samples: int, longest: 
 
 
 def sampling_working(
-    shape: ModelShape, footprint: Footprint, samples: int, longest: int, *, bf16: bool, device: str
+    shape: ModelShape, footprint: Footprint, samples: int, prompts: int, longest: int, *, bf16: bool, device: str
 ) -> int:
     """The larger of a prefill pass, with the keys and values it makes, and of a decoding step: four fp32 matrices of
-    rows x vocabulary."""
+    rows x vocabulary.
+
+    Args:
+        prompts: tokens of all distinct prompts.
+    """
     rows = min(footprint.rows, samples)
     layer = max(shape.layers, key=lambda x: x.parameters)
-    tokens = min(footprint.prefill_tokens, samples * longest)
+    tokens = min(footprint.prefill_tokens, prompts)
     prefill = layer_working(layer, shape.hidden, tokens, longest, bf16=bf16, device=device)
     prefill += int(tokens * shape.cache_elements * footprint.kv_bytes)
     return max(prefill, 4 * rows * shape.vocabulary * FP32)

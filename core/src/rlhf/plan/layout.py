@@ -9,6 +9,9 @@ from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.plan.shape import ModelShape
 
+HOST, DEVICE = "host", "device"
+"""Homes of groups that no role owns: the host of CPUs, and the device of a run in one process."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
@@ -53,6 +56,8 @@ class EngineLayout:
     """Drawn at once on one engine at most: of its share of the step's prompts."""
     longest: int
     """Tokens of the longest sequence, prompt and answer."""
+    prompt_tokens: int = 2**62
+    """Of the distinct prompts among them."""
     bf16: bool = False
     bucket: int = 2**28
     """Bytes of weights sent at once in a sync."""
@@ -93,7 +98,9 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Of the whole run: those of the places that own devices."""
+        """Of the whole run: those of the places that own devices; one where all is one process."""
+        if not self.machine.processes:
+            return 1
         return sum(p.ranks * p.devices for p in self.places.values() if p.share is None)
 
 
@@ -115,6 +122,8 @@ class DeviceGroup:
 
     @property
     def title(self) -> str:
+        if self.home in (HOST, DEVICE):
+            return self.home
         numbers = f"{self.first}" if self.count == 1 else f"{self.first}-{self.last}"
         return f"{self.home} {numbers}"
 
@@ -135,7 +144,7 @@ def device_groups(places: Mapping[str, Place], machine: Machine) -> list[DeviceG
     A rank of a role holds its model on the first of its devices; an engine is spread over all of its devices.
     """
     if machine.device == "cpu" or not machine.processes:
-        home = "host" if machine.device == "cpu" else "device"
+        home = HOST if machine.device == "cpu" else DEVICE
         return [DeviceGroup(home, 0, 0, {name: place.ranks for name, place in places.items()})]
     groups = []
     for home, host in places.items():

@@ -97,8 +97,8 @@ def forwarding(role: RoleLayout, device: str) -> Parts:
 
 
 def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
-    """(What forward, backward and step add at their peak, bytes on the host): gradients of earlier micro-batches, what
-    the layers keep, and the largest of three moments: the end of the forward pass, the head's backward, a layer's."""
+    """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
+    what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
     s, shape, tokens = role.sharding, role.shape, role.micro_tokens
     trained = role.trained_parameters
     whole = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=False)
@@ -127,7 +127,7 @@ def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
     if not s.host_optimizer:
         added["gradients"] = gradients
     added["allocator"] = formulas.allocator(sum_of(added), device)
-    return added, gradients if s.host_optimizer else 0
+    return added, gradients if s.host_optimizer and not s.keeps_gradients else 0
 
 
 # -------------------------------------------------------------------------------------- the engine
@@ -168,7 +168,13 @@ def sampling(engines: EngineLayout, machine: Machine) -> Parts:
     if footprint.kv_space is None:
         added["cache"] = formulas.cache_grown(engines.shape, footprint, engines.samples, engines.longest)
     added["working"] = formulas.sampling_working(
-        engines.shape, footprint, engines.samples, engines.longest, bf16=engines.bf16, device=machine.device
+        engines.shape,
+        footprint,
+        engines.samples,
+        engines.prompt_tokens,
+        engines.longest,
+        bf16=engines.bf16,
+        device=machine.device,
     )
     return added | {"allocator": formulas.allocator(sum_of(added), machine.device)}
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.plan.changes import Nearest
 from rlhf.plan.layout import Layout
-from rlhf.plan.nearest import Nearest
 from rlhf.plan.phases import GroupPlan
 from rlhf.plan.sizes import text
-from rlhf.plan.verdict import Plan
+from rlhf.plan.verdicts import Plan
 
 
 def as_json(plan: Plan, found: Nearest | None) -> dict[str, Any]:
@@ -76,15 +76,17 @@ def summary(plan: Plan) -> Iterable[str]:
     """Placement, totals by phase and the verdict, without the parts."""
     places = plan.layout.places
     for name, place in places.items():
-        yield f"place {name}: {describe(place, name)}"
+        yield f"place {name}: {describe(plan.layout, place, name)}"
     for group in plan.groups:
         totals = ", ".join(f"{phase} {text(m.total)}" for phase, m in group.moments.items())
         yield f"memory {group.group.title}: {totals}"
     yield verdict(plan)
 
 
-def describe(place: Place, name: str) -> str:
-    """``4 engines of 2 devices on those of policy``."""
+def describe(layout: Layout, place: Place, name: str) -> str:
+    """``4 engines of 2 devices on the devices of policy``."""
+    if not layout.machine.processes:
+        return "in this process"
     what = "engine" if name == GENERATOR else "rank"
     count = f"{place.ranks} {what}{'s' if place.ranks > 1 else ''}"
     if place.share is not None:

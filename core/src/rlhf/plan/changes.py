@@ -9,8 +9,8 @@ from rlhf.controller.parts import section_of
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR
 from rlhf.plan.layout import RoleLayout
-from rlhf.plan.resolve import resolve
-from rlhf.plan.verdict import Plan, make_plan
+from rlhf.plan.resolving import resolve
+from rlhf.plan.verdicts import Plan, make_plan
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
 
@@ -35,7 +35,7 @@ class Nearest:
 
 
 def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) -> Nearest:
-    """Try what lowers memory, the cheapest first: each alone, then all that help together, without what is not needed.
+    """Add what lowers memory, the cheapest in speed first, until the run fits; then leave out what is not needed.
 
     Args:
         plan: one that does not fit.
@@ -49,12 +49,7 @@ def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) ->
             return None
 
     best = Nearest({}, plan)
-    candidates = list(levers(plan, plugins, reload({})))
-    for flags in candidates:
-        tried = attempt(flags)
-        if tried is not None and tried.fits:
-            return Nearest(flags, tried)
-    for flags in candidates:
+    for flags in levers(plan, plugins, reload({})):
         more = {**best.flags, **flags}
         tried = attempt(more)
         if tried is not None and tried.missing < best.plan.missing:

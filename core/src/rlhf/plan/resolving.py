@@ -97,12 +97,17 @@ def _engines(made: RunParts, places: dict[str, Place], policy: RoleLayout, machi
     asked = config.data.batch_size * config.sampling.samples_per_prompt if made.online else 0
     if config.data.eval:  # all of its rows are asked for at once
         asked = max(asked, footprint.rows * place.ranks)
+    longest = longest_sequence(config, made.online)
+    samples = max(1, math.ceil(asked / place.ranks))
+    alone = made.online and not config.data.eval  # else nobody knows how many of the samples share a prompt
+    prompts = math.ceil(samples / config.sampling.samples_per_prompt) if alone else samples
     return EngineLayout(
         place,
         read_shape(model_spec(config, made.roles, "policy").path, "lm", section.trust_remote_code),
         footprint,
-        max(1, math.ceil(asked / place.ranks)),
-        longest_sequence(config, made.online),
+        samples,
+        longest,
+        prompts * min(longest, config.data.max_prompt_tokens or longest),
         policy.sharding.bf16,
         config.sync.bucket_mb * 2**20,
         config.sync.canaries > 0,

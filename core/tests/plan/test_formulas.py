@@ -1,0 +1,145 @@
+"""Each formula against what torch keeps, or against the number on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.modeling.attention import packed
+from rlhf.modeling.fused import LAYERS, restore_layers
+from rlhf.modeling.model import load_model
+from rlhf.plan import formulas, read_shape
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import RoleSpec
+from torch.autograd.graph import saved_tensors_hooks
+
+ARCHITECTURES = ("qwen3", "llama", "mistral", "gemma2", "mixtral", "qwen3_moe")
+SMALL = {"hidden": 80, "heads": 5, "kv_heads": 1, "head_dim": 16, "intermediate": 112}
+TOLERANCE = 0.1
+"""Small tensors (lengths, norms' scales, routing) are not in the formulas."""
+
+
+def kept(path: str, lens: list[int], *, fused: bool, bf16: bool) -> int:
+    """Bytes of all distinct storages that the layers keep for the backward pass, weights left out."""
+    loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), torch.device("cpu"))
+    if not fused:
+        layers = [m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)]
+        restore_layers(layers)
+    weights = {p.untyped_storage().data_ptr() for p in loaded.module.parameters()}
+    shapes = {tuple(p.shape) for p in loaded.module.parameters()} | {
+        tuple(reversed(p.shape)) for p in loaded.module.parameters()
+    }
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        copied = tensor.dtype == torch.bfloat16 and tuple(tensor.shape) in shapes  # a cast of a weight
+        if storage.data_ptr() not in weights and not copied:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids_N = torch.randint(3, 90, (sum(lens),))
+    position_N = torch.cat([torch.arange(n) for n in lens])
+    loaded.module.train()
+    with saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=bf16), packed(lens):
+        loaded.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("lens", [[40] * 16, [600] * 2], ids=["short", "long"])
+def test_a_layer_keeps_what_is_said(tmp_path, architecture, bf16, lens):
+    extra = {"moe_intermediate_size": 112} if "moe" in architecture else {}
+    paths = [str(tiny_model(tmp_path / f"{n}", architecture=architecture, layers=n, **SMALL, **extra)) for n in (2, 3)]
+    shape = read_shape(paths[0])
+    for fused in (False, True) if shape.fusable else (False,):
+        two, three = (kept(path, lens, fused=fused, bf16=bf16) for path in paths)
+        how = {"bf16": bf16, "fused": fused, "device": "cpu", "softcap": shape.softcap}
+        said = formulas.layer_saved(shape.layers[0], shape.hidden, lens[0], **how)
+        measured = (three - two) / sum(lens)
+        assert said == pytest.approx(measured, rel=TOLERANCE), f"fused={fused}: {measured:.0f} bytes a token"
+
+
+def test_state_is_divided_as_each_zero_stage_does():
+    count = 8_000
+    assert formulas.weights(count, Sharding()) == 32_000
+    assert formulas.gradients(count, Sharding()) == 32_000
+    assert formulas.optimizer(count, Sharding()) == 64_000
+    one = Sharding(optimizer_ranks=4)
+    two = replace(one, gradient_ranks=4)
+    three = replace(two, weight_ranks=4)
+    state = [
+        [f(count, s) for f in (formulas.weights, formulas.gradients, formulas.optimizer)] for s in (one, two, three)
+    ]
+    assert state == [[32_000, 32_000, 16_000], [32_000, 8_000, 16_000], [8_000, 8_000, 16_000]]
+    mixed = replace(three, weight_bytes=2.0, gradient_bytes=2.0, master_bytes=4.0, average_bytes=4.0)
+    assert [f(count, mixed) for f in (formulas.weights, formulas.gradients, formulas.optimizer)] == [
+        4_000,
+        4_000,
+        32_000,
+    ]
+
+
+def test_a_divided_model_gathers_its_largest_part_and_what_it_keeps(published):
+    shape = read_shape(published("8B"))
+    assert formulas.gathered(shape, Sharding()) == 0
+    largest = 128256 * 4096
+    assert formulas.gathered(shape, Sharding(weight_ranks=8)) == 4 * largest
+    assert formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**9)) == 4 * (largest + 10**9)
+    assert formulas.gathered(shape, Sharding(host_weights=True)) == 4 * largest
+    everything = formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**12))
+    assert everything == 4 * shape.parameters
+
+
+def test_checkpointing_keeps_inputs_and_one_layer(published):
+    shape, s = read_shape(published("0.6B")), Sharding()
+    whole = formulas.activations(shape, 1024, 512, s, "cpu", checkpointing=False)
+    less = formulas.activations(shape, 1024, 512, s, "cpu", checkpointing=True)
+    assert less == 28 * 1024 * 1024 * 4 + whole // 28
+    assert formulas.activations(shape, 2048, 512, s, "cpu", checkpointing=False) == 2 * whole
+
+
+def test_logits_are_chunked():
+    shape = Shape(outputs=1000, hidden=10)
+    s = Sharding(logits=4000)
+    assert formulas.logits(shape, 3, s) == 3 * 1000 * 4
+    assert formulas.logits(shape, 100, s) == 4 * 1000 * 4
+    assert formulas.copies(["logprobs"], backward=False) == 2
+    assert formulas.copies(["logprobs", "entropy"], backward=True) == 6
+    assert formulas.copies(["logprobs", "margin"], backward=True) == 6
+    assert formulas.head_backward(shape, 3, s, ["logprobs"]) == 4 * 12_000 + 2 * 3 * 10 * 4
+    assert formulas.head_backward(shape, 100, s, ["logprobs"]) == 4 * 16_000 + 2 * 100 * 10 * 4 + 10_000 * 4
+
+
+class Shape:
+    """As much of a model's shape as the head's formulas read."""
+
+    def __init__(self, outputs: int, hidden: int) -> None:
+        self.outputs, self.hidden, self.head = outputs, hidden, outputs * hidden
+
+
+def test_engines_divide_weights_and_cache(published):
+    shape = read_shape(published("8B"))
+    whole = Footprint(weight_bytes=2.0)
+    assert formulas.engine_weights(shape, whole) == 2 * 8_030_261_248
+    assert formulas.cache_per_token(shape, whole) == 2 * 65536
+    split = replace(whole, tensor_parallel=4, pipeline_parallel=2)
+    assert formulas.engine_weights(shape, split) == 2 * 8_030_261_248 // 8
+    assert formulas.cache_per_token(shape, split) == 2 * 65536 / 8
+    wide = replace(whole, tensor_parallel=16)
+    assert formulas.cache_per_token(shape, wide) == 2 * 65536 / 8, "8 key heads are not split further"
+    latent = read_shape(published("671B"))
+    assert formulas.cache_per_token(latent, wide) == formulas.cache_per_token(latent, whole), "a latent cache is not"
+
+
+def test_a_growing_cache_is_bounded_by_rows_and_tokens(published):
+    shape = read_shape(published("0.6B"))
+    each = 4 * shape.cache_elements
+    grown = Footprint(kv_bytes=4.0, rows=16)
+    assert formulas.cache_grown(shape, grown, 100, 512) == int(16 * 512 * each * (1 + 1 / 28))
+    assert formulas.cache_grown(shape, grown, 3, 512) == int(3 * 512 * each * (1 + 1 / 28))
+    assert formulas.cache_grown(shape, replace(grown, cache_tokens=1000), 100, 512) == int(1000 * each * (1 + 1 / 28))

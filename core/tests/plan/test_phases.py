@@ -1,0 +1,163 @@
+"""What is on a device in which phase: who rests, who computes, who sleeps, what is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rlhf.interfaces import GENERATOR, Place
+from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.plan import EngineLayout, Layout, Machine, RoleLayout, formulas, make_plan, read_shape, sum_of
+from rlhf.plan.phases import forwarding, resting, training
+from rlhf.testing.tiny import tiny_model
+
+GIB = 2**30
+GPU = Machine("cuda", 8 * GIB, None, 8, processes=True)
+CPU = Machine("cpu", 8 * GIB)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    return read_shape(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
+
+
+def policy(shape, place=Place(), **more) -> RoleLayout:  # noqa: B008 - frozen
+    given = {"sharding": Sharding(), "trained": True, "micro_tokens": 512, "longest": 256, **more}
+    return RoleLayout("policy", place, shape, **given)
+
+
+def engines(shape, place=Place(share="policy"), **footprint) -> EngineLayout:  # noqa: B008 - frozen
+    given = {"weight_bytes": 2.0, "share": 0.5, "sleeps": True, **footprint}
+    return EngineLayout(place, shape, Footprint(**given), samples=4, longest=256)
+
+
+def only(layout: Layout):
+    [group] = make_plan(layout).groups
+    return group.moments
+
+
+def test_a_role_alone(shape):
+    moments = only(Layout((policy(shape),), None, CPU))
+    assert list(moments) == ["load", "forward", "train"]
+    count = shape.parameters
+    assert moments["load"].rows["policy"] == {"weights": 4 * count}
+    assert moments["forward"].rows["policy"]["optimizer"] == 8 * count, "it stays between steps"
+    assert "gradients" not in moments["forward"].rows["policy"]
+    assert moments["train"].rows["policy"]["gradients"] == 4 * count
+    assert moments["train"].busy == ("policy",)
+    assert moments["train"].rows["process"]["process"] == formulas.PROCESS["cpu"]
+
+
+def test_a_frozen_role_holds_weights_only(shape):
+    moments = only(Layout((policy(shape, trained=False),), None, CPU))
+    assert list(moments) == ["load", "forward"]
+    assert "optimizer" not in moments["forward"].rows["policy"]
+
+
+def test_one_trains_while_the_other_rests(shape):
+    roles = (policy(shape), replace(policy(shape), name="critic", micro_tokens=1024))
+    moments = only(Layout(roles, None, CPU))
+    assert moments["train"].busy == ("critic",), "the fullest moment: its micro-batches are larger"
+    assert "activations" not in moments["train"].rows["policy"]
+
+
+def test_the_hybrid_engine_takes_turns(shape):
+    role = policy(shape, sharding=Sharding(offloads=True))
+    moments = only(Layout((role,), engines(shape), GPU))
+    assert "optimizer" not in moments["generate"].rows["policy"]
+    assert moments["generate"].host == 8 * shape.parameters
+    assert moments["train"].host == 0
+    assert moments["train"].rows["policy"]["optimizer"] == 8 * shape.parameters
+    assert set(moments["train"].rows[GENERATOR]) == {"process"}
+    claimed = moments["generate"].rows[GENERATOR]
+    assert claimed["weights"] + claimed["cache"] == 4 * GIB
+    assert moments["sync"].rows[GENERATOR]["cache"], "canaries are scored after a sync"
+    quiet = replace(engines(shape), canaries=False)
+    assert "cache" not in only(Layout((role,), quiet, GPU))["sync"].rows[GENERATOR]
+
+
+def test_an_engine_of_its_own_never_sleeps(shape):
+    layout = Layout((policy(shape, sharding=Sharding(offloads=True)),), engines(shape, Place(1)), GPU)
+    trainer, engine = make_plan(layout).groups
+    assert trainer.moments["generate"].rows["policy"]["optimizer"], "nothing shares its device"
+    assert engine.moments["train"].rows[GENERATOR]["cache"]
+
+
+def test_what_the_host_holds_is_not_on_the_device(shape):
+    here, away = resting(policy(shape, sharding=Sharding(host_optimizer=True, host_weights=True, master_bytes=4.0)))
+    assert here == {}
+    assert away == (4 + 12) * shape.parameters
+    added, more = training(policy(shape, sharding=Sharding(host_optimizer=True)), "cuda")
+    assert "gradients" not in added
+    assert more == 4 * shape.parameters
+
+
+def test_a_host_that_is_too_small_is_said(shape):
+    role = policy(shape, Place(4), sharding=Sharding(host_optimizer=True))
+    machine = replace(GPU, host_memory=40 * shape.parameters)
+    [shortage] = {s.message for s in make_plan(Layout((role,), None, machine)).shortages}
+    assert "in the phase 'train' 4 devices of a node put" in shortage
+
+
+def test_adapters_train_little(shape):
+    role = policy(shape, sharding=Sharding(adapter_rank=2))
+    few = shape.adapter_parameters(2)
+    assert 0 < few < shape.parameters / 5
+    assert role.trained_parameters == few
+    here, _ = resting(role)
+    assert here["weights"] == 4 * (shape.parameters + few)
+    assert here["optimizer"] == 8 * few
+
+
+def test_casts_of_autocast_go_with_checkpointing(shape):
+    s = Sharding(bf16=True, cast_bytes=2.0, logits=512)
+    whole, _ = training(policy(shape, sharding=s), "cuda")
+    less, _ = training(policy(shape, sharding=s, gradient_checkpointing=True), "cuda")
+    assert less["activations"] < whole["activations"]
+    assert sum_of(less) < sum_of(whole)
+
+
+def test_ranks_on_cpus_add_up_on_the_host(shape):
+    machine = Machine("cpu", 8 * GIB, processes=True)
+    one, two = (only(Layout((policy(shape, Place(n)),), None, machine)) for n in (1, 2))
+    assert two["train"].total == 2 * one["train"].total
+    assert one["forward"].rows["policy"]["process"] == formulas.PROCESS["cpu"]
+
+
+def test_a_cpu_process_keeps_what_it_freed(shape):
+    machine = Machine("cpu", 8 * GIB, processes=True)
+    roles = (policy(shape), replace(policy(shape), name="critic"))
+    moments = only(Layout(roles, None, machine))
+    [busy] = moments["train"].busy
+    rests = next(r.name for r in roles if r.name != busy)
+    assert moments["train"].rows[rests]["allocator"] == sum_of(training(roles[0], "cpu")[0])
+
+
+def test_the_forward_pass_is_the_head_or_a_layer(shape, published):
+    assert "logits" not in forwarding(policy(shape), "cpu"), "99 tokens of vocabulary"
+    assert "logits" in forwarding(policy(read_shape(published("0.6B"))), "cpu"), "151936"
+
+
+def test_a_cache_without_room_for_a_sequence_is_said(shape):
+    tight = engines(shape, kv_space=1000, share=None)
+    plan = make_plan(Layout((policy(shape),), tight, GPU))
+    [shortage] = plan.shortages
+    assert "its cache has room for 2 tokens" in shortage.message
+    assert "the longest sequence has 256" in shortage.message
+
+
+def test_nothing_is_judged_without_memory(shape):
+    plan = make_plan(Layout((policy(shape),), engines(shape), replace(GPU, memory=None)))
+    assert plan.fits is None
+    assert plan.shortages == ()
+
+
+def test_a_shortage_shows_its_arithmetic(shape):
+    role = policy(shape, Place(2), sharding=Sharding(optimizer_ranks=2))
+    machine = replace(GPU, memory=2**30 + 4 * shape.parameters)
+    plan = make_plan(Layout((role,), None, machine))
+    assert plan.fits is False
+    train = next(s for s in plan.shortages if s.phase == "train")
+    assert train.where == "policy 0-1"
+    assert "the phase 'train' needs 1.0" in train.message
+    assert any("x 8 bytes / 2 ranks" in line for line in train.arithmetic) or shape.parameters * 4 < 2**20

@@ -1,0 +1,195 @@
+"""From a run file: the run's own plugins, roles and places, and nothing loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from rlhf.config import load
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR
+from rlhf.plan import Machine, make_plan, nearest, resolve, target
+from rlhf.plan.machines import cpu_memory
+from rlhf.plugins import Plugins
+
+GIB = 2**30
+ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
+CLUSTER = {
+    "launcher.use": "ray", "trainer.use": "deepspeed", "generator.use": "vllm", "placement.policy.ranks": "4",
+    "placement.critic.ranks": "4", "placement.critic.share": "policy", "placement.generator.ranks": "2",
+    "placement.generator.devices": "2", "placement.generator.share": "policy", "generator.tensor_parallel": "2",
+    "generator.memory_share": "0.5",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    return Plugins.discover()
+
+
+def flags(published, *more, model="0.6B"):
+    merged = {**ONLINE, "policy.model": published(model)}
+    for extra in more:
+        merged |= extra
+    return list(merged.items())
+
+
+def layout(published, plugins, *more, model="0.6B", machine=None):
+    return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+
+
+def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
+    assert [(r.name, r.trained, r.outputs, r.annotated) for r in made.roles] == [
+        ("policy", True, ("logprobs",), ()),
+        ("critic", True, ("values",), ("values",)),
+    ]
+    policy, critic = made.roles
+    assert policy.shape.parameters == 596_049_920
+    assert critic.shape.parameters == policy.shape.parameters + 1024
+    assert (policy.micro_tokens, policy.longest) == (2048, 1024)
+    assert not made.machine.processes
+    assert made.devices == 1
+    assert make_plan(made).fits
+
+
+def test_options_reach_the_layout(published, plugins):
+    made = layout(
+        published, plugins,
+        {"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
+         "trainer.ema_decay": "0.99", "trainer.logits_chunk": "1000000", "policy.trainer.lora.rank": "8",
+         "generator.max_batch": "7"},
+    )  # fmt: skip
+    policy, critic = made.roles
+    assert policy.gradient_checkpointing
+    assert not critic.gradient_checkpointing
+    assert policy.micro_tokens == 1024, "a sequence may be longer than the budget"
+    assert policy.sharding.bf16
+    assert policy.sharding.logits == 1_000_000
+    assert policy.sharding.average_bytes == 4
+    assert (policy.sharding.adapter_rank, critic.sharding.adapter_rank) == (8, 0)
+    assert made.engines.footprint.rows == 7
+    assert made.engines.samples == 16
+
+
+def test_entropy_and_reference_cost_what_they_need(published, plugins):
+    made = layout(published, plugins, {"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
+    assert "entropy" in made.role("policy").outputs
+    assert made.role("reference").annotated == ("logprobs",)
+    assert not made.role("reference").trained
+
+
+def test_a_cluster(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
+    assert made.machine.processes
+    assert made.devices == 4
+    assert made.role("policy").sharding.weight_ranks == 4
+    assert made.engines.footprint.tensor_parallel == 2
+    [group] = make_plan(made).groups
+    assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+
+
+def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
+    with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
+        layout(published, plugins, {"placement.critc.ranks": "2"})
+
+
+def test_planning_starts_and_loads_nothing(published):
+    code = (
+        "import sys\nfrom rlhf_cli.main import main\n"
+        f"code = main({['plan', *[w for k, v in flags(published, CLUSTER) for w in (f'--{k}', v)]]!r}"
+        " + ['--device-memory', '80GiB', '--json'])\n"
+        "assert code in (0, 1), code\n"
+        "heavy = {'vllm', 'deepspeed'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "import ray, torch\nassert not ray.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    code = code.replace("'--algorithm.use', 'ppo'", "'--algo', 'ppo'")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------- the nearest change
+
+
+def found(published, plugins, memory, *more, model="8B", machine=None):
+    given = flags(published, *more, model=model)
+    machine = machine or Machine("cuda", memory)
+    plan = make_plan(resolve(load(None, given), plugins, machine))
+    assert plan.fits is False
+    return nearest(plan, plugins, lambda extra: load(None, given + list(extra.items())))
+
+
+def test_a_smaller_micro_batch_is_tried_first(published, plugins):
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
+    big, small = (
+        make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
+        for less in ({}, {"policy.micro_tokens": "1024"})
+    )
+    assert made.role("policy").micro_tokens == 2048
+    between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
+    change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
+    assert change.plan.fits
+    assert dict(change.flags) == {"policy.micro_tokens": "1024"}
+    assert change.command == "--policy.micro_tokens 1024"
+
+
+def test_zero_3_is_found_where_zero_2_does_not_fit(published, plugins):
+    change = found(published, plugins, 80 * GIB, CLUSTER, machine=Machine("cuda", 80 * GIB))
+    assert change.plan.fits
+    assert change.flags["trainer.stage"] == "3"
+    again = layout(published, plugins, CLUSTER, change.flags, model="8B", machine=Machine("cuda", 80 * GIB))
+    assert make_plan(again).fits, "the flags themselves make it fit"
+    for key in change.flags:
+        fewer = {k: v for k, v in change.flags.items() if k != key}
+        try:
+            assert not make_plan(layout(published, plugins, CLUSTER, fewer, model="8B")).fits, f"{key} is not needed"
+        except ConfigError:
+            continue
+
+
+def test_more_ranks_are_the_last_resort(published, plugins):
+    alone = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
+    alone |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
+    machine = Machine("cuda", 24 * GIB)
+    change = found(published, plugins, 24 * GIB, alone, model="8B", machine=machine)
+    assert change.plan.layout.devices > 5 or not change.plan.fits
+    assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
+
+
+def test_what_cannot_fit_says_the_best_that_was_found(published, plugins):
+    change = found(published, plugins, GIB, model="70B", machine=Machine("cpu", GIB))
+    assert change.plan.fits is False
+    assert change.plan.missing > 0
+
+
+# --------------------------------------------------------------------------------------- the target
+
+
+def test_the_target_is_given_or_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf.plan.machines.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf.plan.machines.cpu_memory", lambda: 7 * GIB)
+    assert (target().device, target().memory) == ("cpu", 7 * GIB)
+    given = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
+    assert (given.device, given.memory, given.host_memory, given.devices_per_node) == ("cuda", 80 * GIB, 2**40, 4)
+    assert target("cpu", "3GB").memory == 3 * 10**9
+    assert target("cuda").memory is None
+    monkeypatch.setattr("rlhf.plan.machines.gpu_memory", lambda: 40 * GIB)
+    assert (target().device, target().memory) == ("cuda", 40 * GIB)
+    for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB"):
+        with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):
+            target(memory=wrong)
+    with pytest.raises(ConfigError, match="--host-memory is beside GPUs"):
+        target("cpu", host_memory="1TiB")
+    with pytest.raises(ConfigError, match="--devices-per-node 0"):
+        target(devices_per_node=0)
+
+
+def test_a_cgroup_bounds_the_host(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == GIB
+    assert cpu_memory(tmp_path / "absent", tmp_path) is None
