@@ -15,65 +15,75 @@ from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingErr
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.failure import RemoteTraceback
+from rlhf_plugin_ray.launcher import RayLauncher
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
     return ModelSpec(RoleSpec(role, trained=True), "", world_size=ranks)
 
 
+@pytest.fixture(scope="module")
+def steady(cluster):
+    """Two ranks for tests after which they can be called again."""
+    launcher = RayLauncher()
+    launcher.place({"policy": Place(2)})
+    yield launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
+    launcher.shutdown()
+
+
 @pytest.fixture
 def pair(launch):
-    """Two ranks."""
+    """Two ranks of the test's own."""
     launcher = launch()
     launcher.place({"policy": Place(2)})
     return launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
 
 
-def test_arguments_and_results_are_tensors_that_may_be_written(pair):
+def test_arguments_and_results_are_tensors_that_may_be_written(steady):
     sent = [torch.ones(50_000), torch.full((50_000,), 3.0)]
-    got = pair.call("double", [(t,) for t in sent])
+    got = steady.call("double", [(t,) for t in sent])
     assert [float(t[0]) for t in got] == [2.0, 6.0]
     got[0] += 1
     assert float(sent[0][0]) == 1.0
 
 
-def test_a_call_is_one_put(pair, monkeypatch):
+def test_a_call_is_one_put(steady, monkeypatch):
     puts, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
-    pair.call("same", [(torch.ones(50_000),), (torch.ones(50_000),)])
+    steady.call("same", [(torch.ones(50_000),), (torch.ones(50_000),)])
     assert len(puts) == 1
     assert puts[0].nbytes < 1.01 * 2 * 200_000
-    pair.call("same", [("small",), ("small",)])
+    steady.call("same", [("small",), ("small",)])
     assert len(puts) == 1
 
 
-def test_wrong_numbers_of_arguments_are_refused(pair):
+def test_wrong_numbers_of_arguments_are_refused(steady):
     for wrong in (1, 3):
         with pytest.raises(
             CapabilityError, match=f"policy has 2 ranks; nothing.. was called with arguments for {wrong}"
         ):
-            pair.call("nothing", [()] * wrong)
+            steady.call("nothing", [()] * wrong)
 
 
-def test_errors_of_this_project_keep_their_class(pair):
+def test_errors_of_this_project_keep_their_class(steady):
     with pytest.raises(
         CheckpointError, match=r"policy rank \d \(node 127.0.0.1, pid \d+\): a damaged checkpoint"
     ) as info:
-        pair.call("raises", [("checkpoint",)] * 2)
+        steady.call("raises", [("checkpoint",)] * 2)
     assert isinstance(info.value.__cause__, RemoteTraceback)
     with pytest.raises(RlhfError, match="an error of a plugin's own") as info:
-        pair.call("raises", [("own",)] * 2)
+        steady.call("raises", [("own",)] * 2)
     assert type(info.value) is RlhfError
 
 
-def test_other_errors_say_where_they_come_from(pair):
+def test_other_errors_say_where_they_come_from(steady):
     with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error") as info:
-        pair.call("raises", [("plain",)] * 2)
+        steady.call("raises", [("plain",)] * 2)
     assert 'raise ValueError("a plain error")' in str(info.value.__cause__)
     with pytest.raises(TrainingError) as info:
-        pair.call("raises", [("disk",)] * 2)
+        steady.call("raises", [("disk",)] * 2)
     assert disk_is_full(info.value)
-    assert pair.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
+    assert steady.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
 
 
 def test_the_first_cause_is_not_kept_waiting_by_ranks_that_wait_for_it(pair):
@@ -102,7 +112,7 @@ def test_a_killed_rank_is_the_first_cause(pair, others):
 
 def test_a_stream_gives_references_that_other_groups_take(launch):
     launcher = launch()
-    launcher.place({"policy": Place(2), "critic": Place()})
+    launcher.place({"policy": Place(2), "critic": Place(share="policy")})
     policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
     critic = launcher.launch_trainer(OddTrainer, None, spec("critic"))
     items = list(policy.stream("arrays", 4, 100_000, timeout=30.0))
@@ -111,22 +121,22 @@ def test_a_stream_gives_references_that_other_groups_take(launch):
     assert policy.call("how_many", [()] * 2) == [4, 4], "every rank went through the method"
 
 
-def test_a_stream_is_not_made_ahead_of_its_reader(pair):
-    before = ray.get(pair.members[0].beside("pulse"))
-    stream = pair.stream("arrays", 6, 1_000_000)
+def test_a_stream_is_not_made_ahead_of_its_reader(steady):
+    before = ray.get(steady.members[0].beside("pulse"))
+    stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
     time.sleep(1.0)
-    assert ray.get(pair.members[0].beside("pulse")) - before == 1 + 2, "the call began, and made one item and another"
+    assert ray.get(steady.members[0].beside("pulse")) - before == 1 + 2, "the call began, and made one item and another"
     assert len(list(stream)) == 5
 
 
-def test_a_stream_that_nobody_reads_to_its_end(pair):
-    stream = pair.stream("arrays", 6, 1_000_000)
+def test_a_stream_that_nobody_reads_to_its_end(steady):
+    stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
-    assert pair.call("how_many", [()] * 2) == [6, 6], "the ranks came to its end before the next call"
+    assert steady.call("how_many", [()] * 2) == [6, 6], "the ranks came to its end before the next call"
     del stream
     gc.collect()
-    assert pair.call("nothing", [()] * 2) == [2, 2]
+    assert steady.call("nothing", [()] * 2) == [2, 2]
 
 
 def test_a_stream_that_is_late(pair):
@@ -152,9 +162,9 @@ def test_a_rank_that_is_killed_while_it_streams(pair):
         list(stream)
 
 
-def test_ranks_meet(pair):
-    assert pair.call("adds", [()] * 2) == [3.0, 3.0]
-    one, two = (w["spec"] for w in pair.call("where", [()] * 2))
+def test_ranks_meet(steady):
+    assert steady.call("adds", [()] * 2) == [3.0, 3.0]
+    one, two = (w["spec"] for w in steady.call("where", [()] * 2))
     assert one.rendezvous == two.rendezvous
     assert one.rendezvous.startswith("tcp://127.0.0.1:")
     assert (one.rank, two.rank, one.world_size) == (0, 1, 2)

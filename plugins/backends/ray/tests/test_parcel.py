@@ -33,10 +33,12 @@ def through(parcel: Parcel | None) -> Parcel | None:
     ids=str,
 )
 def test_tensors_arrive_as_they_are(tensor):
-    [got] = unpack(through(pack([(tensor,)])))
+    parcel = through(pack([(tensor,)]))
+    [got] = unpack(parcel)
     assert got.dtype == tensor.dtype
     assert torch.equal(got, tensor)
-    got.fill_(1)  # memory of its own
+    got.fill_(1)  # memory of its own: the store's is as it was
+    assert torch.equal(unpack(parcel)[0], tensor)
 
 
 def test_a_view_travels_without_the_rest_of_its_storage():

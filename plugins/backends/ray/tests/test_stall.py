@@ -80,7 +80,14 @@ def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
     assert "State: T (stopped)" in (tmp_path / "stall-engine-0.txt").read_text()
 
 
-def test_progress_is_no_stall(pair):
+def test_samples_are_progress(watched):
+    """More than stall_timeout in all, a sample every 0.7 s."""
+    engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.7), GeneratorSpec((0,), str))
+    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(12)]
+    assert len(list(engines.generate(asked))) == 12
+
+
+def test_items_are_progress(pair):
     assert len(list(pair.stream("arrays", 6, 10, 0.6))) == 6, "3 s, an item every 0.6 s"
     with pytest.raises(WorkerError, match=r"no progress for \d+ s in policy.arrays\(\)"):
         list(pair.stream("arrays", 2, 10, 30.0))
