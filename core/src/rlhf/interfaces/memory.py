@@ -1,4 +1,4 @@
-"""What a trainer's rank and a generator's device hold: facts that ``rlhf plan`` asks of the classes, without a model."""
+"""What a trainer's rank and a generator's device hold: what ``rlhf plan`` asks of the classes, without a model."""
 
 from __future__ import annotations
 
