@@ -6,6 +6,7 @@ from rlhf.controller.learn import minibatches
 from rlhf.controller.roles import Role
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
+from rlhf.modeling.prefix import share_prefixes
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.losses import add_sums, evaluate, finish_sums
 from rlhf.ops.reduce import weigh
@@ -15,15 +16,18 @@ from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
 class Bigram:
     """A trainer whose log-prob of a token is a parameter looked up by the token before it."""
 
-    def __init__(self):
+    def __init__(self, shares=False):
+        self.shares, self.computed = shares, 0
         self.table = torch.linspace(-2, 0, 50).requires_grad_()
         self.micros = 0
 
     def _logprobs(self, micro):
+        shared = share_prefixes(micro.ids_N, micro.lens_B.tolist()) if self.shares else None
+        self.computed += micro.tokens if shared is None else len(shared.ids_M)
         return self.table[micro.ids_N.roll(1)] * micro.ids_N / 50
 
     def facts(self):
-        return TrainerFacts()
+        return TrainerFacts(shares_prefixes=self.shares)
 
     def forward(self, micros, heads, view):
         return [{"logprobs": self._logprobs(m).detach() * m.tok["loss_mask"]} for m in micros]
@@ -40,8 +44,8 @@ class Bigram:
 
 
 class Ranks(WorkerGroup):
-    def __init__(self, size):
-        self.size, self.workers = size, [Bigram() for _ in range(size)]
+    def __init__(self, size, shares=False):
+        self.size, self.workers = size, [Bigram(shares) for _ in range(size)]
 
     def call(self, method, per_rank):
         return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
@@ -72,8 +76,20 @@ def batch(lengths=(3, 9, 4, 6, 5)):
     return pack(units)
 
 
-def role(ranks, budget):
-    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks), budget)
+def pairs(prompts=3, per_prompt=4):
+    """Units of two sequences each; those of a prompt are apart from each other."""
+    draw = torch.Generator().manual_seed(1)
+    heads = [torch.randint(1, 50, (20,), generator=draw).tolist() for _ in range(prompts)]
+    units = []
+    for i in range(prompts * per_prompt):
+        tails = [[2 * i + side + 1, *torch.randint(1, 50, (3 + i % 4,), generator=draw).tolist()] for side in (0, 1)]
+        sides = [heads[i % prompts] + tail for tail in tails]
+        units.append(UnitData([SequenceData(s, {"loss_mask": [j >= 20 for j in range(len(s))]}) for s in sides]))
+    return pack(units)
+
+
+def role(ranks, budget, shares=False):
+    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares), budget)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
@@ -92,6 +108,31 @@ def test_split_and_ranks_change_nothing(ranks, budget):
     torch.testing.assert_close(
         split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"]
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("budget", [1, 100, 1000])
+def test_units_that_share_a_prompt_meet_and_nothing_changes(ranks, budget):
+    data, loss = pairs(), NLL()
+    weighted = weigh(data, loss.reduce())
+    whole, split = role(1, 10_000), role(ranks, budget, shares=True)
+    expected, _ = whole.update(weighted, loss, Update("policy", "loss"))
+    got, _ = split.update(weighted, loss, Update("policy", "loss"))
+    gradient = sum(w.table.grad for w in split.group.workers)
+    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-7)
+    assert finish_sums(got) == pytest.approx(finish_sums(expected), rel=1e-5)
+    annotation = Annotation("policy", "logprobs", "old")
+    assert torch.equal(split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"])
+
+
+def test_each_prompt_is_computed_once_where_the_budget_allows():
+    data, loss = pairs(), NLL()
+    weighted = weigh(data, loss.reduce())
+    for ranks, shares, computed in ((1, True, 3 * 20), (3, True, 3 * 20), (1, False, 24 * 20)):
+        split = role(ranks, 1000, shares)
+        split.update(weighted, loss, Update("policy", "loss"))
+        answers = data.tokens - 24 * 20
+        assert sum(w.computed for w in split.group.workers) == answers + computed
 
 
 def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():

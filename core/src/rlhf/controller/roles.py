@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf.controller.dispatch import Plan, fillers, plan
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
+from rlhf.modeling.prefix import unit_prefixes
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
 from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
@@ -47,7 +48,7 @@ class Role:
         """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs."""
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
-        shares = plan(slim.tokens_per_unit(), self.group.size, self.budget)
+        shares = self._plan(slim)
         micros = [[slim.select(units) for units in rank] for rank in shares]
         view = self.view if view == "live" else view
         results = self.group.call("forward", [(rank, list(heads), view) for rank in micros])
@@ -82,7 +83,7 @@ class Role:
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
         heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
         slim = batch.only(required_columns(loss, heads))
-        shares = plan(slim.tokens_per_unit(), self.group.size, self.budget)
+        shares = self._plan(slim)
         repeated = fillers(shares)
         return [
             [
@@ -91,6 +92,12 @@ class Role:
             ]
             for r, rank in enumerate(shares)
         ]
+
+    def _plan(self, batch: Batch) -> Plan:
+        if not self.facts.shares_prefixes:
+            return plan(batch.tokens_per_unit(), self.group.size, self.budget)
+        units = unit_prefixes(batch)
+        return plan(units.tokens, self.group.size, self.budget, units.order, units.shared)
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
         try:

@@ -63,6 +63,8 @@ class TrainerFacts:
     precision: str = ""
     """Which arithmetic was chosen and why, for people."""
     views: tuple[str, ...] = ("live",)
+    shares_prefixes: bool = False
+    """Sequences of a micro-batch that begin with the same ids compute these once; units are dispatched accordingly."""
 
 
 Sums = dict[str, tuple[float, float]]

@@ -8,6 +8,9 @@ transformers' own packed path compares every token with every other of the row (
         model(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
 
 The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
+
+Where sequences share prefixes (:mod:`rlhf.modeling.prefix`), the row holds each of these once: a sequence's queries are
+those of its own tokens, its keys those of the whole sequence, wherever they are computed.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf.errors import ModelError
-from rlhf.modeling.matmul_attention import LONGEST, Bucket, buckets, matmul_attention
+from rlhf.modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
+from rlhf.modeling.prefix import Shared, Stretch
+from rlhf.modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
 NAME = "rlhf_packed"
 
@@ -47,9 +50,10 @@ def attend_with(route: Route) -> Iterator[None]:
 
 
 @contextmanager
-def packed(lens: Sequence[int]) -> Iterator[None]:
-    """Inside, the model's single row holds sequences of these lengths, each causal and alone."""
-    with attend_with(PackedAttention(lens)):
+def packed(lens: Sequence[int], shared: Shared | None = None) -> Iterator[None]:
+    """Inside, the model's single row holds sequences of these lengths, each causal and alone; with ``shared`` the
+    computed tokens of these."""
+    with attend_with(PackedAttention(lens, shared)):
         yield
 
 
@@ -85,28 +89,26 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return current_route()(module, q, k, v, mask, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    scaling: float
-    dropout: float
-    window: int | None
-    softcap: float | None
-
-
 class PackedAttention:
     """The attention of one packed row: each sequence causal and alone.
 
     On a CPU short sequences go through :mod:`rlhf.modeling.matmul_attention`; others take one
     ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
     kernel is several times slower there). In fp32 on a CPU the result is bit-equal to one sequence at a time;
-    gradients of weights differ by the order of summation.
+    gradients of weights differ by the order of summation. With ``shared`` prefixes a sequence's kernel also depends on
+    how long the front is that it shares, so the result is equal to rounding.
     """
 
-    def __init__(self, lens: Sequence[int]) -> None:
+    def __init__(self, lens: Sequence[int], shared: Shared | None = None) -> None:
         self.lens = list(lens)
-        self.tokens = sum(lens)
-        self._plans: dict[int, tuple[list[Bucket], list[tuple[int, int, int]]]] = {}
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        if shared is None:
+            starts = [0, *accumulate(lens)][:-1]
+            self._stretches = tuple(Stretch(s, 0, n, s) for s, n in zip(starts, lens, strict=True))
+            self.tokens = sum(lens)
+        else:
+            self._stretches, self.tokens = shared.stretches, int(shared.ids_M.numel())
+        self._place = None if shared is None else shared.place_N
+        self._plans: dict[int, tuple[Buckets | None, Runs | None]] = {}
 
     def __call__(
         self,
@@ -123,31 +125,29 @@ class PackedAttention:
         is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        self._check(module, q, k, mask, s_aux, is_causal)
+        self._check(module, q, k, mask, s_aux, is_causal, dropout)
         on_cpu, dtype = q.device.type == "cpu", v.dtype
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
-        options = _Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
-        short = LONGEST.get(dtype, 0) if on_cpu and not dropout and softcap is None and k.shape == v.shape else 0
+        options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
+        plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
-            where, runs = self._plan(short)
-            parts: list[Tensor] = []
-            if where:
-                flat_q, flat_k, flat_v = (x[0].transpose(0, 1).to(dtype) for x in (q, k, v))
-                out_NHD = matmul_attention(flat_q, flat_k, flat_v, where, options.scaling, sliding_window)
-                if not runs:
-                    return out_NHD[None], None
-                parts.append(out_NHD)
-            inner = torch.float32 if on_cpu else dtype
-            qi, ki, vi = (x.to(inner) for x in (q, k, v))
-            for start, length, count in runs:
-                rows = slice(start, start + length * count)
-                run_q, run_k, run_v = (_rows(x, rows, count, length) for x in (qi, ki, vi))
-                out = self._run(run_q, run_k, run_v, options)
-                parts.append(out.transpose(1, 2).reshape(length * count, q.shape[1], v.shape[-1]).to(dtype))
-            return self._join(parts, bool(where), runs)[None], None
+            buckets, runs = self._plan(LONGEST.get(dtype, 0) if plain else 0, q.device)
+            flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+            out_NHD: Tensor | None = None
+            if buckets is not None:
+                low = [x.to(dtype) for x in flat]
+                out_NHD = matmul_attention(low[0], low[1], low[2], buckets, options.scaling, sliding_window)
+            if runs is not None:
+                high = [x.to(torch.float32 if on_cpu else dtype) for x in flat]
+                long_LHD = sdpa_attention(high[0], high[1], high[2], runs, options).to(dtype)
+                out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
+        assert out_NHD is not None
+        return out_NHD[None], None
 
-    def _check(self, module: Any, q: Tensor, k: Tensor, mask: Any, s_aux: Any, is_causal: bool | None) -> None:
+    def _check(
+        self, module: Any, q: Tensor, k: Tensor, mask: Any, s_aux: Any, is_causal: bool | None, dropout: float
+    ) -> None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if mask is not None or s_aux is not None or not causal:
             what = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
@@ -157,69 +157,19 @@ class PackedAttention:
                 f"packed attention is set up for one row of {self.tokens} tokens but got queries {tuple(q.shape)} and "
                 f"keys {tuple(k.shape)} [batch, heads, tokens, head size]"
             )
+        if dropout and self._place is not None:
+            raise ModelError(
+                f"{type(module).__name__} asks for dropout = {dropout} on shared prefixes, whose sequences would share "
+                "its mask; set trainer.shared_prefixes = false"
+            )
 
-    def _plan(self, short: int) -> tuple[list[Bucket], list[tuple[int, int, int]]]:
-        """(buckets of sequences up to ``short``, runs (first token, length, count) of the others)."""
+    def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, Runs | None]:
+        """Sequences of up to ``short`` tokens, and the others."""
         if short not in self._plans:
-            starts = [0, *accumulate(self.lens)][:-1]
-            pairs = list(zip(starts, self.lens, strict=True))
-            small = [(s, n) for s, n in pairs if n <= short]
-            runs: list[tuple[int, int, int]] = []
-            for start, length in pairs:
-                if length <= short:
-                    continue
-                if runs and runs[-1][1] == length and runs[-1][0] + length * runs[-1][2] == start:
-                    runs[-1] = (runs[-1][0], length, runs[-1][2] + 1)
-                else:
-                    runs.append((start, length, 1))
-            self._plans[short] = buckets([s for s, _ in small], [n for _, n in small]), runs
+            small = [s for s in self._stretches if s.length <= short]
+            large = [s for s in self._stretches if s.length > short]
+            self._plans[short] = (
+                lay_out(small, self.tokens, self._place) if small else None,
+                collect(large, self.tokens, self._place, device) if large else None,
+            )
         return self._plans[short]
-
-    def _join(self, parts: list[Tensor], short: bool, runs: list[tuple[int, int, int]]) -> Tensor:
-        """Runs take their rows of the first part, which has rows for all tokens where there were short sequences."""
-        if not short:
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        pieces, end = [], 0
-        for (start, length, count), part in zip(runs, parts[1:], strict=True):
-            pieces += [parts[0][end:start], part]
-            end = start + length * count
-        return torch.cat([*pieces, parts[0][end:]])
-
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
-        """[count, heads, T, D] of sequences of one length."""
-        length = q.shape[2]
-        window = options.window if options.window is not None and options.window < length else None
-        if options.softcap is not None:
-            return self._softcapped(q, k, v, options, window)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if window is None else self._band(length, window, q.device),
-            is_causal=window is None,
-            dropout_p=options.dropout,
-            scale=options.scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-
-    def _softcapped(self, q: Tensor, k: Tensor, v: Tensor, options: _Options, window: int | None) -> Tensor:
-        """``softcap * tanh(scores / softcap)`` before the softmax (Gemma 2), which sdpa cannot express."""
-        length, groups, cap = q.shape[2], q.shape[1] // k.shape[1], options.softcap
-        assert cap is not None
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = cap * torch.tanh(q @ k.transpose(2, 3) * (options.scaling / cap))
-        scores = scores.masked_fill(~self._band(length, window or length, q.device), float("-inf"))
-        return F.dropout(scores.softmax(-1), options.dropout) @ v
-
-    def _band(self, length: int, window: int, device: torch.device) -> Tensor:
-        """bool [T, T]: token i sees j where i - window < j <= i."""
-        if (length, window) not in self._masks:
-            i = torch.arange(length, device=device)
-            distance = i[:, None] - i[None, :]
-            self._masks[length, window] = (distance >= 0) & (distance < window)
-        return self._masks[length, window]
-
-
-def _rows(x: Tensor, rows: slice, count: int, length: int) -> Tensor:
-    """[1, H, N, D] -> [count, H, length, D] without a copy where the layer laid heads out last."""
-    return x[0, :, rows].transpose(0, 1).unflatten(0, (count, length)).transpose(1, 2)

@@ -38,6 +38,9 @@ class TrainingConfig(ComponentConfig):
     step. Absent: none is kept."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
+    shared_prefixes: bool = True
+    """Compute a prefix that sequences of a micro-batch have in common once: the prompt of a group's samples, of a pair.
+    Exact; without effect where the model has dropout. ``false`` is there to compare with."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

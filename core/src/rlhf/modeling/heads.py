@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.errors import TrainingError
+from rlhf.modeling.prefix import take_rows
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 
@@ -34,6 +35,7 @@ def compute(
     batch: Batch,
     heads: Sequence[Head],
     logits: Callable[[Tensor], Tensor],
+    place_N: Tensor | None = None,
     *,
     tempered: bool,
     chunk: int,
@@ -46,6 +48,7 @@ def compute(
 
     Args:
         logits: [C, H] -> [C, V].
+        place_N: where each token's hidden state is in ``hidden_NH``, which then may have fewer rows; None: at its own.
         tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
         chunk: most tokens whose logits exist at once.
         head_fp32: compute the logits in fp32 also where autocast is on.
@@ -63,10 +66,12 @@ def compute(
                 "a sequence, which nothing predicts"
             )
         source_A = index_A - 1 if at == "before" else index_A
+        if place_N is not None:
+            source_A = place_N[source_A]
         temperature_A = _temperature(batch, index_A) if tempered and at == "before" else None
         columns = {name: batch.tok[name][index_A] for h in group for name in h.columns}
         run = _Chunk(group, logits, head_fp32)
-        arguments = (hidden_NH[source_A], batch.ids_N[index_A], temperature_A)
+        arguments = (take_rows(hidden_NH, source_A), batch.ids_N[index_A], temperature_A)
         tokens = int(index_A.numel())
         whole = tokens <= chunk
         results = run(*arguments, columns) if whole else _in_chunks(run, arguments, columns, tokens, chunk)

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces.memory import Sharding
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.adapters import train_adapters_only
-from rlhf.modeling.attention import attend_with, current_route
+from rlhf.modeling.attention import attend_with, current_route, packed
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
 from rlhf.modeling.precision import Precision, choose_precision
+from rlhf.modeling.prefix import share_prefixes
+from rlhf.modeling.sharding import sharding
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
 from rlhf.ops.losses import add_sums, evaluate, over_mask
@@ -36,19 +39,44 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = loaded.module
         self.loaded, self.config = loaded, config
+        self.shares_prefixes = config.shared_prefixes and not has_dropout(loaded.module)
+        """Sequences of a micro-batch that share a prefix compute it once."""
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32; see :func:`rlhf.modeling.heads.compute`."""
-        hidden_NH = self.loaded.hidden(batch.ids_N, batch.position_N, batch.lens_B.tolist())
+        hidden_MH, place_N = hidden_states(self.loaded, batch, self.shares_prefixes)
         return head_ops.compute(
-            hidden_NH,
+            hidden_MH,
             batch,
             outputs,
             self.loaded.logits,
+            place_N,
             tempered=self.loaded.kind == "lm",
             chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
             head_fp32=self.config.head_fp32,
         )
+
+
+def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
+    """([M, hidden] of a micro-batch, where each of its N tokens is among them); None: at its own place.
+
+    With ``share`` a prefix that sequences have in common is computed once (:mod:`rlhf.modeling.prefix`).
+    """
+    lens = batch.lens_B.tolist()
+    shared = share_prefixes(batch.ids_N, lens) if share else None
+    if shared is None:
+        return loaded.hidden(batch.ids_N, batch.position_N, lens), None
+    with packed(lens, shared):
+        out = loaded.body(input_ids=shared.ids_M[None], position_ids=shared.position_M[None], use_cache=False)
+    return out.last_hidden_state[0], shared.place_N
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Sequences that share a prefix would share its dropout mask, so it is not shared where there is dropout."""
+    config = getattr(module, "config", None)
+    named = config.get_text_config().to_dict() if config is not None else {}
+    rates = [v for k, v in named.items() if "drop" in k and isinstance(v, int | float)]
+    return any(rates) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
 
 class PackedTrainer(Trainer):
@@ -57,6 +85,10 @@ class PackedTrainer(Trainer):
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
     config: TrainingConfig
+
+    @classmethod
+    def sharding(cls, config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
+        return sharding(config, spec, device)
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
@@ -94,7 +126,10 @@ class PackedTrainer(Trainer):
 
     def facts(self) -> TrainerFacts:
         dtype, device = self.precision.name, str(self.device)
-        return TrainerFacts(self.eos_token_ids, self.loaded.vocabulary, device, dtype, self.precision_note, self.views)
+        shares = bool(getattr(self.packed, "shares_prefixes", False))
+        return TrainerFacts(
+            self.eos_token_ids, self.loaded.vocabulary, device, dtype, self.precision_note, self.views, shares
+        )
 
     def token_budget(self) -> int:
         """bf16 gains by larger matrices; in fp32 they only cost memory (docs/benchmarks.md has the shapes)."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 from rlhf.errors import ModelError
 from rlhf.modeling.attention import NAME, PackedAttention, packed, use_packed_attention
-from rlhf.modeling.matmul_attention import buckets, matmul_attention, padded
+from rlhf.modeling.matmul_attention import lay_out, matmul_attention, padded
+from rlhf.modeling.prefix import Stretch
 from rlhf.testing.tiny import tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -111,7 +112,7 @@ def test_short_and_long_sequences_equal_sdpa(window, dtype):
 
 
 def test_matmul_attention_passes_gradcheck():
-    where = buckets([0, 3], [3, 5])
+    where = lay_out([Stretch(0, 0, 3, 0), Stretch(3, 0, 5, 3)], tokens=8)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(8, h, 4, generator=g, dtype=torch.float64).requires_grad_() for h in (2, 1, 1))
 

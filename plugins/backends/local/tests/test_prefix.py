@@ -1,0 +1,312 @@
+"""Shared prefixes: computed once, and nothing that is computed depends on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlhf.errors import ModelError
+from rlhf.modeling import prefix
+from rlhf.modeling.attention import PackedAttention
+from rlhf.modeling.matmul_attention import lay_out, matmul_attention
+from rlhf.modeling.prefix import Stretch, share_prefixes, unit_prefixes
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.testing.tiny import tiny_model
+
+PROMPT, OTHER = [10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26, 27, 28]
+
+CASES = {
+    "ragged suffixes": [PROMPT + [30 + i] * n for i, n in enumerate((5, 1, 12, 3))],
+    "nested": [
+        [*PROMPT, 40, 41, 42, 43, 44],
+        [*PROMPT, 40, 41, 42, 43, 45, 46],
+        [*PROMPT, 50, 51],
+        [*PROMPT[:5], 60, 61],
+    ],
+    "identical, and one inside another": [[*PROMPT, 30, 31], PROMPT, [*PROMPT, 30, 31], [*PROMPT, 30], [*PROMPT, 30]],
+    "two prompts, not side by side": [[*PROMPT, 30], [*OTHER, 31, 32], [*PROMPT, 33, 34, 35], [*OTHER, 36]],
+    "one-token prompts": [[10, 30, 31, 32], [10, 33, 34], [11, 30, 31, 32, 33], [11, 34]],
+    "one token": [[10], [10], [11]],
+    "long": [PROMPT * 30 + [30 + i] * n for i, n in enumerate((5, 40, 300, 40, 40))],
+    "a short front of long sequences": [PROMPT + [30 + i] * n for i, n in enumerate((190, 200, 190))],
+    "nothing": [[10, 30, 31], [11, 30, 31, 32, 33], OTHER],
+}
+
+
+@pytest.fixture(autouse=True)
+def share_all(monkeypatch):
+    """Share also what would not pay."""
+    monkeypatch.setattr(prefix, "LEAST", 1)
+    monkeypatch.setattr(prefix, "GAIN", 0.0)
+
+
+@pytest.fixture
+def as_it_is(share_all, monkeypatch):
+    monkeypatch.undo()
+
+
+def batch_of(rows, loss=None, mask="all"):
+    units = [UnitData([SequenceData(r, {"loss_mask": [mask == "all" or i >= 4 for i in range(len(r))]})]) for r in rows]
+    batch = pack(units)
+    return batch if loss is None else weigh(batch, loss.reduce())
+
+
+def pairs_of(rows):
+    sides = [SequenceData(r, {"loss_mask": [True] * len(r)}, i % 2) for i, r in enumerate(rows)]
+    return pack([UnitData(sides[i : i + 2]) for i in range(0, len(rows), 2)])
+
+
+def shared_of(rows):
+    return share_prefixes(torch.tensor([i for r in rows for i in r]), [len(r) for r in rows])
+
+
+def prefixes(rows):
+    return {tuple(r[: i + 1]) for r in rows for i in range(len(r))}
+
+
+def close(a, b, tolerance=1e-6):
+    flat = [torch.cat([d[n].flatten() for n in a]) for d in (a, b)]
+    assert (flat[0] - flat[1]).norm() <= tolerance * flat[1].norm()
+
+
+# ------------------------------------------------------------------------------------------------- what is computed
+
+rows_of_ids = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=7), min_size=1, max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_ids)
+def test_every_distinct_prefix_is_computed_once_and_found_by_every_token(rows):
+    batch = batch_of(rows)
+    shared = share_prefixes(batch.ids_N, batch.lens_B.tolist())
+    if shared is None:
+        assert len(prefixes(rows)) == batch.tokens
+        return
+    assert shared.ids_M.numel() == len(prefixes(rows))
+    assert torch.equal(shared.ids_M[shared.place_N], batch.ids_N)
+    assert torch.equal(shared.position_M[shared.place_N], batch.position_N)
+    places = [tuple(p.tolist()) for p in shared.place_N.split(batch.lens_B.tolist())]
+    at = {}
+    for row, place in zip(rows, places, strict=True):  # two tokens share a place exactly if they share all before
+        for i in range(len(row)):
+            assert at.setdefault(place[i], tuple(row[: i + 1])) == tuple(row[: i + 1])
+    assert sum(s.length - s.skip for s in shared.stretches) == shared.ids_M.numel()
+
+
+def test_the_example_of_the_module():
+    shared = shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 9, 8], [1, 2, 3, 9, 7, 6]])
+    assert shared.place_N.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 8, 0, 1, 2, 5, 6, 7]
+    assert [(s.start, s.skip, s.length, s.at) for s in shared.stretches] == [(0, 0, 5, 0), (5, 3, 6, 10), (8, 4, 5, 5)]
+
+
+def test_fronts_that_would_not_pay_are_not_shared(as_it_is):
+    assert shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]) is None
+    assert shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 4, 7]]) is not None
+    long = [[1, 2, 3, 4, *[n] * 300] for n in (5, 6)]
+    assert shared_of(long) is None
+    units = unit_prefixes(batch_of(long))
+    assert (units.tokens, units.shared) == ([304, 304], [0, 0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(rows_of_ids.filter(lambda rows: len(rows) <= 3), min_size=1, max_size=6), st.data())
+def test_units_cost_what_the_trainer_computes_or_more(units, data):
+    batch = pack([UnitData([SequenceData(r, role=i) for i, r in enumerate(rows)]) for rows in units])
+    found = unit_prefixes(batch)
+    assert found.tokens == [len(prefixes(rows)) for rows in units]
+    assert sorted(found.order) == list(range(len(units)))
+    start = data.draw(st.integers(0, len(units) - 1))
+    end = data.draw(st.integers(start + 1, len(units)))
+    together = prefixes([r for u in found.order[start:end] for r in units[u]])
+    planned = sum(found.tokens[u] for u in found.order[start:end]) - sum(found.shared[start + 1 : end])
+    assert len(together) <= planned
+    if all(len(rows) == 1 for rows in units):
+        assert len(together) == planned
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"softcap": 5.0}], ids=["plain", "window", "softcap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "nothing"])
+def test_attention_equals_that_of_sequences_with_keys_of_their_own(name, dtype, options):
+    rows = CASES[name]
+    shared, lens = shared_of(rows), [len(r) for r in rows]
+    g = torch.Generator().manual_seed(0)
+    mine = [torch.randn(1, h, len(shared.ids_M), 8, generator=g).to(dtype).requires_grad_() for h in (4, 2, 2)]
+    theirs = [x.detach().float().requires_grad_() for x in mine]
+    weight = torch.randn(1, sum(lens), 4, 8, generator=g)
+    expected, _ = PackedAttention(lens)(None, *(x[:, :, shared.place_N] for x in theirs), None, **options)
+    got, _ = PackedAttention(lens, shared)(None, *mine, None, **options)
+    assert got.dtype == dtype
+    got = got[:, shared.place_N].float()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert (got - expected).norm() <= tolerance * expected.norm()
+    wanted = torch.autograd.grad((expected * weight).sum(), theirs)
+    for a, b in zip(torch.autograd.grad((got * weight).sum(), mine), wanted, strict=True):
+        assert (a.float() - b).norm() <= tolerance * b.norm()
+
+
+def test_short_attention_with_a_shared_front_passes_gradcheck():
+    stretches = [Stretch(0, 0, 9, 0), Stretch(9, 8, 11, 9), Stretch(12, 3, 5, 20)]
+    place = torch.tensor([*range(9), *range(8), 9, 10, 11, *range(3), 12, 13])
+    where = lay_out(stretches, 14, place)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(14, h, 4, generator=g, dtype=torch.float64).requires_grad_() for h in (2, 1, 1))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: matmul_attention(q, k, v, where, 0.5, 6), (q, k, v), eps=1e-3, atol=2e-3, rtol=2e-3
+    )
+
+
+def test_dropout_on_shared_tokens_is_refused():
+    shared = shared_of([[1, 2], [1, 3]])
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ModelError, match=r"dropout = 0\.5 on shared prefixes"):
+        PackedAttention([2, 2], shared)(None, q, q, q, None, dropout=0.5)
+
+
+# --------------------------------------------------------------------------------------------------------- trainer
+
+
+def computed(trainer):
+    """Token ids that enter the embedding, one list per forward pass."""
+    seen = []
+    trainer.module.get_input_embeddings().register_forward_hook(lambda _, x, y: seen.append(x[0][0].tolist()))
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_equal_one_sequence_at_a_time(name, make_trainer):
+    trainer, batch = make_trainer(trained=False), batch_of(CASES[name])
+    [whole] = trainer.forward([batch], ["logprobs", "entropy"])
+    alone = trainer.forward([batch.select([u]) for u in range(batch.units)], ["logprobs", "entropy"])
+    for output, value in whole.items():
+        assert (value - torch.cat([part[output] for part in alone])).abs().max() < 3e-6, output
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("mask", ["all", "answers"])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("one token", "one-token prompts")])
+def test_gradients_are_those_without_sharing(name, head, mask, make_trainer, nll, squares):
+    loss = nll if head == "lm" else squares
+    batch, found, sums = batch_of(CASES[name], loss, mask), [], []
+    for on in (True, False):
+        trainer = make_trainer(head=head, shared_prefixes=on)
+        sums.append(trainer.accumulate([batch], loss, {}, {})["loss"][0])
+        found.append(trainer.gradients())
+    close(*found)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-6)
+
+
+def test_gradient_checkpointing_and_logit_chunks_share_too(make_trainer, nll):
+    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    for options in ({"shared_prefixes": False}, {"gradient_checkpointing": True}, {"logits_chunk": 500}):
+        trainer = make_trainer(**options)
+        trainer.accumulate([batch], nll, {}, {})
+        found.append(trainer.gradients())
+    close(found[1], found[0])
+    close(found[2], found[0])
+
+
+def test_under_bf16_the_gradient_is_that_without_sharing_to_its_rounding(make_trainer, nll):
+    batch, found = batch_of(CASES["ragged suffixes"] + CASES["long"], nll), []
+    for dtype, on in (("fp32", False), ("bf16", False), ("bf16", True)):
+        trainer = make_trainer(dtype=dtype, shared_prefixes=on)
+        trainer.accumulate([batch], nll, {}, {})
+        found.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
+    plain, shared = ((found[i] - found[0]).norm() / found[0].norm() for i in (1, 2))
+    assert shared < 1.25 * plain + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 4}),
+        ("gemma2", {"sliding_window": 4, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
+        ("gemma3_text", {"sliding_window": 4}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_architectures(architecture, options, tmp_path, make_trainer, nll):
+    path = tiny_model(tmp_path, architecture=architecture, **options)
+    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    for on in (True, False):
+        trainer = make_trainer(path, shared_prefixes=on)
+        seen = computed(trainer)
+        trainer.accumulate([batch], nll, {}, {})
+        assert (len(seen[0]) < batch.tokens) == on
+        found.append(trainer.gradients())
+    close(*found, 3e-6)  # the splits of a batch alone move gemma's by 8e-7
+
+
+def test_scores_are_those_of_one_sequence_at_a_time(make_trainer):
+    batch = batch_of(CASES["identical, and one inside another"])
+    trainer = make_trainer(head="scalar", trained=False)
+    [whole] = trainer.forward([batch], ["scores"])
+    alone = trainer.forward([batch.select([u]) for u in range(batch.units)], ["scores"])
+    assert (whole["scores"] - torch.cat([part["scores"] for part in alone])).abs().max() < 3e-6
+
+
+def test_the_prompt_of_a_group_and_of_pairs_enters_the_model_once(as_it_is, make_trainer, nll):
+    prompt = list(range(10, 40))
+    answers = [[40 + i, *range(50, 54 + i)] for i in range(6)]
+    group = batch_of([prompt + a for a in answers], nll)
+    pairs = weigh(pairs_of([prompt + a for a in answers]), nll.reduce())
+    for batch in (group, pairs):
+        trainer = make_trainer()
+        seen = computed(trainer)
+        trainer.accumulate([batch], nll, {}, {})
+        trainer.forward([batch], ["logprobs"])
+        assert len(seen) == 2
+        for ids in seen:
+            assert len(ids) == 30 + sum(map(len, answers))
+            assert all(ids.count(i) == 1 for i in prompt)
+
+
+def test_pairs_and_splits_change_nothing(make_trainer, nll):
+    rows = CASES["ragged suffixes"] + CASES["nested"]
+    batch, found = weigh(pairs_of(rows), nll.reduce()), []
+    for on, micros in (
+        (False, [[0, 1, 2, 3]]),
+        (True, [[0, 1, 2, 3]]),
+        (True, [[3, 0], [2, 1]]),
+        (True, [[1], [0], [3], [2]]),
+    ):
+        trainer = make_trainer(shared_prefixes=on)
+        trainer.accumulate([batch.select(m) for m in micros], nll, {}, {})
+        found.append(trainer.gradients())
+    for other in found[1:]:
+        close(other, found[0])
+
+
+@pytest.mark.parametrize("options", [{"attention_dropout": 0.5}, {"lora": {"rank": 2, "dropout": 0.1}}, {}])
+def test_nothing_is_shared_where_there_is_dropout(options, tmp_path, make_trainer, nll):
+    if "lora" in options:
+        pytest.importorskip("peft")
+    model = {k: v for k, v in options.items() if k != "lora"}
+    trainer = make_trainer(tiny_model(tmp_path, **model), **{k: v for k, v in options.items() if k == "lora"})
+    seen, batch = computed(trainer), batch_of(CASES["ragged suffixes"], nll)
+    trainer.accumulate([batch], nll, {}, {})
+    assert trainer.facts().shares_prefixes is (not options)
+    assert (len(seen[0]) == batch.tokens) is bool(options)
+
+
+def test_it_can_be_switched_off(make_trainer, nll):
+    trainer, batch = make_trainer(shared_prefixes=False), batch_of(CASES["ragged suffixes"], nll)
+    seen = computed(trainer)
+    trainer.accumulate([batch], nll, {}, {})
+    assert trainer.facts().shares_prefixes is False
+    assert len(seen[0]) == batch.tokens
+
+
+def test_a_rerun_is_bit_equal(make_trainer, nll):
+    batch, found = batch_of(CASES["nested"] + CASES["long"], nll), []
+    for _ in range(2):
+        trainer = make_trainer()
+        trainer.accumulate([batch], nll, {}, {})
+        found.append(trainer.gradients())
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
