@@ -120,10 +120,12 @@ def test_editable_txt_installs_every_member():
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    texts = [*ROOT_PROJECT["dependencies"], *(t for name, extra in extras.items() if name != "dev" for t in extra)]
-    requirements = [Requirement(text) for text in texts]
+    third_parties, together = {"dev", "lora"}, {"cluster"}
+    own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
+    requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
     assert sorted(r.name for r in requirements) == sorted(BY_NAME), "each exactly once"
     assert all(r.specifier == PIN for r in requirements)
+    assert {t for name in together for t in extras[name]} <= set(own), "extras that only put others together"
 
 
 def test_the_default_run_file_works_with_the_default_install():

@@ -60,7 +60,7 @@ def own_members(cls: type[Any]) -> list[tuple[str, Any]]:
     """Public attributes, properties and methods that the class itself defines, in source order."""
     values = {n: v for n, v in vars(cls).items() if type(v).__name__ != "member_descriptor"}  # of __slots__
     annotated = [(n, values.get(n, ...)) for n in inspect.get_annotations(cls) if n != "model_config"]
-    defined = [(n, v) for n, v in values.items() if inspect.isfunction(v) or isinstance(v, property)]
+    defined = [(n, v) for n, v in values.items() if inspect.isfunction(v) or isinstance(v, property | classmethod)]
     if is_dataclass(cls) or hasattr(cls, "model_fields"):
         return annotated
     return annotated + [(n, v) for n, v in defined if n in ("__init__", "__call__") or not n.startswith("_")]
@@ -71,6 +71,8 @@ def member(name: str, value: Any, cls: type[Any]) -> list[str]:
     if isinstance(value, property):
         assert value.fget is not None
         return [f"### `{name} -> {value.fget.__annotations__['return']}` (property)", text(value.fget)]
+    if isinstance(value, classmethod):
+        return [f"### `{name}` (class method)", f"```python\n{signature(value.__func__)}\n```", text(value)]
     if inspect.isfunction(value):
         abstract = " (required)" if getattr(value, "__isabstractmethod__", False) else ""
         return [f"### `{name}`{abstract}", f"```python\n{signature(value)}\n```", text(value)]
