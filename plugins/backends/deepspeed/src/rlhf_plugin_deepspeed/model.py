@@ -16,6 +16,7 @@ import torch
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import LoadedModel
+from rlhf.modeling.trainer import has_dropout, hidden_states
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor, nn
@@ -37,13 +38,17 @@ class Outputs(nn.Module):
             logits_CV = loaded.softcap * torch.tanh(logits_CV / loaded.softcap)
         return logits_CV
 
-    def forward(self, hidden_NH: Tensor, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
+    def forward(
+        self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
+    ) -> dict[str, Tensor]:
+        """``hidden_MH``, ``place_N``: see :func:`rlhf.modeling.trainer.hidden_states`."""
         (loaded,) = self._loaded
         return head_ops.compute(
-            hidden_NH,
+            hidden_MH,
             batch,
             outputs,
             self.logits,
+            place_N,
             tempered=loaded.kind == "lm",
             chunk=max(1, self._config.logits_chunk // loaded.head.out_features),
             head_fp32=self._config.head_fp32,
@@ -58,13 +63,14 @@ class ShardedModel(nn.Module):
         self.model = loaded.module
         self.outputs = Outputs(loaded, config)
         self._loaded = (loaded,)
+        self.shares_prefixes = config.shared_prefixes and not has_dropout(loaded.module)
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""
         (loaded,) = self._loaded
         with torch.autocast(batch.ids_N.device.type, torch.bfloat16, enabled=bf16):
-            hidden_NH = loaded.hidden(batch.ids_N, batch.position_N, batch.lens_B.tolist())
-            return self.outputs(hidden_NH, batch, outputs)
+            hidden_MH, place_N = hidden_states(loaded, batch, self.shares_prefixes)
+            return self.outputs(hidden_MH, place_N, batch, outputs)
 
     def hold_head(self) -> None:
         """Stage 3: :class:`Outputs` uses the head's parameters, so they are gathered around its calls."""
