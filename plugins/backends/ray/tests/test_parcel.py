@@ -30,7 +30,7 @@ def through(parcel: Parcel | None) -> Parcel | None:
         torch.rand(4, 6)[:, ::2],
         torch.rand(4, 6).T,
     ],
-    ids=str,
+    ids=["int64", "float64", "bfloat16", "bool", "empty", "scalar", "strided", "transposed"],
 )
 def test_tensors_arrive_as_they_are(tensor):
     parcel = through(pack([(tensor,)]))
