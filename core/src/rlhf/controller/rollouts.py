@@ -11,10 +11,14 @@ from typing import Protocol
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.waves import Waves
-from rlhf.errors import EnvError, RlhfError, RolloutError, boundary
+from rlhf.errors import EnvError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
+
+
+FATAL = (WorkerError, SyncError, TrainingError)
+"""What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
 
 
 class PromptTemplate(Protocol):
@@ -116,6 +120,8 @@ class Rollouts:
                     trajectory.turns = list(await self.rollout.run(row, seed, context))
                 _check_turns(what, trajectory.turns)
             trajectory.status = "truncated" if trajectory.truncated else "ok"
+        except FATAL:
+            raise
         except RlhfError as error:
             late = context.clock is not None and context.clock.expired()
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
