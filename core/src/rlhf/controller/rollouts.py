@@ -16,7 +16,6 @@ from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 
-
 FATAL = (WorkerError, SyncError, TrainingError)
 """What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
 
