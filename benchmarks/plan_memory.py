@@ -1,10 +1,12 @@
-"""Predicted against measured memory of the embedded runtime: what `rlhf plan` says and what a process takes.
+"""Predicted against measured memory: what `rlhf plan` says and what a process takes.
 
-    .venv/bin/python benchmarks/plan_memory.py [--quick] [--write FILE]
+    .venv/bin/python benchmarks/plan_memory.py [--quick] [--only train,zero] [--write FILE]
 
-Every case is a process of its own: one model of 100 M parameters or more, made here, read from safetensors. Measured is
-the peak of the resident size in the phase (``VmHWM``, reset before it) above the resident size after everything is
-imported; predicted is the plan's total of that phase without its process. glibc's allocator is left as it is.
+Every case is a process of its own, or one per rank: a model of 100 M parameters or more, made here, read from
+safetensors. Measured is the peak of the resident size in the phase (``VmHWM``, reset before it) above the resident size
+after everything is imported; predicted is the plan's total of that phase without its process. glibc's allocator is left
+as it is. Cases: ``forward``, ``train`` and ``generate`` of the embedded runtime, ``zero`` (the trainer deepspeed over
+two ranks), ``engine`` (vLLM in process, its cache filled).
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ import argparse
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
     "100M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "intermediate": 2048, "vocab_size": 32000},
+    "100M64": {
+        "hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "head_dim": 64, "intermediate": 2048,
+        "vocab_size": 32000, "architecture": "llama",
+    },
     "153M": {
         "hidden": 1024, "layers": 10, "heads": 16, "kv_heads": 8, "intermediate": 2816, "vocab_size": 16000,
         "tied": False, "architecture": "llama",
@@ -33,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Options of ``rlhf.testing.tiny.tiny_model``."""
+CACHE_GIB = 0.25
 
 
 def cases(quick: bool) -> Iterator[dict[str, Any]]:
@@ -53,6 +61,17 @@ def cases(quick: bool) -> Iterator[dict[str, Any]]:
     for checkpointing in (False, True):
         case = {"model": "100M", "what": "train", "dtype": "bf16", "tokens": 2048, "length": 256}
         yield case | {"checkpointing": checkpointing}
+    for stage in (2, 3):
+        yield {
+            "model": "100M",
+            "what": "zero",
+            "dtype": "fp32",
+            "tokens": 1024,
+            "length": 128,
+            "stage": stage,
+            "ranks": 2,
+        }
+    yield {"model": "100M64", "what": "engine", "dtype": "fp32", "tokens": 0, "length": 320, "samples": 40}
 
 
 def make_model(folder: Path, name: str) -> Path:
@@ -73,7 +92,7 @@ def predicted(case: dict[str, Any], path: Path) -> int:
     from rlhf.config import load
     from rlhf.plan import Machine, make_plan, resolve, sum_of
     from rlhf.plan.formulas import LIBRARIES, PROCESS
-    from rlhf.plan.phases import forwarding, resting
+    from rlhf.plan.phases import engine_resting, forwarding, resting, sampling, training
     from rlhf.plugins import Plugins
 
     flags = {
@@ -90,17 +109,25 @@ def predicted(case: dict[str, Any], path: Path) -> int:
         "data.batch_size": str(case.get("samples", 64) // 8),
         "algorithm.use": "grpo",
     }
+    if case["what"] == "zero":
+        flags |= {"trainer.use": "deepspeed", "trainer.stage": str(case["stage"])}
+        flags |= {"launcher.use": "ray", "generator.use": "vllm", "placement.policy.ranks": str(case["ranks"])}
+    if case["what"] == "engine":
+        flags |= {"launcher.use": "ray", "generator.use": "vllm", "generator.kv_cache_gib": str(CACHE_GIB)}
     layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu"))
     policy = layout.role("policy")
-    if case["what"] == "forward":  # a frozen role of the policy's shape
-        frozen = replace(policy, trained=False)
-        parts = {**resting(frozen)[0], **forwarding(frozen, "cpu")}
-        return sum_of(parts) + LIBRARIES["cpu"]
-    [group] = make_plan(layout).groups
-    total = group.moments[case["what"]].total - PROCESS["cpu"]
     if case["what"] == "generate":  # measured before the first step: no optimizer state yet
-        total -= resting(policy)[0]["optimizer"]
-    return total
+        [group] = make_plan(layout).groups
+        return group.moments["generate"].total - PROCESS["cpu"] - resting(policy)[0]["optimizer"]
+    if case["what"] == "engine":
+        assert layout.engines is not None
+        parts = engine_resting(layout.engines, layout.machine, asleep=False), sampling(layout.engines, layout.machine)
+        return sum(map(sum_of, parts)) + LIBRARIES["cpu"]
+    frozen = replace(policy, trained=False)
+    busy = forwarding(frozen, "cpu") if case["what"] == "forward" else training(policy, "cpu")[0]
+    rest = resting(frozen if case["what"] == "forward" else policy)[0]
+    rest.pop("gradients", None)
+    return sum_of(rest) + sum_of(busy) + LIBRARIES["cpu"]
 
 
 # ----------------------------------------------------------------------------------------- measured
@@ -112,43 +139,93 @@ def resident(key: str) -> int:
     return int(lines[key].split()[0]) * 1024
 
 
-def measure(case: dict[str, Any], path: Path) -> int:
+def measure(case: dict[str, Any], path: Path, rank: int = 0, port: int = 0) -> int:
     """Runs in a child. Bytes of the phase's peak above the process after import."""
     import torch
 
     torch.set_num_threads(1)
-    from rlhf.interfaces import GeneratorSpec, ModelSpec
-    from rlhf.types import RoleSpec
-    from rlhf_plugin_local.generator import TransformersGenerator
-    from rlhf_plugin_local.trainer import TorchTrainer
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401 - to be in the process before it is weighed
+    work = {"engine": engine, "zero": zero}.get(case["what"], embedded)
+    act, times = work(case, path, rank, port)
+    for _ in range(times):
+        Path("/proc/self/clear_refs").write_text("5")
+        act()
+    return resident("VmHWM") - WEIGHED[0]
+
+
+WEIGHED: list[int] = []
+
+
+def weigh_process() -> None:
+    """The process as it is once everything is imported."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.mixtral import modeling_mixtral  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     gc.collect()
-    before = resident("VmRSS")
+    WEIGHED.append(resident("VmRSS"))
+
+
+def embedded(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Callable[[], Any], int]:
+    from rlhf.interfaces import GeneratorSpec, ModelSpec
+    from rlhf.types import RoleSpec
+    from rlhf_plugin_local.generator import TransformersGenerator
+    from rlhf_plugin_local.trainer import TorchTrainer
+
+    weigh_process()
     trained = case["what"] == "train"
-    role = RoleSpec("policy", "lm", trained)
-    spec = ModelSpec(
-        role, str(path), case["dtype"], gradient_checkpointing=case.get("checkpointing", False), total_updates=9
-    )
+    role, checkpointing = RoleSpec("policy", "lm", trained), case.get("checkpointing", False)
+    spec = ModelSpec(role, str(path), case["dtype"], gradient_checkpointing=checkpointing, total_updates=9)
     trainer = TorchTrainer(TorchTrainer.Config(lr=1e-6), spec)
-    micros = [batch(case, trainer.loaded.vocabulary, seed) for seed in range(2)]
+    vocabulary = trainer.loaded.vocabulary
     if case["what"] == "generate":
         generator = TransformersGenerator(None, GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))
         generator.load(trainer, 0)
-    steps = 3 if trained else 1  # the third step is like all that follow
-    for _ in range(steps):
-        Path("/proc/self/clear_refs").write_text("5")
-        if trained:
-            trainer.update(micros, mean_logprob(), {}, {})
-        elif case["what"] == "forward":
-            trainer.forward(micros, ["logprobs"])
-        else:
-            for _ in generator.generate(requests(case, trainer.loaded.vocabulary)):
-                pass
-    return resident("VmHWM") - before
+        return lambda: list(generator.generate(requests(case, vocabulary))), 1
+    micros = [batch(case, vocabulary, seed) for seed in range(2)]
+    if trained:
+        return lambda: trainer.update(micros, mean_logprob(), {}, {}), case.get("steps", 3)
+    return lambda: trainer.forward(micros, ["logprobs"]), 1
+
+
+def zero(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Callable[[], Any], int]:
+    import deepspeed  # noqa: F401
+    from rlhf.interfaces import ModelSpec
+    from rlhf.types import RoleSpec
+    from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+
+    weigh_process()
+    where = {"rank": rank, "world_size": case["ranks"], "rendezvous": f"tcp://127.0.0.1:{port}"}
+    spec = ModelSpec(RoleSpec("policy", "lm", True), str(path), case["dtype"], total_updates=9, **where)
+    trainer = DeepSpeedTrainer(DeepSpeedTrainer.Config(lr=1e-6, stage=case["stage"], device="cpu"), spec)
+    micros = [batch(case, trainer.loaded.vocabulary, 2 * rank + seed) for seed in range(2)]
+    return lambda: trainer.update(micros, mean_logprob(), {}, {}), 3
+
+
+def engine(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Callable[[], Any], int]:
+    import vllm
+    from rlhf.interfaces import GeneratorSpec
+    from rlhf_plugin_vllm.generator import VllmGenerator
+    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
+
+    assert vllm.LLM is not None
+    weigh_process()
+    spec = GeneratorSpec((1,), lambda ids: "", str(path), case["dtype"], max_tokens=case["length"])
+    generator = VllmGenerator(VllmGenerator.Config(kv_cache_gib=CACHE_GIB), spec)
+    sync(generator, path)
+    return lambda: list(generator.generate(requests(case, MODELS[case["model"]]["vocab_size"]))), 1
+
+
+def sync(generator: Any, path: Path) -> None:
+    """The model's own weights, so that the engine may sample."""
+    from rlhf.sync.bucket import buckets
+    from safetensors.torch import load_file
+
+    generator.begin_load(0)
+    for bucket in buckets(iter(load_file(path / "model.safetensors").items()), 2**28, {}):
+        generator.take(bucket)
+    generator.end_load()
 
 
 def batch(case: dict[str, Any], vocabulary: int, seed: int) -> Any:
@@ -205,35 +282,53 @@ def requests(case: dict[str, Any], vocabulary: int) -> list[Any]:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The case with ``predicted`` and ``measured`` bytes and their ratio."""
+    """The case with ``predicted`` and ``measured`` bytes (of the rank with most) and their ratio."""
     path = make_model(folder, case["model"])
-    command = [sys.executable, __file__, "--case", json.dumps(case), "--model", str(path)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, __file__, "--case", json.dumps(case), "--model", str(path), "--port", port]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{case} failed:\n{done.stderr}")
-    took, said = json.loads(done.stdout.splitlines()[-1])["measured"], predicted(case, path)
-    return case | {"measured": took, "predicted": said, "ratio": round(said / took, 3)}
+    children = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(case.get("ranks", 1))
+    ]
+    took = []
+    for child in children:
+        out, errors = child.communicate()
+        if child.returncode:
+            raise SystemExit(f"{case} failed:\n{errors}")
+        took.append(json.loads(out.splitlines()[-1])["measured"])
+    said = predicted(case, path)
+    return case | {"measured": max(took), "predicted": said, "ratio": round(said / max(took), 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--write", type=Path, help="the rows as JSON")
+    parser.add_argument("--only", help="kinds of cases, joined by commas")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        print(json.dumps({"measured": measure(json.loads(args.case), args.model)}))
+        print(json.dumps({"measured": measure(json.loads(args.case), args.model, args.rank, args.port)}))
         return
     rows = []
     print("| model | phase | arithmetic | checkpointed | tokens | length | predicted MiB | measured MiB | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(args.quick):
+            if args.only and case["what"] not in args.only.split(","):
+                continue
             row = run(case, Path(folder))
             rows.append(row)
-            cells = [row["model"], row["what"], row["dtype"], "yes" if row.get("checkpointing") else "no"]
+            what = f"{row['what']} {row['stage']}, {row['ranks']} ranks" if "stage" in row else row["what"]
+            cells = [row["model"], what, row["dtype"], "yes" if row.get("checkpointing") else "no"]
             cells += [row["tokens"], row["length"], row["predicted"] >> 20, row["measured"] >> 20, row["ratio"]]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     if args.write:
