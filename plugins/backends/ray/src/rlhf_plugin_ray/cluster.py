@@ -60,6 +60,8 @@ class Cluster:
         try:
             with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
+            if main:  # with its subreaper Ray ignores SIGCHLD, here too: exit codes of this process's children are lost
+                signal.signal(signal.SIGCHLD, signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL)
             # what Ray says about workers that died, to standard output: the errors that we raise say it too
             ray_worker._worker_logs_enabled = config.show_output
         except (ConnectionError, TimeoutError) as cause:
