@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install quickstart test lint bench clean
+.PHONY: help install quickstart test test-cluster lint bench clean
 
 help:
 	@echo "make quickstart  train a tiny model on this machine and watch it learn"
-	@echo "make test        every test"
+	@echo "make test        every test but those of whole clusters"
+	@echo "make test-cluster  those: Ray engines, ranks and nodes that are really killed"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
 
@@ -29,8 +30,15 @@ $(STAMP): editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.tom
 quickstart: install
 	@$(BIN)/python examples/quickstart/quickstart.py
 
+# Tests that start, kill and stop whole clusters of processes; one after another, as they need both cores.
+CLUSTER := $(addprefix plugins/backends/ray/tests/,test_engines.py test_alone.py test_two_nodes.py test_runs.py test_job.py) \
+	$(addprefix tests/,test_cluster_runs.py test_deploy_slurm.py test_deploy_jobs.py)
+
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER))
+
+test-cluster: install
+	$(BIN)/python -m pytest $(CLUSTER)
 
 lint: install
 	$(BIN)/ruff check .
