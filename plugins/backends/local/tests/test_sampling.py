@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from rlhf.errors import ConfigError
+from rlhf.requests import check_sampling
 from rlhf.types import Sampling
-from rlhf_plugin_local.sampling import BLOCK, Draw, Uniforms, check_sampling, draw
+from rlhf_plugin_local.sampling import BLOCK, Draw, Uniforms, draw
 
 
 def rows(n, V, seed=0, scale=2.0):

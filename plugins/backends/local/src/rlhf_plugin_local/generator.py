@@ -14,12 +14,12 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
 from rlhf.modeling.sharding import computes_bf16
+from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Turn
 from torch import nn
 
 from rlhf_plugin_local.decode import Decoder
 from rlhf_plugin_local.loop import SamplingLoop
-from rlhf_plugin_local.sampling import check_sampling
 
 YIELD_STEPS = 16
 """Finished samples are handed out at least every so many steps (the module is given back for each handing out)."""
@@ -127,17 +127,7 @@ class TransformersGenerator(Generator):
 
     def _check(self, i: int, request: GenerationRequest) -> None:
         check_sampling(request.sampling)
-        vocabulary = self._decoder.vocabulary
-        if not request.ids:
-            raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
-        low, high = min(request.ids), max(request.ids)
-        if low < 0 or high >= vocabulary:
-            raise ConfigError(
-                f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
-                "model's own tokenizer."
-            )
-        if not 0 <= request.seed < 2**64:
-            raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")
+        check_request(i, request, self._decoder.vocabulary)
         need = len(request.ids) + request.sampling.max_new_tokens
         positions, field = self._decoder.positions
         for limit, what, cure in (

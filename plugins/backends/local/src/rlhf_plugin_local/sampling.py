@@ -27,28 +27,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rlhf.errors import ConfigError
 from rlhf.types import Sampling
 from torch import Tensor
 
 BLOCK = 512
 """Vocabularies up to this size take the CDF in one level; it is also the block length of the two-level CDF."""
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse values outside their range: :class:`~rlhf.errors.ConfigError` naming field, value and range."""
-    s = sampling
-    rules = (
-        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
-        ("temperature", s.temperature, 0 <= s.temperature < math.inf, "0 (greedy) or a positive finite number"),
-        ("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]; 1 turns it off"),
-        ("top_k", s.top_k, s.top_k >= 0, "at least 0; 0 turns it off"),
-        ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),
-        ("stop", s.stop, all(s.stop), "strings of at least one character"),
-    )
-    for field, got, ok, allowed in rules:
-        if not ok:
-            raise ConfigError(f"sampling.{field} is {got!r}; it must be {allowed}. Change it in the sampling options.")
 
 
 class Uniforms:

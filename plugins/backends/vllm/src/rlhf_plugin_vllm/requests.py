@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
-from rlhf.types import Finish, GenerationRequest, Sampling, Turn
+from rlhf.requests import check_request, check_sampling
+from rlhf.types import Finish, GenerationRequest, Turn
 
 from rlhf_plugin_vllm.stops import StopSearch
 
@@ -22,17 +23,8 @@ def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> 
         vocabulary: token ids are below it.
         longest: tokens, prompt and answer together.
     """
-    _check_sampling(request.sampling)
-    if not request.ids:
-        raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
-    low, high = min(request.ids), max(request.ids)
-    if low < 0 or high >= vocabulary:
-        raise ConfigError(
-            f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
-            "model's own tokenizer."
-        )
-    if not 0 <= request.seed < 2**64:
-        raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")
+    check_sampling(request.sampling, LOWEST_TEMPERATURE)
+    check_request(i, request, vocabulary)
     need = len(request.ids) + request.sampling.max_new_tokens
     if need > longest:
         raise ConfigError(
@@ -40,21 +32,6 @@ def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> 
             f"{request.sampling.max_new_tokens}), the engine was started for {longest}. Raise data.max_tokens (up to "
             "the model's positions), lower max_new_tokens or shorten the prompt."
         )
-
-
-def _check_sampling(s: Sampling) -> None:
-    temperature = s.temperature == 0 or LOWEST_TEMPERATURE <= s.temperature < math.inf
-    rules = (
-        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
-        ("temperature", s.temperature, temperature, f"0 (greedy) or finite and at least {LOWEST_TEMPERATURE}"),
-        ("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]; 1 turns it off"),
-        ("top_k", s.top_k, s.top_k >= 0, "at least 0; 0 turns it off"),
-        ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),
-        ("stop", s.stop, all(s.stop), "strings of at least one character"),
-    )
-    for field, got, ok, allowed in rules:
-        if not ok:
-            raise ConfigError(f"sampling.{field} is {got!r}; it must be {allowed}. Change it in the sampling options.")
 
 
 def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:

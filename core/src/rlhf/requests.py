@@ -1,0 +1,44 @@
+"""What every generator refuses in a request, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf.errors import ConfigError
+from rlhf.types import GenerationRequest, Sampling
+
+
+def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
+    """Refuse values outside their range: :class:`~rlhf.errors.ConfigError` naming field, value and range.
+
+    Args:
+        lowest_temperature: below it, and above 0 (greedy), the generator would not draw as it is asked to.
+    """
+    s = sampling
+    at_least = f"finite and at least {lowest_temperature}" if lowest_temperature else "a positive finite number"
+    temperature = s.temperature == 0 or (0 < s.temperature < math.inf and s.temperature >= lowest_temperature)
+    rules = (
+        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
+        ("temperature", s.temperature, temperature, f"0 (greedy) or {at_least}"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]; 1 turns it off"),
+        ("top_k", s.top_k, s.top_k >= 0, "at least 0; 0 turns it off"),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),
+        ("stop", s.stop, all(s.stop), "strings of at least one character"),
+    )
+    for field, got, ok, allowed in rules:
+        if not ok:
+            raise ConfigError(f"sampling.{field} is {got!r}; it must be {allowed}. Change it in the sampling options.")
+
+
+def check_request(i: int, request: GenerationRequest, vocabulary: int) -> None:
+    """Refuse a prompt or seed that no generator can take; ``vocabulary``: token ids are below it."""
+    if not request.ids:
+        raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
+    low, high = min(request.ids), max(request.ids)
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"request {i} has token {low if low < 0 else high}; the model's ids are 0 to {vocabulary - 1}. Use the "
+            "model's own tokenizer."
+        )
+    if not 0 <= request.seed < 2**64:
+        raise ConfigError(f"request {i} has seed {request.seed}; a seed is an integer from 0 to 2**64 - 1.")
