@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
 from rlhf.interfaces import Algorithm, Generator, Trainer
-from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection
+from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection, SyncSection
 from rlhf.types import Needs, RoleSpec
 
 CORRECTION = "correction"
@@ -45,6 +45,13 @@ def check(
         problems += _capabilities(algorithm, needs, generator, trainer)
     else:
         problems += _offline(run, algorithm)
+    if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
+        why = (
+            "this run has no generator"
+            if generator is None
+            else f"generator {generator.name!r} holds no copy of the weights"
+        )
+        problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
     raise_problems("these parts of the configuration do not fit together", problems)
 
 

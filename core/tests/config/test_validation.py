@@ -6,7 +6,7 @@ import pytest
 from rlhf.components import check
 from rlhf.config import load
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm
+from rlhf.interfaces import Algorithm, Generator
 from rlhf.types import Needs, RoleSpec
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
@@ -49,6 +49,21 @@ def test_what_fits_passes():
     check(load(None, [*BASE, ("critic.model", "c")]), Fake(roles=roles))
     check(load(None, [*BASE, ("roles.judge.model", "j")]), Fake(), reward_roles=[RoleSpec("judge", "scalar")])
     check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
+
+
+def test_settings_of_a_sync_that_never_happens_are_refused():
+    class Holds(Generator):
+        name = "holds"
+        capabilities = frozenset({"accept:tensors", "logprobs"})
+
+    class Borrows(Generator):
+        name = "borrows"
+        capabilities = frozenset({"accept:module", "logprobs"})
+
+    flags = [*BASE, ("sync.check", "warn")]
+    check(load(None, flags), Fake(), generator=Holds)
+    assert "[sync] is set, but generator 'borrows' holds no copy of the weights" in messages(flags, generator=Borrows)
+    assert "[sync] is set, but this run has no generator" in messages(flags)
 
 
 def test_group_size():

@@ -13,6 +13,7 @@ from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf.controller.learn import Metrics
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
+from rlhf.controller.parts import section_of
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
@@ -62,19 +63,22 @@ def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
             roles[name] = base
             continue
         trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
-        section = getattr(config, name) if name in ("policy", "critic", "reference") else config.roles.get(name)
         group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
         usual: int = group.call("token_budget", [()] * group.size)[0]
-        roles[name] = Role(spec, group, (section or ModelSection()).micro_tokens or usual)
+        roles[name] = Role(spec, group, section_of(config, name).micro_tokens or usual)
     return roles
 
 
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
-    """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
-    spec = prepared.specs[name]
+    """A frozen role that starts as another role's model is that model without its adapters, where it trains some.
+
+    Not where the run file says anything about the role (its place, precision, trainer): that would be ignored.
+    """
+    spec, config = prepared.specs[name], prepared.config
     source = roles.get(spec.role.like or "")
-    frozen = not spec.role.trained and name not in prepared.snapshots and name not in prepared.config.placement
-    if source is None or not frozen or "base" not in source.facts.views:
+    asked = name in config.placement or section_of(config, name) != ModelSection()
+    frozen = not spec.role.trained and name not in prepared.snapshots
+    if source is None or not frozen or asked or "base" not in source.facts.views:
         return None
     if (spec.path, spec.role.head) != (source.spec.path, source.spec.role.head):
         return None
