@@ -5,13 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
-def test_exit_codes_of_children_are_not_lost():
+START = {"by the launcher": "", "by the user": "import ray; ray.init('local', num_cpus=1, include_dashboard=False)\n"}
+
+
+@pytest.mark.parametrize("start", START)
+def test_exit_codes_of_children_are_not_lost(start, monkeypatch):
+    monkeypatch.setenv("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     code = (
-        "import subprocess, sys\n"
+        f"import subprocess, sys\n{START[start]}"
         "from rlhf.interfaces import Place\n"
         "from rlhf_plugin_ray.launcher import RayLauncher\n"
-        "launcher = RayLauncher(RayLauncher.Config(cpus=1))\n"
+        f"launcher = RayLauncher(RayLauncher.Config({'' if START[start] else 'cpus=1'}))\n"
         "child = [sys.executable, '-c', 'raise SystemExit(3)']\n"
         "launcher.place({'policy': Place()})\n"
         "during = subprocess.run(child).returncode\n"

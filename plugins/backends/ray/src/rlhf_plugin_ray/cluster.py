@@ -39,6 +39,8 @@ class Cluster:
             self._connect(config)
         else:
             self._check(config)
+        if threading.current_thread() is threading.main_thread():
+            _keep_exit_codes()
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -60,8 +62,6 @@ class Cluster:
         try:
             with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
-            if main:  # with its subreaper Ray ignores SIGCHLD, here too: exit codes of this process's children are lost
-                signal.signal(signal.SIGCHLD, signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL)
             # what Ray says about workers that died, to standard output: the errors that we raise say it too
             ray_worker._worker_logs_enabled = config.show_output
         except (ConnectionError, TimeoutError) as cause:
@@ -94,6 +94,15 @@ class Cluster:
             ray_worker._worker_logs_enabled = True
             if self._sigterm is not None:  # Ray set one of its own
                 signal.signal(signal.SIGTERM, self._sigterm)
+
+
+def _keep_exit_codes() -> None:
+    """With its subreaper Ray ignores SIGCHLD, in the driver too, where the exit codes of child processes are then lost.
+
+    Python does not see what C code ignores, and processes that were started before may have passed it on to this one.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, handler if callable(handler) else signal.SIG_DFL)
 
 
 def _closed(address: str) -> str:
