@@ -84,7 +84,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.now: dict[str, float] = defaultdict(float)
-        self.tokens, self.trained = 0, 0
+        self.tokens, self.trained, self.computed = 0, 0, 0
         self.steps: list[dict[str, float]] = []
 
     def watch(self, owner: Any, method: str, phase: str) -> None:
@@ -127,21 +127,31 @@ class Phases:
         stream.rollouts.run = timed
 
     def watch_trainer(self, trainer: Any) -> None:
-        accumulate = trainer.accumulate
+        accumulate, learning = trainer.accumulate, []
 
         def counted(micros: Any, *arguments: Any) -> Any:
             self.trained += sum(micro.tokens for micro in micros)
-            return accumulate(micros, *arguments)
+            learning.append(True)
+            try:
+                return accumulate(micros, *arguments)
+            finally:
+                learning.pop()
 
+        def entered(module: Any, inputs: Any, output: Any) -> None:
+            if learning:
+                self.computed += inputs[0].numel()
+
+        trainer.module.get_input_embeddings().register_forward_hook(entered)
         trainer.accumulate = counted
         self.watch(trainer, "accumulate", "forward and backward")
         self.watch(trainer, "apply", "optimizer")
         self.watch(trainer, "forward", "log-probs")
 
     def cut(self, metrics: Any) -> None:
-        self.steps.append({**self.now, "trained_tokens": self.trained, "step": metrics["time/step"]})
+        tokens = {"trained_tokens": self.trained, "computed_tokens": self.computed}
+        self.steps.append({**self.now, **tokens, "step": metrics["time/step"]})
         self.now.clear()
-        self.tokens = self.trained = 0
+        self.tokens = self.trained = self.computed = 0
 
 
 def main() -> None:

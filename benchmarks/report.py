@@ -47,11 +47,12 @@ def comparison(arms: dict[str, Runs]) -> list[dict[str, Any]]:
 
 
 def phases(runs: Runs, rate: float) -> dict[str, float]:
-    """Median seconds per step of each phase, the rest, and the share of the limit that the update reaches."""
+    """Median seconds per step of each phase, the rest, and the share of the limit that the update reaches with the
+    tokens that it really computes (shared prompts once)."""
     steps = [step for run in runs for step in run["phases"]]
     found = {name: median([step.get(name, 0.0) for step in steps]) for name in PHASES}
     found["rest"] = median([s["step"] - sum(s.get(name, 0.0) for name in PHASES) for s in steps])
-    shares = [6 * runs[0]["parameters"] * s["trained_tokens"] / s["forward and backward"] / rate for s in steps]
+    shares = [6 * runs[0]["parameters"] * s["computed_tokens"] / s["forward and backward"] / rate for s in steps]
     found["share of limit"] = median(shares)
     return found
 
