@@ -100,6 +100,18 @@ def test_scores_evaluation_and_coverage(ranks, reference, stage):
     assert found[0]["coverage"] == found[1]["coverage"] == reference.trainer.coverage()
 
 
+def test_roles_of_one_process_have_second_copies(ranks):
+    """ZeRO++: DeepSpeed alone stops at the second model."""
+    found = ranks("hpz")
+    reference = Reference(ranks.folder, ValueLoss(), 2, head="scalar")
+    assert apart(load_file(ranks.folder / "weights-hpz-critic.safetensors"), reference.weights) < 1e-4
+    for rank in found:
+        assert rank["same"]
+        assert rank["unmoved"]
+        assert rank["left"] < 1e-6
+        assert rank["copies"] == [0, *rank["parameters"][1:]], "none where none were asked for"
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]

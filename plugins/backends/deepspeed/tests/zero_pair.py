@@ -63,6 +63,13 @@ def held(of: Any, view: str = "live") -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in of.weights(view)}
 
 
+def whole_weights(of: Any) -> dict[str, torch.Tensor]:
+    """On both ranks."""
+    found = [held(of)]
+    torch.distributed.broadcast_object_list(found, 0)
+    return found[0]
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
@@ -161,6 +168,33 @@ def frozen() -> Any:
             "saved": same(held(one), held(again)),
         }
     return found
+
+
+@case("hpz")
+def hpz() -> Any:
+    """Policy, critic and reference with second copies of their weights in one process, and a policy without."""
+    options = {"stage": 3, "hpz_partition_size": 2}
+    plain, policy, critic = (
+        trainer(here(), stage=3),
+        trainer(here(), **options),
+        trainer(here(head="scalar"), **options),
+    )
+    reference = trainer(here(trained=False), **options)
+    before = reference.forward(mine(9), ("logprobs",))
+    done = steps(plain, range(2)), steps(policy, range(2)), steps(critic, range(2), ValueLoss())
+    keep("weights-hpz-critic", held(critic))
+    unmoved = reference.forward(mine(9), ("logprobs",))
+    reference.load_weights(iter(whole_weights(policy).items()))
+    after, want = (of.forward(mine(9), ("logprobs",)) for of in (reference, policy))
+    everyone = (plain, policy, critic, reference)
+    return {
+        "steps": done,
+        "same": same(held(plain), held(policy)),
+        "unmoved": all(torch.equal(a["logprobs"], b["logprobs"]) for a, b in zip(before, unmoved, strict=True)),
+        "left": max(float((a["logprobs"] - b["logprobs"]).abs().max()) for a, b in zip(after, want, strict=True)),
+        "copies": [sum(p.ds_secondary_tensor is not None for p in of.parameters.values()) for of in everyone],
+        "parameters": [len(of.parameters) for of in everyone],
+    }
 
 
 for stage in STAGES:

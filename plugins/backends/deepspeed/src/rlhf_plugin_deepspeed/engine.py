@@ -14,7 +14,7 @@ from rlhf.errors import TrainingError
 from torch import Tensor, nn
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.group import import_deepspeed, limit_node_groups, quiet
+from rlhf_plugin_deepspeed.group import import_deepspeed, quiet, second_copies
 from rlhf_plugin_deepspeed.model import ShardedModel, sparing_linear
 
 
@@ -35,7 +35,7 @@ class Zero:
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
         elements = sum(_numel(p) for p in model.parameters())
-        with quiet():
+        with quiet(), second_copies(config.hpz_partition_size, config.timeout):
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -43,8 +43,6 @@ class Zero:
                 config=engine_config(config, elements),
                 dist_init_required=False,
             )
-        if config.hpz_partition_size > 1:
-            limit_node_groups(config.timeout)
         self.optimizer: Any = self.engine.optimizer
         if self.stage == 3:
             model.hold_head()

@@ -20,6 +20,8 @@ INSTALL = "pip install 'rlhf[deepspeed]'"
 
 _joined: tuple[str, int, int] | None = None
 """(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
+_node_groups: dict[int, Any] = {}
+"""{ranks: those that hold a second copy of the weights among them, this one included}."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -127,12 +129,28 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
         agree_on_role(spec, who)
 
 
-def limit_node_groups(seconds: float) -> None:
-    """The groups that ZeRO++ made among the ranks of a node wait no longer than the others."""
+@contextmanager
+def second_copies(ranks: int, seconds: float) -> Iterator[None]:
+    """Inside, models are divided with a second copy among each ``ranks`` ranks (ZeRO++); 1: without one.
+
+    DeepSpeed has room for one such group in a process: it makes it for the first model and stops at an assertion for
+    the second, and a model without second copies would be given that of another. It looks there only while it divides a
+    model, so the group is put there for as long, made once for all roles of the process.
+    """
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    inside = groups._get_zero_param_intra_parallel_group()
-    if inside is not None:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), inside)
+    if ranks > 1 and ranks not in _node_groups:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        groups._create_zero_param_parallel_group(ranks)
+        _node_groups[ranks] = groups._get_zero_param_intra_parallel_group()
+        # it waits no longer than the others
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), _node_groups[ranks])
+    create = groups._create_zero_param_parallel_group
+    groups._create_zero_param_parallel_group = lambda _: None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = _node_groups.get(ranks)
+    try:
+        yield
+    finally:
+        groups._create_zero_param_parallel_group = create
 
 
 def agree_on_role(spec: ModelSpec, who: str) -> None:

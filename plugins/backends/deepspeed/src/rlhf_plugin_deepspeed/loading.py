@@ -14,7 +14,7 @@ from rlhf.seeds import derive_seed
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.engine import engine_config
-from rlhf_plugin_deepspeed.group import quiet
+from rlhf_plugin_deepspeed.group import quiet, second_copies
 
 
 class _Zero3:
@@ -43,7 +43,8 @@ def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
     """:func:`rlhf.modeling.model.load_model` for stage 3. Its head is not compared with the model's own yet."""
-    with quiet(), _transformers_divides(engine_config(config, 2**62)):
+    copies = second_copies(config.hpz_partition_size, config.timeout)
+    with quiet(), copies, _transformers_divides(engine_config(config, 2**62)):
         loaded = load_model(spec, device, divided=True)
     if loaded.fresh_head:
         with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
