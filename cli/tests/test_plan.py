@@ -93,6 +93,21 @@ def test_wrong_usage(words, more, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_engines_that_do_not_fit_their_devices(words, tmp_path, capsys):
+    """Said before anything starts, by the plan and by the run."""
+    told = "tensor_parallel x pipeline_parallel = 3 x 1 = 3 workers"
+    divided = [*CLUSTER, "--generator.tensor_parallel", "3"]
+    assert main([*words, *divided]) == 2
+    assert told in capsys.readouterr().err
+    model = tiny_model(tmp_path / "tiny")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    train = ["train", *words[1:4], str(model), "--data", str(tmp_path / "data.jsonl"), *words[7:]]
+    assert main([*train, *divided, "--dry-run"]) == 2
+    assert told in capsys.readouterr().err
+    assert main([*train, *divided]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_model_without_a_config(words, tmp_path, capsys):
     (tmp_path / "model" / "config.json").unlink()
     assert main(words) == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rlhf.config_errors import raise_problems
-from rlhf.errors import did_you_mean
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.interfaces.memory import Footprint
 from rlhf.runfile import PlacementSection
 
 
@@ -43,6 +45,42 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
     raise_problems("the placement does not work", problems)
     given = {name: sections.get(name, PlacementSection()) for name in held}
     return {name: Place(s.ranks, s.devices, s.share) for name, s in given.items()}
+
+
+def divided(place: Place, generator: str, footprint: Footprint) -> Place:
+    """The place of the engines, with as many workers as an engine has parts.
+
+    Args:
+        generator: its name, for the message.
+
+    Raises ConfigError where an engine has fewer devices than workers. More are for whoever knows the devices to judge
+    (:func:`check_workers`).
+    """
+    tensor, pipeline = footprint.tensor_parallel, footprint.pipeline_parallel
+    if tensor * pipeline > place.devices:
+        raise ConfigError(
+            f"[placement.generator]: generator {generator!r} divides an engine over tensor_parallel x "
+            f"pipeline_parallel = {tensor} x {pipeline} = {tensor * pipeline} workers, each on a GPU of its own, or on "
+            f"a core of its own where there are none; an engine has devices = {place.devices}. Set "
+            f"placement.generator.devices = {tensor * pipeline}, or lower the generator's parallel sizes."
+        )
+    return replace(place, workers=tensor * pipeline)
+
+
+def check_workers(places: Mapping[str, Place], device: str) -> None:
+    """Raises ConfigError where GPUs of an engine would stand idle. Further cores are threads of its workers.
+
+    Args:
+        device: ``cpu`` | ``cuda``, what the places' devices are.
+    """
+    place = places.get(GENERATOR)
+    if device == "cuda" and place is not None and place.workers is not None and place.workers < place.devices:
+        raise ConfigError(
+            f"[placement.generator]: an engine has devices = {place.devices} GPUs and {place.workers} workers (its "
+            f"tensor x pipeline parallel parts), one on each: {place.devices - place.workers} would stand idle. Set "
+            f"placement.generator.devices = {place.workers}, with more ranks for more engines, or raise the "
+            f"generator's parallel sizes to {place.devices} in all."
+        )
 
 
 def neighbours(places: Mapping[str, Place], name: str) -> list[str]:

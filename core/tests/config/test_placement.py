@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Place
-from rlhf.placement import neighbours, placement
+from rlhf.interfaces import GENERATOR, Place
+from rlhf.interfaces.memory import Footprint
+from rlhf.placement import check_workers, divided, neighbours, placement
 from rlhf.runfile import PlacementSection
 
 ROLES = ["policy", "critic", "reference"]
@@ -47,3 +48,27 @@ def test_neighbours_live_on_the_same_devices():
 def test_what_cannot_be_is_refused(sections, message):
     with pytest.raises(ConfigError, match=message):
         places(**sections)
+
+
+def test_an_engine_has_a_device_for_each_of_its_workers():
+    four = Footprint(tensor_parallel=2, pipeline_parallel=2)
+    assert divided(Place(3, 4, "policy"), "engines", four) == Place(3, 4, "policy", workers=4)
+    assert divided(Place(), "engines", Footprint()) == Place(workers=1)
+    with pytest.raises(ConfigError) as info:
+        divided(Place(3, 2), "engines", four)
+    for part in (
+        "generator 'engines' divides an engine over tensor_parallel x pipeline_parallel = 2 x 2 = 4 workers",
+        "an engine has devices = 2",
+        "Set placement.generator.devices = 4, or lower the generator's parallel sizes",
+    ):
+        assert part in str(info.value)
+
+
+def test_no_gpu_of_an_engine_stands_idle_and_further_cores_are_threads():
+    idle = {"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=2)}
+    check_workers(idle, "cpu")
+    with pytest.raises(ConfigError, match=r"4 GPUs and 2 workers .*: 2 would stand idle\. Set .*devices = 2,"):
+        check_workers(idle, "cuda")
+    check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=4)}, "cuda")
+    check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4)}, "cuda")
+    check_workers({"policy": Place(1, 4)}, "cuda")

@@ -95,6 +95,19 @@ def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
         layout(published, plugins, {"placement.critc.ranks": "2"})
 
 
+def test_an_engine_and_its_devices_must_agree(published, plugins):
+    with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "4"})
+    with pytest.raises(ConfigError, match=r"devices = 2 GPUs and 1 workers .*: 1 would stand idle"):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "1"})
+    cores = {"generator.memory_share": "0.5", "generator.tensor_parallel": "1"}
+    on_cpus = layout(published, plugins, CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
+    assert on_cpus.engines.place.workers == 1, "its second core is a thread"
+    assert layout(published, plugins, CLUSTER).engines.place.workers == 2
+    alone = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
+    assert layout(published, plugins, alone).engines.place.workers is None, "the devices that this process sees"
+
+
 def test_planning_starts_and_loads_nothing(published):
     code = (
         "import sys\nfrom rlhf_cli.main import main\n"

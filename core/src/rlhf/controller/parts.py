@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rlhf.components import Selection, build_algorithm, resolved_run, select
 from rlhf.controller.scoring import ActiveReward
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, ModelSpec, Rollout
+from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout
+from rlhf.placement import check_workers, divided, placement
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.runfile import Choice, ModelSection, RunFile
 from rlhf.types import RoleSpec
@@ -80,6 +81,24 @@ def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunPart
             merged = Choice(use=config.trainer.use, options={**config.trainer.options, **own})
             parts[f"trainer.{name}"] = select(plugins, "trainer", merged, where, config.origins)
     return RunParts(config, algorithm, parts, rewards, roles, rollout, used)
+
+
+def places_of(made: RunParts, device: str) -> dict[str, Place]:
+    """Where every role lives, and the generator where there is one.
+
+    Args:
+        device: ``cpu`` | ``cuda``, what the devices are as far as is known here.
+
+    Raises ConfigError where a section does not fit the others, or an engine its devices.
+    """
+    places = placement(made.config.placement, list(made.roles), GENERATOR in made.parts)
+    if GENERATOR in places and "processes" in made.parts["launcher"].resolved.cls.capabilities:
+        chosen, place = made.parts[GENERATOR], places[GENERATOR]
+        generator = chosen.resolved.cls
+        footprint = generator.footprint(chosen.config, made.config.policy.dtype, place.devices, device)
+        places[GENERATOR] = divided(place, generator.name, footprint)
+        check_workers(places, device)
+    return places
 
 
 def section_of(config: RunFile, role: str) -> ModelSection:

@@ -12,12 +12,12 @@ from typing import Any
 
 from rlhf.components import Selection, select
 from rlhf.controller.episodes import Episodes
-from rlhf.controller.parts import model_of, model_spec, run_parts
+from rlhf.controller.parts import model_of, model_spec, places_of, run_parts
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
-from rlhf.placement import placement
+from rlhf.modeling.precision import choose_device
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import RunFile
 from rlhf.types import Update
@@ -75,7 +75,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
-    places = placement(config.placement, list(roles), "generator" in parts)
+    places = places_of(made, choose_device("auto").type)
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,

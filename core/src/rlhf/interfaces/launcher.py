@@ -29,6 +29,9 @@ class Place:
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
     """On the devices of this role."""
+    workers: int | None = None
+    """Of one engine, each on a device of its own: the parts that it is divided into
+    (:class:`rlhf.interfaces.memory.Footprint`). None: of a role, or in this process."""
 
 
 class WorkerGroup(ABC):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rlhf.controller.parts import RunParts, model_spec, run_parts, section_of
+from rlhf.controller.parts import RunParts, model_spec, places_of, run_parts, section_of
 from rlhf.interfaces import GENERATOR, Place
-from rlhf.placement import placement
 from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf.plan.shape import read_shape
 from rlhf.plugins import Plugins
@@ -23,7 +22,7 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     Raises ConfigError, PluginError or ModelError, as the run itself would.
     """
     made = run_parts(config, plugins)
-    places = placement(made.config.placement, list(made.roles), "generator" in made.parts)
+    places = places_of(made, machine.device)
     processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
     roles = tuple(_role(made, name, places[name], machine) for name in made.roles)

@@ -78,6 +78,13 @@ def test_what_fits(places, there, strategy):
     check_fits(places, nodes(*there), strategy)
 
 
+def test_gpus_that_an_engine_does_not_use_are_refused():
+    places = {"policy": Place(2), GENERATOR: Place(1, 2, workers=1)}
+    check_fits(places, nodes((4, 0)), "PACK")
+    with pytest.raises(ConfigError, match="devices = 2 GPUs and 1 workers"):
+        check_fits(places, nodes((4, 4)), "PACK")
+
+
 @pytest.mark.parametrize(
     ("places", "there", "strategy", "lines"),
     [

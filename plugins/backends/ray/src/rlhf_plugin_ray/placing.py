@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
+from rlhf.placement import check_workers
 
 _FRACTION = 10_000
 """Ray counts resources in parts of this size."""
@@ -63,8 +64,10 @@ def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
 
 
 def check_fits(places: Mapping[str, Place], nodes: Sequence[Node], strategy: str) -> None:
-    """Raises ConfigError, with the arithmetic, where the cluster could not hold the placement even if it were empty."""
+    """Raises ConfigError, with the arithmetic, where the cluster could not hold the placement even if it were empty, or
+    GPUs would stand idle."""
     kind = device_kind(nodes)
+    check_workers(places, "cuda" if kind == "GPU" else "cpu")
     bundles = bundles_of(places, kind)
     if problem := _problem(bundles, nodes, strategy):
         lines = [f"the placement does not fit on the cluster: {problem}"]
