@@ -36,6 +36,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "model", std=0.2)
     tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
+    tiny_model(
+        folder / "experts",
+        architecture="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tied=False,
+    )
     one_rank_checkpoint(folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -229,6 +229,7 @@ def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
         got = {n: t for file in files for n, t in load_file(file).items()}
         assert got.keys() == want.keys()
         assert all(torch.equal(got[n], t) for n, t in want.items())
+        assert dict(one.weights()).keys() == want.keys(), "what generators are sent"
 
 
 QUIET = """

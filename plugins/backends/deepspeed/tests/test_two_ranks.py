@@ -112,6 +112,14 @@ def test_roles_of_one_process_have_second_copies(ranks):
         assert rank["copies"] == [0, *rank["parameters"][1:]], "none where none were asked for"
 
 
+def test_experts_are_streamed_and_taken_one_by_one(ranks):
+    want = load_file(ranks.folder / "experts" / "model.safetensors")
+    once, twice = (load_file(ranks.folder / f"{name}.safetensors") for name in ("experts", "experts-twice"))
+    assert once.keys() == twice.keys() == want.keys()
+    assert all(torch.equal(once[n], t) and torch.equal(twice[n], 2 * t) for n, t in want.items())
+    assert ranks("experts")[0] < len(want)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,16 @@ def export() -> Any:
     exported = dict(one.weights())
     keep("exported", exported)
     return sorted(exported)
+
+
+@case("experts")
+def experts() -> Any:
+    """Experts are one tensor here, cut over the ranks; they leave, and come, one by one as in checkpoints."""
+    one = trainer(replace(here(trained=False), path=str(FOLDER / "experts")), stage=3)
+    keep("experts", held(one))
+    one.load_weights((name, 2 * tensor) for name, tensor in whole_weights(one).items())
+    keep("experts-twice", held(one))
+    return len(one.parameters)
 
 
 @case("refused")

@@ -11,7 +11,6 @@ from rlhf.modeling.model import exporting
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 
 NAME = "model.safetensors"
 
@@ -29,13 +28,8 @@ def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def write_weights(
-    path: Path, module: PreTrainedModel, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int
-) -> None:
-    """``weights``, in the order of ``sizes`` ({name: bytes}), into safetensors files; an index where there are several.
-
-    Tensors get the names that the architecture's published checkpoints have (experts one by one, ...), file by file.
-    """
+def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
+    """``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; with an index where they are several."""
     plan = plan_files(sizes, limit)
     count = len(plan)
     names = [NAME] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
@@ -47,8 +41,7 @@ def write_weights(
             if name != expected:
                 raise TrainingError(f"the export expected the weight {expected!r} and was given {name!r}")
             held[name] = tensor.detach().contiguous().cpu()
-        held = revert_weight_conversion(module, held)
-        save_file({k: v.contiguous() for k, v in held.items()}, path / file, metadata={"format": "pt"})
+        save_file(held, path / file, metadata={"format": "pt"})
         (path / file).chmod(0o644)
         weight_map |= dict.fromkeys(held, file)
     if count > 1:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from rlhf.modeling import state
 from rlhf.modeling.adapters import adapted, base_tensors, is_adapter, merged, merged_name
+from rlhf.modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 class Tensors:
     """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already.
 
-    Others see them under the names of a model without adapters.
+    Others see them under the names of the architecture's checkpoints, without adapters.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -38,20 +38,26 @@ class Tensors:
             owner: [name for name in self.objects if name.startswith(f"{owner}.") and is_adapter(name)]
             for owner, _ in adapted(module)
         }
+        self._published = Published(module, {merged_name(n): self.shapes[n] for n in self._model()})
 
     def published(self) -> dict[str, int]:
         """{name: bytes} of what :meth:`stream` yields."""
-        return {merged_name(n): self.shapes[n].numel() * self.objects[n].element_size() for n in self._model()}
+        size = next(iter(self.parameters.values())).element_size()  # fp32; that of a buffer may differ
+        return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
 
     def stream(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) on the rank that is ``first``; the others only take part.
 
         Where weights are divided (``gather``), about ``elements`` of them are whole at once, and copies are yielded;
-        otherwise they share memory with the model.
+        otherwise they share memory with the model, but for those that are laid out otherwise in checkpoints.
 
         Args:
             merge: add what adapters learned to the weights that they belong to, on copies.
         """
+        return self._published.stream(self._whole(gather, first, elements, merge))
+
+    def _whole(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        """The same under the module's names."""
         if gather is None:
             if first:
                 yield from self._seen(self._model(), merge)
@@ -87,8 +93,7 @@ class Tensors:
 
         Raises CheckpointError, with nothing changed, where names or shapes differ.
         """
-        expected = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        state.copy_into(expected, {n: t.to("meta") for n, t in given.items()}, where)  # for its messages
+        given = self._published.restore(given, where)
         for flat in shards.flats:
             for piece in flat.pieces:
                 values = given[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]

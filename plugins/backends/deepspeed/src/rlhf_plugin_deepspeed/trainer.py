@@ -242,7 +242,7 @@ class DeepSpeedTrainer(PackedTrainer):
             path.mkdir(parents=True, exist_ok=True)
             export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             limit = self.config.export_shard_bytes
-            export.write_weights(path, self.module, self.weights(view), self.tensors.published(), limit)
+            export.write_weights(path, self.weights(view), self.tensors.published(), limit)
         else:
             for _ in self.weights(view):
                 pass

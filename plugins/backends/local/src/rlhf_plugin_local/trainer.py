@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from rlhf.modeling.ema import Ema
 from rlhf.modeling.model import exporting, load_model, load_tokenizer
 from rlhf.modeling.optimizer import build_optimizer, clip, optimizer_tensors, restore_optimizer
 from rlhf.modeling.precision import Precision, choose_device
+from rlhf.modeling.published import Published
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
 from torch import Tensor
@@ -101,17 +103,24 @@ class TorchTrainer(PackedTrainer):
     # ------------------------------------------------------------------------------------- weights
 
     def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """Detached, on the trainer's device, tied weights once (under the embedding's name), adapters merged. They
-        share memory with the model: copy what must outlive the next step."""
+        """Under the names of the architecture's checkpoints, detached, on the trainer's device, tied weights once (with
+        the embedding's name), adapters merged. They share memory with the model, but for those that checkpoints lay out
+        otherwise: copy what must outlive the next step."""
         with self._view(view):
             tensors = state.named_tensors(self.module)
             plain = view == "base" or not self.has_adapters
-            yield from base_tensors(tensors) if plain else merged(self.module, tensors)
+            yield from self._published.stream(base_tensors(tensors) if plain else merged(self.module, tensors))
+
+    @cached_property
+    def _published(self) -> Published:
+        own = base_tensors(state.named_tensors(self.module))
+        return Published(self.module, {name: tensor.shape for name, tensor in own})
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.has_adapters:
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
-        state.copy_into(state.named_tensors(self.module), dict(weights), f"what role {self.spec.role.name!r} was sent")
+        where = f"what role {self.spec.role.name!r} was sent"
+        state.copy_into(state.named_tensors(self.module), self._published.restore(dict(weights), where), where)
 
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)

@@ -1,0 +1,92 @@
+"""What trainers stream has the names and shapes of the architecture's checkpoints, whatever the module holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import CheckpointError
+from rlhf.interfaces import ModelSpec
+from rlhf.modeling.published import Published
+from rlhf.testing.models import model_path
+from rlhf.types import RoleSpec
+from rlhf_plugin_local.trainer import TorchTrainer
+from safetensors.torch import load_file
+
+MODELS = {
+    "qwen3": {"tied": False},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tied": False},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "tied": False},
+}
+EXPERT = {
+    "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w3.weight",
+}
+
+
+def trainer(architecture, seed=0, **options):
+    path = model_path(architecture, seed=seed, **MODELS[architecture])
+    spec = ModelSpec(RoleSpec("policy", trained=bool(options)), str(path), dtype="fp32")
+    return TorchTrainer(TorchTrainer.Config(device="cpu", **options), spec)
+
+
+def saved(architecture, seed=0):
+    return load_file(model_path(architecture, seed=seed, **MODELS[architecture]) / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])
+def test_the_stream_is_the_checkpoint(architecture, options):
+    one, want = trainer(architecture, **options), saved(architecture)
+    assert architecture not in EXPERT or EXPERT[architecture] in want
+    got = dict(one.weights())
+    assert same(got, want)
+    assert list(dict(one.weights())) == list(got)
+    if options:
+        assert same(dict(one.weights("base")), want)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_stream_is_taken_back(architecture):
+    one, other = trainer(architecture), trainer(architecture, seed=1)
+    before = saved(architecture)
+    assert not same(dict(other.weights()), before)
+    other.load_weights(one.weights())
+    assert same(dict(other.weights()), before)
+    assert same(dict(other.module.named_parameters()), dict(one.module.named_parameters()))
+
+
+@pytest.mark.parametrize("architecture", EXPERT)
+def test_what_is_not_of_the_model_changes_nothing(architecture):
+    one = trainer(architecture)
+    before = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
+    given = saved(architecture, seed=1)
+    name = EXPERT[architecture]
+    for wrong, message in (
+        ({n: t for n, t in given.items() if n != name}, rf"another model: missing \['{name}'\]"),
+        (given | {name: given[name][:3]}, rf"'{name}' has shape \(3, 32\)"),
+        (before, "is of another model: missing"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            one.load_weights(iter(wrong.items()))
+        assert same(dict(one.module.state_dict()), before)
+
+
+def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
+    """No architecture here has such a module; a conversion of transformers may still be of that kind."""
+
+    def joined(module, tensors):
+        rest = {n: t for n, t in tensors.items() if not n.startswith("part")}
+        parts = [t for n, t in tensors.items() if n.startswith("part")]
+        return rest | ({"whole": torch.cat(parts)} if parts else {})
+
+    monkeypatch.setattr("rlhf.modeling.published.revert_weight_conversion", joined)
+    own = {"part.a": torch.randn(2, 3), "middle": torch.randn(4), "part.b": torch.randn(1, 3)}
+    of = Published(None, {name: tensor.shape for name, tensor in own.items()})  # type: ignore[arg-type]
+    got = dict(of.stream(own.items()))
+    assert list(got) == list(of.shapes) == ["middle", "whole"]
+    assert torch.equal(got["whole"], torch.cat([own["part.a"], own["part.b"]]))
+    assert same(of.restore(got, "here"), own)
