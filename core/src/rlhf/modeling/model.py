@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,6 +173,8 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
     """The config as other programs expect it, and no progress bar: our attention's name stays in this process."""
     name = module.config._attn_implementation
     module.config._attn_implementation = None
+    if not torch.cuda.is_available():  # DeepSpeed, where it is installed, is imported now, and warns that it guesses
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
             yield

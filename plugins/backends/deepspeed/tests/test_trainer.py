@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,24 @@ for stage in (2, 3):
 def test_the_terminal_stays_quiet(folder):
     code = QUIET.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+EXPORT = """
+import sys
+from rlhf.interfaces import ModelSpec
+from rlhf.types import RoleSpec
+from rlhf_plugin_local.trainer import TorchTrainer
+of = ModelSpec(RoleSpec("policy"), {path!r}, "fp32")
+TorchTrainer(TorchTrainer.Config(device="cpu"), of).export({out!r})
+assert "deepspeed" in sys.modules, "transformers imports it where it saves"
+"""
+
+
+def test_the_terminal_stays_quiet_where_others_save(folder, tmp_path):
+    code = EXPORT.format(path=str(folder / "model"), out=str(tmp_path))
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
