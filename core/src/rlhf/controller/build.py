@@ -120,7 +120,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
     evaluations: list[Callable[[], Metrics]] = []
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher, progress.note)
-        run.weights, run.closers = answers.sync, answers.closers
+        run.weights, run.phases, run.closers = answers.sync, answers.phases, answers.closers
         settings = evaluation_settings(config)
         evaluations.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
         if prepared.online:

@@ -19,6 +19,8 @@ class Phases:
         shared = neighbours(places, GENERATOR)
         self.trained = [roles[name] for name in shared if name in roles and roles[name].spec.role.trained]
         self.active = bool(shared)
+        self._aside = False
+        """Whether optimizer states are."""
         if self.active:
             generator.sleep()
 
@@ -28,12 +30,25 @@ class Phases:
         if not self.active:
             yield
             return
-        for role in self.trained:
-            role.every("offload")
+        self.begin_sync()
         self.generator.wake()
         try:
             yield
         finally:
+            self.begin_learning()
+
+    def begin_sync(self) -> None:
+        """New weights are about to wake the generator. What makes room for them stays aside until the next learning, as
+        generating mostly comes before that."""
+        if self.active and not self._aside:
+            for role in self.trained:
+                role.every("offload")
+            self._aside = True
+
+    def begin_learning(self) -> None:
+        """The devices belong to the roles again, with all that they put aside."""
+        if self.active and self._aside:
             self.generator.sleep()
             for role in self.trained:
                 role.every("reload")
+            self._aside = False

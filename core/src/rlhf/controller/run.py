@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checkpoint.files import disk_is_full
 from rlhf.controller.learn import Metrics
+from rlhf.controller.phases import Phases
 from rlhf.controller.roles import Role
 from rlhf.controller.state import State, collect_state, write_state
 from rlhf.controller.stream import ReadyBatch, Stream
@@ -48,6 +49,8 @@ class Run:
     stream: Stream | None = None
     weights: WeightSync | None = None
     """Takes the policy's weights to the generator, where there is one."""
+    phases: Phases | None = None
+    """Who has the devices that the generator shares, where there is one."""
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     observers: Mapping[str, Observer] = field(default_factory=dict)
     evaluate: Callable[[], Metrics] | None = None
@@ -113,12 +116,16 @@ class Run:
     def learning(self) -> Iterator[None]:
         """The phase that changes weights."""
         self._intact = None
+        if self.phases is not None:
+            self.phases.begin_learning()
         with self.timed("learn"):
             yield
 
     def sync(self, version: int) -> Metrics:
         """Weights of the policy go to the generator; it samples with ``version`` from now on."""
         assert self.weights is not None
+        if self.phases is not None:
+            self.phases.begin_sync()
         return self.weights.push(version)
 
     def examples(self, step: int) -> list[Example]:

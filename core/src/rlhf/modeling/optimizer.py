@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,20 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) 
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def to_host(tensors: MutableMapping[str, Tensor]) -> None:
+    """Replace those on a GPU by copies in pinned host memory."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and value.is_cuda:
+            tensors[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+
+
+def to_device(tensors: MutableMapping[str, Tensor], device: torch.device) -> None:
+    """Undo :func:`to_host`."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.to(device)
 
 
 def restore_optimizer(

@@ -16,6 +16,7 @@ def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
         bf16=bf16,
         cast_bytes=2.0 if bf16 else 0.0,
         fused=device == "cpu",
+        offloads=device == "cuda",
         logits=config.logits_chunk,
         micro_tokens=4096 if bf16 else 2048,
         adapter_rank=config.lora.rank if config.lora is not None else 0,

@@ -94,6 +94,21 @@ class TrainerStateChecks:
                 finite = all(bool(torch.isfinite(v).all()) for v in held(trainer).values())
                 expect(finite, f"{about} weights are not finite after the step that follows a skipped one")
 
+    def test_offload(self) -> None:
+        """Between ``offload`` and ``reload`` a trainer still scores and gives its weights; the next step is the same as
+        without them."""
+        for config in self.grid():
+            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            step(trainer, 0), step(twin, 0)
+            trainer.offload()
+            outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, twin)]
+            expect(same_bits(*outputs), f"{about} after offload() log-probs differ")
+            same_weights(held(trainer), held(twin), f"{about} after offload():")
+            trainer.reload()
+            a, b = step(trainer, 1), step(twin, 1)
+            expect(a == b, f"{about} after offload() and reload() a step reports {a}, without them {b}")
+            same_weights(held(trainer), held(twin), f"{about} after offload(), reload() and a step:")
+
     def test_zero_grad(self) -> None:
         """``zero_grad`` forgets: a step after it equals one that never saw the forgotten gradients."""
         for config in self.grid():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from rlhf.modeling import state
 from rlhf.modeling.adapters import base_tensors, merged, without_adapters
 from rlhf.modeling.ema import Ema
 from rlhf.modeling.model import exporting, load_model, load_tokenizer
-from rlhf.modeling.optimizer import build_optimizer, clip, optimizer_tensors, restore_optimizer
+from rlhf.modeling.optimizer import build_optimizer, clip, optimizer_tensors, restore_optimizer, to_device, to_host
 from rlhf.modeling.precision import Precision, choose_device
 from rlhf.modeling.published import Published
 from rlhf.modeling.schedule import Schedule
@@ -130,6 +130,21 @@ class TorchTrainer(PackedTrainer):
         tokenizer.save_pretrained(str(path))
         for file in Path(path).glob("*.safetensors"):
             file.chmod(0o644)  # written through a private temporary file; as readable as its config.json
+
+    # -------------------------------------------------------------------------------------- memory
+
+    def offload(self) -> None:
+        """Optimizer state and average move to host memory, from a GPU; between two steps there are no gradients."""
+        for held in self._aside():
+            to_host(held)
+
+    def reload(self) -> None:
+        for held in self._aside():
+            to_device(held, self.device)
+
+    def _aside(self) -> list[MutableMapping[str, Tensor]]:
+        held = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return held + ([self.ema.tensors] if self.ema is not None else [])
 
     # --------------------------------------------------------------------------------------- state
 
