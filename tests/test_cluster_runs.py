@@ -111,7 +111,8 @@ def test_a_run_learns_and_proves_every_sync(whole):
 
 
 def test_a_killed_engine_is_replaced_and_changes_nothing(place, whole):
-    run = Training(place, place.config("grpo", "engine_killed", **CLUSTER))
+    """Nor does the way of the weights, here a collective."""
+    run = Training(place, place.config("grpo", "engine_killed", **CLUSTER, sync={"transport": "broadcast"}))
     run.wait_for_step(2)
     [engine] = run.workers(engines=True)
     engine.kill()
@@ -123,7 +124,8 @@ def test_a_killed_engine_is_replaced_and_changes_nothing(place, whole):
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_run_resumes_exactly(place, whole):
-    config = place.config("grpo", "rank_killed", **CLUSTER)
+    """Weights pass through memory that both sides map."""
+    config = place.config("grpo", "rank_killed", **CLUSTER, sync={"transport": "shared"})
     run = Training(place, config)
     run.wait_for_step(3)
     [_, rank] = run.workers(engines=False)

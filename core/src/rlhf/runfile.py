@@ -244,6 +244,11 @@ class SyncSection(ComponentConfig):
 
     check: Literal["fail", "retry", "warn"] = "fail"
     """Where the proof after a sync does not hold: end the run, send once more and then end it, or go on and say so."""
+    transport: Literal["auto", "store", "shared", "broadcast"] = "auto"
+    """The way between processes: ``store``, through host memory by Ray's object store; ``shared``, memory that both
+    sides map (CUDA IPC on GPUs, for engines that share the policy's devices); ``broadcast``, one collective (NCCL on
+    GPUs, gloo elsewhere, for engines on devices of their own). ``auto``: on GPUs the one of the last two that fits the
+    placement, else ``store``."""
     bucket_mb: Count = 256
     """Most MiB sent at once."""
     timeout: Positive = 600.0

@@ -32,6 +32,7 @@ class Answering:
     generator: Generator
     sync: WeightSync
     rollouts: Rollouts
+    phases: Phases | None
     closers: list[Callable[[], None]]
     """In the order in which they must be called."""
 
@@ -55,6 +56,7 @@ def answering(
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
         generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
+        launcher.link(policy.group, generator, config.sync.transport, config.sync.timeout)
     main = MainThread()
     scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
     episodes = prepared.episodes
@@ -63,6 +65,7 @@ def answering(
         closers.insert(0, episodes.close)
     main.run(scorer.setup())
     assert prepared.rollout is not None
+    phases = Phases(generator, roles, prepared.places) if selected is not None else None
     rollouts = Rollouts(
         prepared.rollout,
         generator,
@@ -71,10 +74,10 @@ def answering(
         main,
         episodes.open if episodes is not None else None,
         episodes.limit if episodes is not None else None,
-        Phases(generator, roles, prepared.places) if selected is not None else None,
+        phases,
     )
     sync = WeightSync(policy, generator, config.sync, config.run.seed, note)
-    return Answering(generator, sync, rollouts, [*closers, generator.close])
+    return Answering(generator, sync, rollouts, phases, [*closers, generator.close])
 
 
 class NoGenerator(Generator):

@@ -84,7 +84,7 @@ class WeightSync:
 
     def _buckets(self) -> Iterator[Any]:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
-        return self.policy.group.stream("buckets", "live", limit, timeout=timeout)
+        return self.policy.group.stream("ship", "live", limit, timeout=timeout)
 
     def _examine(self, proofs: Sequence[Proof], version: int) -> tuple[list[str], float]:
         """(what is wrong, largest mean difference of a canary)."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhf.errors import ConfigError
 from rlhf.interfaces.component import Component
 from rlhf.interfaces.generator import Generator, GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec, Trainer
@@ -84,6 +85,19 @@ class Launcher(Component):
     @abstractmethod
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
         """One generator, or a front for several that gives them the requests by load."""
+
+    def link(self, policy: WorkerGroup, generator: Generator, transport: str, timeout: float) -> None:
+        """Choose how the weights that ``policy`` ships reach the generator; called once, after both were launched.
+
+        Args:
+            transport: the run file's ``sync.transport``; ConfigError where it cannot be had.
+            timeout: seconds for one bucket.
+        """
+        if transport != "auto":
+            raise ConfigError(
+                f"sync.transport = {transport!r}: with launcher {self.name!r} weights are handed over in one process. "
+                "Leave it out."
+            )
 
     def shutdown(self) -> None:
         """Release everything that was launched."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlhf.ops.batch import Batch
     from rlhf.sync.bucket import Bucket
+    from rlhf.sync.link import Link, Outlet, Shipment
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Trainer(Component):
         """
         return Sharding()
 
+    spec: ModelSpec
+
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...
 
@@ -162,8 +165,8 @@ class Trainer(Component):
         """(Hugging Face parameter name, tensor), in a fixed order."""
 
     def buckets(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket]:
-        """:meth:`weights` in buckets of at most ``limit`` bytes (a larger tensor is alone in its own), as the weight
-        sync sends them. Every rank calls it; rank 0 yields. They share memory with the model."""
+        """:meth:`weights` in buckets of at most ``limit`` bytes (a larger tensor is alone in its own). Every rank calls
+        it; rank 0 yields. They share memory with the model."""
         from rlhf.sync.bucket import buckets
 
         self._sent: dict[str, str] = {}
@@ -172,6 +175,31 @@ class Trainer(Component):
     def sent(self) -> dict[str, str]:
         """{tensor name: fingerprint} of the last :meth:`buckets` once it ended, on rank 0: what must have arrived."""
         return self._sent
+
+    everywhere: bool = False
+    """True while :meth:`ship` needs what :meth:`weights` yields on every rank, not on rank 0 alone (``Link``)."""
+    _outlet: Outlet | None = None
+
+    def connect(self, link: Link) -> None:
+        """What :meth:`ship` yields goes over this link from now on; called on every rank, while the generator's ends
+        connect too."""
+        from rlhf.sync.link import outlet
+
+        if self._outlet is not None:
+            self._outlet.close()
+        self._outlet, self._link = outlet(link, self.spec.rank), link
+
+    def ship(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket | Shipment]:
+        """:meth:`buckets` on their way to the generator: themselves, or what travels in their place where a link is
+        connected."""
+        if self._outlet is None:
+            yield from self.buckets(view, limit)
+            return
+        self.everywhere = self._link.everywhere
+        try:
+            yield from self._outlet.carry(self.buckets(view, limit))
+        finally:
+            self.everywhere = False
 
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
         """:meth:`load_weights` of a whole model that came in buckets."""

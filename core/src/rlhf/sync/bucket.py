@@ -1,4 +1,4 @@
-"""Buckets of named tensors, and the fingerprint by which a receiver shows what arrived.
+"""Buckets of named tensors.
 
 A bucket that is pickled with protocol 5 hands its bytes over out of band, so an object store holds them once and a
 reader on the same machine maps them without a copy.
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from rlhf.errors import TrainingError
+from rlhf.sync.fingerprint import host_bytes, marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,13 @@ class Bucket:
         return sum(t.nbytes for _, t in self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        named = [(name, _bytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
+        named = [(name, host_bytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
         return _restore, (named, self.fingerprints)
 
     def received(self) -> dict[str, str]:
-        """{name: fingerprint} of the bytes as they are here, computed now."""
-        return {name: fingerprint(tensor) for name, tensor in self.tensors}
+        """{name: fingerprint} of the bytes as they are here, computed now, of the same kind as the sender's."""
+        names, tensors = zip(*self.tensors, strict=True) if self.tensors else ((), ())
+        return dict(zip(names, marks(tensors, self.fingerprints or [""] * len(tensors)), strict=True))
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, str]) -> Iterator[Bucket]:
@@ -52,9 +53,9 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, s
     size = 0
 
     def full() -> Bucket:
-        marks = tuple(fingerprint(tensor) for _, tensor in held)
-        sent.update(zip((name for name, _ in held), marks, strict=True))
-        return Bucket(tuple(held), marks)
+        found = marks([tensor for _, tensor in held], [""] * len(held))
+        sent.update(zip((name for name, _ in held), found, strict=True))
+        return Bucket(tuple(held), tuple(found))
 
     for name, tensor in weights:
         if held and size + tensor.nbytes > limit:
@@ -64,18 +65,6 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, s
         size += tensor.nbytes
     if held:
         yield full()
-
-
-def fingerprint(tensor: Tensor) -> str:
-    """XXH3 (64 bits, hexadecimal) of dtype, shape and bytes; a tensor of a device is copied to the host for it."""
-    state = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    state.update(_bytes(tensor).data)
-    return state.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    """uint8 [nbytes] over the tensor's own memory where it is contiguous and on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _restore(named: list[tuple[str, np.ndarray, str, tuple[int, ...]]], fingerprints: tuple[str, ...]) -> Bucket:

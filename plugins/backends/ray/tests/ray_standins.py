@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class OddGenerator(Generator):
     """Tokens are a hash of weights, prompt and seed, one sample after another."""
 
     name = "odd"
-    capabilities = frozenset({"accept:tensors", "logprobs", "seeds", "sleep"})
+    capabilities = frozenset({"accept:tensors", "accept:links", "logprobs", "seeds", "sleep"})
     Config = OddConfig
 
     def __init__(self, config: OddConfig | None, spec: GeneratorSpec) -> None:
@@ -144,6 +145,7 @@ class OddGenerator(Generator):
             time.sleep(config.slow_start)
         self.config, self.spec = config or OddConfig(), spec
         self.weights = "initial"
+        self.inlet: Any = None
         self.asleep = False
         self.note(f"started {os.getpid()}")
         self.note(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
@@ -166,9 +168,21 @@ class OddGenerator(Generator):
     def begin_load(self, version: int) -> None:
         self.coming, self.got = version, {}
 
-    def take(self, bucket: Any) -> None:
-        self.got |= bucket.received()
-        if (flag := Path(self.config.folder) / "die-in-take").exists() and self.config.folder:
+    def connect(self, link: Any, first: int) -> None:
+        import torch
+        from rlhf.sync.link import inlet
+
+        self.note(f"connect {link.kind}")
+        self.inlet = inlet(link, first, torch.device("cpu"))
+
+    def take(self, sent: Any) -> None:
+        self._flagged("die-before-take")
+        with self.inlet.open(sent) if self.inlet is not None else nullcontext(sent) as bucket:
+            self.got |= bucket.received()
+        self._flagged("die-in-take")
+
+    def _flagged(self, name: str) -> None:
+        if (flag := Path(self.config.folder) / name).exists() and self.config.folder:
             flag.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -179,8 +193,9 @@ class OddGenerator(Generator):
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[[float(os.getpid())] * (len(s) - 1) for s in sequences]]
 
-    def stale(self, bucket: Any) -> list[str]:
-        return [name for name, _ in bucket.tensors]
+    def stale(self, sent: Any) -> list[str]:
+        with self.inlet.open(sent) if self.inlet is not None else nullcontext(sent) as bucket:
+            return [name for name, _ in bucket.tensors]
 
     def sleep(self) -> None:
         self.asleep = True

@@ -11,27 +11,30 @@ from pathlib import Path
 
 import pytest
 from ray_standins import OddConfig, OddGenerator, OddTrainer, tokens
-from rlhf.errors import CapabilityError, RolloutError, SyncError, WorkerError
+from rlhf.errors import CapabilityError, ConfigError, RolloutError, SyncError, WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
+
+TRANSPORTS = ["auto", "shared", "broadcast"]  # on CPUs "auto" is the object store
 
 
 class Run:
     """What the controller does with a policy and engines."""
 
-    def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0) -> None:
+    def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0, transport: str = "auto") -> None:
         launcher.place({"policy": Place(), GENERATOR: Place(engines)})
         self.folder = folder
         self.policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         config = OddConfig(folder=str(folder), seconds=seconds)
         self.engines = launcher.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
+        launcher.link(self.policy, self.engines, transport, 60.0)
         self.engines.refresh = self.push
         self.version = self.pushes = 0
 
     def push(self) -> None:
         self.pushes += 1
         self.engines.begin_load(self.version)
-        for bucket in self.policy.stream("buckets", "live", 24, timeout=60.0):
+        for bucket in self.policy.stream("ship", "live", 24, timeout=60.0):
             self.engines.take(bucket)
         self.proofs = self.engines.end_load()
         self.weights = "".join(sorted(self.policy.call("sent", [()])[0].values()))
@@ -58,8 +61,8 @@ class Run:
 
 @pytest.fixture
 def run(launch, tmp_path):
-    def make(*, engines: int = 2, seconds: float = 0.0, **options) -> Run:
-        return Run(launch(**options), tmp_path, engines, seconds)
+    def make(*, engines: int = 2, seconds: float = 0.0, transport: str = "auto", **options) -> Run:
+        return Run(launch(**options), tmp_path, engines, seconds, transport)
 
     return make
 
@@ -80,8 +83,9 @@ def expected(weights: str, asked) -> dict[int, list[int]]:
     return {n: tokens(weights, r) for n, r in enumerate(asked)}
 
 
-def test_requests_go_to_all_engines_and_weights_too(run):
-    r = run()
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requests_go_to_all_engines_and_weights_too(run, transport):
+    r = run(transport=transport)
     asked = requests(6)
     assert r.answers(asked) == expected("initial", asked)
     calls = r.notes("generate")
@@ -93,7 +97,8 @@ def test_requests_go_to_all_engines_and_weights_too(run):
     assert all(p.received == r.policy.call("sent", [()])[0] for p in r.proofs)
     assert r.answers(asked) == expected(r.weights, asked)
     assert [[round(x[0]) for x in e] for e in r.engines.logprobs([(1, 2), (3, 4)])] == [[pid, pid] for pid in r.pids()]
-    assert r.engines.stale(next(iter(r.policy.stream("buckets", "live", 24)))) == ["w0", "w1"]
+    assert [r.engines.stale(bucket) for bucket in r.policy.stream("ship", "live", 24)] == [["w0", "w1"], ["w2", "w3"]]
+    assert [kind for _, kind in r.notes("connect")] == [transport] * 2 * (transport != "auto"), "connected once"
     r.engines.sleep()
     r.engines.wake()
     assert [len(r.notes(word)) for word in ("sleep", "wake")] == [2, 2]
@@ -138,10 +143,12 @@ def test_an_engine_killed_between_two_calls(run):
     assert r.pushes == 2
 
 
-def test_an_engine_killed_while_it_takes_weights(run):
-    r = run()
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("when", ["die-in-take", "die-before-take"])
+def test_an_engine_killed_while_it_takes_weights(run, transport, when):
+    r = run(transport=transport)
     r.sync(1)
-    (r.folder / "die-in-take").touch()
+    (r.folder / when).touch()
     before = r.pids()
     r.sync(2)
     assert r.pushes == 3
@@ -196,6 +203,35 @@ def test_a_request_that_fails_is_an_error_not_a_death(run):
     ):
         r.answers([GenerationRequest((1,), -1, Sampling(8))])
     assert len(r.notes("started")) == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sync_that_failed_can_be_tried_again(run, transport):
+    r = run(transport=transport)
+    r.engines.begin_load(1)
+    shipped = r.policy.stream("ship", "live", 24, timeout=60.0)
+    r.engines.take(next(shipped))
+    with pytest.raises(SyncError, match=r"engine \d .*take\(\) raised AttributeError"):
+        r.engines.take("no bucket")
+    del shipped  # the controller reads no further
+    r.sync(2)
+    asked = requests(4)
+    assert r.answers(asked) == expected(r.weights, asked)
+    assert sorted(r.pids()) == sorted(int(pid) for _, pid in r.notes("started")), "nobody died"
+
+
+def test_a_transport_that_cannot_be_had_is_refused(launch):
+    class Alone(OddGenerator):
+        name = "alone"
+        capabilities = frozenset({"accept:tensors"})
+
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place(1)})
+    policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
+    engines = launcher.launch_generator(Alone, OddConfig(), GeneratorSpec((0,), str))
+    launcher.link(policy, engines, "auto", 60.0)
+    with pytest.raises(ConfigError, match=r"'broadcast' cannot be had: the generator takes no links .*: 'store', or"):
+        launcher.link(policy, engines, "broadcast", 60.0)
 
 
 def test_failures_of_the_sync_are_sync_errors(run):

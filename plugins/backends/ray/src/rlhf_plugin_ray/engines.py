@@ -12,6 +12,7 @@ from rlhf.errors import CapabilityError, RolloutError, SyncError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 
+from rlhf_plugin_ray.bridge import Bridge
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send, unpack
 from rlhf_plugin_ray.spread import spread
@@ -47,10 +48,13 @@ class EngineGroup(Generator):
         self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
         self.spec, self._start, self._watch = spec, start, watch
         self._restarts_left = self._max_restarts = max_restarts
+        self.bridge: Bridge | None = None
+        """The way of the weights, where they do not come through the object store."""
         self._dead: dict[int, str] = {}
         """Engines to replace, and how each died."""
         self._loaded = self._asleep = self._closed = False
         self._reloads = 0
+        self._receivers: int | None = None
         self._proofs: list[Proof] = []
         self.engines = dict(enumerate(start(range(engines))))
 
@@ -96,15 +100,18 @@ class EngineGroup(Generator):
 
     def begin_load(self, version: int) -> None:
         self._replace_dead(refresh=False)
+        if self.bridge is not None and not self.bridge.fit:
+            self.bridge.build()
         self._loaded = True
         self._everywhere("begin_load", version)
 
     def take(self, bucket: Any) -> None:
         """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""
-        self._everywhere("take", bucket)
+        if not self._cut_off:
+            self._everywhere("take", bucket)
 
     def end_load(self) -> list[Proof]:
-        answers = self._everywhere("end_load")
+        answers = {} if self._cut_off else self._everywhere("end_load")
         if not self._dead:
             self._proofs = [
                 replace(proof, who=f"engine {n}" if proof.who == _NOBODY else f"engine {n}, {proof.who}")
@@ -125,7 +132,7 @@ class EngineGroup(Generator):
                 return [one for per_engine in answers.values() for one in per_engine]
 
     def stale(self, bucket: Any) -> list[str]:
-        found = self._everywhere("stale", bucket)
+        found = {} if self._cut_off else self._everywhere("stale", bucket)
         return list(dict.fromkeys(name for names in found.values() for name in names))
 
     # -------------------------------------------------------------------------------------- memory
@@ -138,6 +145,15 @@ class EngineGroup(Generator):
         self._everywhere("wake")
         self._asleep = False
         self._replace_dead()
+
+    def receivers_of(self, engine: Member) -> int:
+        """Processes of an engine that take weights."""
+        if self._receivers is None:
+            [answer] = self._everywhere(
+                "receivers", only=[next(n for n, e in self.engines.items() if e is engine)]
+            ).values()
+            self._receivers = int(answer)
+        return self._receivers
 
     def close(self) -> None:
         """Let the engines release what they hold, for a few seconds, and end their processes."""
@@ -171,6 +187,11 @@ class EngineGroup(Generator):
             if refresh and self._loaded and not self._dead:
                 self._refresh()
 
+    @property
+    def _cut_off(self) -> bool:
+        """Whether an engine's death ended what was crossing the bridge: all engines get everything once more."""
+        return self.bridge is not None and not self.bridge.fit and bool(self._dead)
+
     def _refresh(self) -> None:
         if self.refresh is None:
             raise WorkerError("an engine was replaced, and nobody is there to send it the weights of now")
@@ -189,13 +210,23 @@ class EngineGroup(Generator):
         waiting = {self.engines[n].handle.call.remote(method, parcel, 0): n for n in numbers}
         vigil = self._watch([self.engines[n] for n in numbers], f"{method}()")
         answers: dict[int, Any] = {}
+        failed: list[SyncError] = []
         while waiting:
             for ref in vigil.wait(list(waiting)):
                 number = waiting.pop(ref)
                 vigil.leave(self.engines[number])
-                answer = self._answer(number, method, ref)
+                try:
+                    answer = self._answer(number, method, ref)
+                except SyncError as error:
+                    if self.bridge is None:
+                        raise
+                    self.bridge.drop()  # ends the wait of the others, one of which may have died and be the cause
+                    failed.append(error)
+                    continue
                 if number not in self._dead:
                     answers[number] = unpack(answer)[0]
+        if failed and not self._dead:
+            raise failed[0]
         return {n: answers[n] for n in numbers if n in answers}
 
     def _check_open(self) -> None:
@@ -213,6 +244,8 @@ class EngineGroup(Generator):
         if not isinstance(error, WorkerError):
             raise error
         self._dead[number] = str(error)
+        if self.bridge is not None:
+            self.bridge.drop()
         return None
 
 

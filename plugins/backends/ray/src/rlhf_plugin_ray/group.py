@@ -35,14 +35,14 @@ class RayGroup(WorkerGroup):
             raise CapabilityError(
                 f"{self.role} has {self.size} ranks; {method}() was called with arguments for {len(per_rank)}"
             )
-        self._check_usable(method)
+        self.settle(method)
         parcel = send(pack(per_rank))
         answers = {m.handle.call.remote(method, parcel, rank): m for rank, m in enumerate(self.members)}
         return [unpack(result)[0] for result in self._collect(method, answers)]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
         """References to what rank 0 yields: the values stay in the store, for other groups and for engines to take."""
-        self._check_usable(method)
+        self.settle(method)
         parcel = send(pack([arguments]))
         source, others = self.members[0], self.members[1:]
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _AHEAD}
@@ -55,15 +55,9 @@ class RayGroup(WorkerGroup):
         self._open = None
         self._collect(method, answers)
 
-    def shutdown(self) -> None:
-        """End the processes."""
-        self._broken = self._broken or "it was shut down"
-        for member in self.members:
-            member.kill()
-
-    # -------------------------------------------------------------------------------------- parts
-
-    def _check_usable(self, method: str) -> None:
+    def settle(self, method: str) -> None:
+        """Before ``method`` is called: read a stream that was left to its end. Raises WorkerError where the members
+        cannot be called any more."""
         if not self._broken and self._open is not None:  # its reader failed, or wanted no more
             (started, items), self._open = self._open, None
             with self._watching(started, self.members[:1]) as vigil:
@@ -71,6 +65,14 @@ class RayGroup(WorkerGroup):
                     pass
         if self._broken:
             raise WorkerError(f"{self.role}: {method}() cannot be called any more: {self._broken}")
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        self._broken = self._broken or "it was shut down"
+        for member in self.members:
+            member.kill()
+
+    # -------------------------------------------------------------------------------------- parts
 
     @contextmanager
     def _watching(self, method: str, members: Sequence[Member]) -> Iterator[Vigil]:

@@ -15,10 +15,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
-from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer
+from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Plugins, Resolved
 from rlhf.plugins.entry import FILE
 
+from rlhf_plugin_ray.bridge import LINKS, Bridge, choose
 from rlhf_plugin_ray.cluster import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
@@ -52,6 +53,8 @@ class RayLauncher(Launcher):
         self._group: PlacementGroup | None = None
         self._places: dict[str, Place] = {}
         self._seats: dict[str, list[Seat]] = {}
+        self._nodes: list[str] = []
+        """Of each bundle, where it is."""
         self._gpus: list[int] | None = None
         """How many each bundle has; None where the cluster has none."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
@@ -89,7 +92,8 @@ class RayLauncher(Launcher):
             )
         at = placement_group_table(self._group)["bundles_to_node_id"]
         self._gpus = [b.devices for b in bundles] if kind == "GPU" else None
-        return seats_of(self._places, bundles, [at[n] for n in range(len(bundles))])
+        self._nodes = [at[n] for n in range(len(bundles))]
+        return seats_of(self._places, bundles, self._nodes)
 
     def _visible(self, seats: Sequence[Seat]) -> list[list[str] | None]:
         """The GPUs of each seat, asked anew each time: after the loss of a node Ray may have moved a bundle."""
@@ -140,6 +144,15 @@ class RayLauncher(Launcher):
             front = EngineGroup(generator, spec, start, self._watch, len(seats), self.config.max_restarts)
         self._launched.append(front)
         return front
+
+    def link(self, policy: WorkerGroup, generator: Generator, transport: str, timeout: float) -> None:
+        assert isinstance(policy, RayGroup)
+        assert isinstance(generator, EngineGroup)
+        cuda = self._gpus is not None
+        seats = self._seats_of(policy.role), self._seats_of(GENERATOR)
+        kind = choose(transport, LINKS in generator.capabilities, *seats, cuda, self._nodes)
+        if kind is not None:
+            generator.bridge = Bridge(kind, policy, generator, cuda, timeout, self._answers)
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:  # each of them, whatever another raises

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from rlhf.errors import ModelError, SyncError, boundary
+from rlhf.errors import ModelError, SyncError, WorkerError, boundary
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
 from rlhf.sync.bucket import Bucket
+from rlhf.sync.link import Link, Shipment
 from rlhf.types import GenerationRequest, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
@@ -40,7 +41,7 @@ class VllmGenerator(Generator):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:tensors", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop"}
+        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -160,7 +161,13 @@ class VllmGenerator(Generator):
         self._tell("rlhf_begin")
         self._loading = version
 
-    def take(self, bucket: Bucket) -> None:
+    def receivers(self) -> int:
+        return self.config.tensor_parallel * self.config.pipeline_parallel
+
+    def connect(self, link: Link, first: int) -> None:
+        self._tell("rlhf_connect", link, first)
+
+    def take(self, bucket: Bucket | Shipment) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
         self._tell("rlhf_take", bucket)
@@ -180,18 +187,17 @@ class VllmGenerator(Generator):
         dtype, detail = self.engine.dtype, self.engine.where.distribution
         return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
-    def stale(self, bucket: Bucket) -> list[str]:
+    def stale(self, bucket: Bucket | Shipment) -> list[str]:
         """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
-        if self.config.tensor_parallel * self.config.pipeline_parallel > 1:
-            return []
-        [names] = self._tell("rlhf_differing", bucket).values()
-        return names
+        return next(iter(self._tell("rlhf_differing", bucket).values()))
 
     def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
         """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
         engine is not used again, as later answers could not be told apart."""
         try:
             answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
+        except WorkerError:  # one of them is dead: whoever has engines replaces this one
+            raise
         except Exception as error:
             self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
             raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error

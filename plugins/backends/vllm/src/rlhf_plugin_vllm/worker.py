@@ -6,12 +6,14 @@ vLLM mixes this class into its worker by name, so that nothing but names and buc
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
 from rlhf.sync.bucket import Bucket
+from rlhf.sync.link import Inlet, Link, Shipment, inlet
 from vllm.config import set_current_vllm_config
 
 from rlhf_plugin_vllm.probe import differing
@@ -59,6 +61,7 @@ class WeightReceiver:
     """Methods for ``collective_rpc``; ``self`` is a vLLM worker."""
 
     _rlhf_reload: Reload | None = None
+    _rlhf_inlet: Inlet | None = None
 
     @answered
     def rlhf_begin(self: Any) -> None:
@@ -68,10 +71,25 @@ class WeightReceiver:
         self._rlhf_reload = Reload(self.get_model(), self.model_config)
 
     @answered
-    def rlhf_take(self: Any, bucket: Bucket) -> None:
+    def rlhf_connect(self: Any, link: Link, first: int) -> None:
+        """Shipments of this link follow. ``first``: the number of the engine's first worker."""
+        if self._rlhf_inlet is not None:
+            self._rlhf_inlet.close()
+        self._rlhf_inlet = inlet(link, first + self.rank, self.device)
+
+    @answered
+    def rlhf_take(self: Any, sent: Bucket | Shipment) -> None:
         if self._rlhf_reload is None:
             raise SyncError("weights came before begin_load()")
-        self._rlhf_reload.take(bucket)
+        with self._rlhf_open(sent) as bucket:
+            self._rlhf_reload.take(bucket)
+
+    def _rlhf_open(self, sent: Bucket | Shipment) -> AbstractContextManager[Bucket]:
+        if isinstance(sent, Bucket):
+            return nullcontext(sent)
+        if self._rlhf_inlet is None:
+            raise SyncError("a shipment came before connect()")
+        return self._rlhf_inlet.open(sent)
 
     @answered
     def rlhf_end(self: Any) -> Loaded:
@@ -83,6 +101,7 @@ class WeightReceiver:
         return Loaded(reload.received, reload.nbytes, tuple(missing))
 
     @answered
-    def rlhf_differing(self: Any, bucket: Bucket) -> list[str]:
-        """See :func:`rlhf_plugin_vllm.probe.differing`."""
-        return differing(self.get_model(), bucket)
+    def rlhf_differing(self: Any, sent: Bucket | Shipment) -> list[str]:
+        """See :func:`rlhf_plugin_vllm.probe.differing`; nothing where the layers are divided over workers."""
+        with self._rlhf_open(sent) as bucket:
+            return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []

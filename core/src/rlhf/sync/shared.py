@@ -1,0 +1,123 @@
+"""The link ``shared``: buckets in memory that the trainer and the receivers on its device map both.
+
+Each rank of the trainer has two pieces of memory and fills one while the receivers read the other; it fills a piece
+again once all of them are done with it. On GPUs the handle of the memory is one of CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import SyncError
+from rlhf.sync.bucket import Bucket
+from rlhf.sync.flat import Layout
+from rlhf.sync.link import Inlet, Link, Outlet, Shipment
+from rlhf.sync.meeting import Meeting
+
+_PIECES = 2
+_HOST = "host"
+
+
+class SharedOutlet(Outlet):
+    """One rank of the trainer."""
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self.link, self.meeting = link, Meeting.at(link.address, link.timeout)
+        self.serves = link.cuda or rank == 0
+        """On CPUs all ranks have the same memory: one of them is enough."""
+        self._pieces: list[Tensor | None] = [None] * _PIECES
+        self._shipped = 0
+        self._lost = ""
+
+    def carry(self, buckets: Iterator[Bucket]) -> Iterator[Shipment]:
+        first = self._shipped
+        for bucket in buckets:
+            number, self._shipped = self._shipped, self._shipped + 1
+            layout = Layout.of(bucket)
+            if self.serves and not self._lost:
+                self._offer(bucket, layout, number, first)
+            yield Shipment(number, layout, self._lost)
+        for number in range(max(first, self._shipped - _PIECES), self._shipped):
+            self._wait(number)
+        self._pieces = [None] * _PIECES  # their device is needed for other things between two syncs
+
+    def _offer(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
+        slot = number % _PIECES
+        if number - first >= _PIECES:
+            self._wait(number - _PIECES)
+        if self._lost:
+            return
+        piece = self._pieces[slot]
+        if piece is None or piece.numel() < layout.nbytes:
+            self._pieces[slot] = None
+            piece = self._pieces[slot] = _memory(layout.nbytes, self.link.cuda)
+        layout.write(bucket, piece)
+        if piece.is_cuda:
+            torch.cuda.synchronize(piece.device)
+        self.meeting.publish(f"handle {number} {_device_key(piece.device)}", _handle(piece))
+
+    def _wait(self, number: int) -> None:
+        """Until every receiver is done with a bucket."""
+        if self._lost or not self.serves:
+            return
+        try:
+            self.meeting.reached(f"done {number}", self.link.receivers, "waiting for the engines to take a bucket")
+        except SyncError as error:
+            self._lost = str(error)
+
+
+class SharedInlet(Inlet):
+    """One receiver."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self.device, self.meeting = device, Meeting.at(link.address, link.timeout)
+
+    @contextmanager
+    def open(self, shipment: Shipment) -> Iterator[Bucket]:
+        if shipment.lost:
+            raise SyncError(f"bucket {shipment.number} does not come: {shipment.lost}")
+        key = f"handle {shipment.number} {_device_key(self.device)}"
+        piece = _mapped(self.meeting.read(key, f"waiting for a rank of the trainer on {self.device}"), self.device)
+        yield shipment.layout.read(piece)
+        if piece.is_cuda:
+            torch.cuda.synchronize(piece.device)  # everything was read before the memory is filled again
+        self.meeting.add(f"done {shipment.number}")
+
+
+def _memory(nbytes: int, cuda: bool) -> Tensor:
+    """uint8 [nbytes] that other processes can map."""
+    if cuda:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _device_key(device: torch.device) -> str:
+    """The same in all processes that see the device, under whatever number."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _HOST
+
+
+def _handle(piece: Tensor) -> str:
+    """What another process needs to map the memory: JSON, no pickle, as it passes through a store on the network."""
+    storage: Any = piece.untyped_storage()
+    parts = storage._share_cuda_()[1:] if piece.is_cuda else storage._share_filename_cpu_()
+    return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
+
+
+def _mapped(handle: str, device: torch.device) -> Tensor:
+    """uint8 over the memory of a handle."""
+    parts = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in json.loads(handle)]
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
+        return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+    storage = torch.UntypedStorage._new_shared_filename_cpu(*parts)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,0 +1,55 @@
+"""Which way the weights take, by where the policy and the engines live."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+from rlhf_plugin_ray.bridge import choose
+from rlhf_plugin_ray.placing import bundles_of, seats_of
+
+
+def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):
+    bundles = bundles_of(places, kind)
+    at = [f"node {n * nodes // len(bundles)}" for n in range(len(bundles))]
+    seats = seats_of(places, bundles, at)
+    return choose(transport, links, seats["policy"], seats[GENERATOR], kind == "GPU", at)
+
+
+HYBRID = {"policy": Place(4), GENERATOR: Place(2, 2, share="policy")}
+APART = {"policy": Place(4), GENERATOR: Place(2, 2)}
+BESIDE_THE_CRITIC = {"policy": Place(2), "critic": Place(2), GENERATOR: Place(2, share="critic")}
+ON_ONE_RANK = {"policy": Place(2), GENERATOR: Place(1, share="policy")}
+ON_SPARE_DEVICES = {"policy": Place(1, 2), GENERATOR: Place(1, 2, share="policy")}
+
+
+@pytest.mark.parametrize(
+    ("places", "kind"),
+    [
+        (HYBRID, "shared"),
+        (ON_ONE_RANK, "shared"),
+        (APART, "broadcast"),
+        (BESIDE_THE_CRITIC, "broadcast"),
+        (ON_SPARE_DEVICES, None),  # the rank computes on the first of its two GPUs, the engine on both
+    ],
+)
+def test_gpus_take_the_way_that_their_placement_allows(places, kind):
+    assert chosen(places) == kind
+    assert chosen(places, transport="store") is None
+    for other in {"shared", "broadcast"} - {kind}:
+        with pytest.raises(ConfigError, match=rf"sync.transport = '{other}' cannot be had: .* Possible here: 'store'"):
+            chosen(places, transport=other)
+
+
+def test_on_cpus_the_store_is_taken_and_links_can_be_asked_for():
+    assert chosen(HYBRID, "CPU") is None
+    assert [chosen(APART, "CPU", kind) for kind in ("shared", "broadcast")] == ["shared", "broadcast"]
+    assert chosen(APART, "CPU", "broadcast", nodes=2) == "broadcast"
+    with pytest.raises(ConfigError, match="an engine lives on another node than rank 0 of the policy"):
+        chosen(APART, "CPU", "shared", nodes=2)
+
+
+def test_a_generator_without_links_takes_the_store():
+    assert chosen(APART, links=False) is None
+    with pytest.raises(ConfigError, match=r"the generator takes no links .*Possible here: 'store', or leave it out"):
+        chosen(APART, transport="broadcast", links=False)
