@@ -24,6 +24,8 @@ from settings import (
     LONGEST,
     MAX_GRAD_NORM,
     MAX_NEW_TOKENS,
+    OURS,
+    PROMPT_TOKENS,
     PROMPTS,
     ROWS,
     SAMPLES,
@@ -31,6 +33,7 @@ from settings import (
     WEIGHT_DECAY,
     Clock,
     arm_arguments,
+    settle,
     write,
 )
 
@@ -54,15 +57,25 @@ def run_file(workload: str, precision: str, work: Path, steps: int, output: str,
             "response": "completion",
             "max_tokens": LONGEST + 8,
         }
-        return RunFile.model_validate({**run, "algorithm": "sft", "data": data})
+        return changed({**run, "algorithm": "sft", "data": data})
     sampling = {
         "samples_per_prompt": SAMPLES,
         "max_new_tokens": MAX_NEW_TOKENS,
         "ignore_eos": workload == "grpo-forced",
     }
-    data = {"train": str(work / "prompts.jsonl"), "batch_size": PROMPTS * scale, "max_tokens": 128}
+    data = {
+        "train": str(work / "prompts.jsonl"),
+        "batch_size": PROMPTS * scale,
+        "max_tokens": PROMPT_TOKENS + MAX_NEW_TOKENS,
+    }
     reward = f"file:{Path(__file__).with_name('ours_reward.py')}:score"
-    return RunFile.model_validate({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling})
+    return changed({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling})
+
+
+def changed(run: dict[str, Any]) -> RunFile:
+    for section, options in OURS.items():
+        run[section] = {**run.get(section, {}), **options}
+    return RunFile.model_validate(run)
 
 
 class Watch(Observer):
@@ -96,6 +109,7 @@ class Phases:
             try:
                 return original(*arguments, **options)
             finally:
+                settle()
                 self.now[phase] += time.perf_counter() - start
 
         setattr(owner, method, timed)
@@ -168,7 +182,7 @@ def main() -> None:
         trainer = run.roles["policy"].group.worker
         phases.watch_trainer(trainer)
         if run.stream is not None:
-            phases.watch_generator(run.generator)
+            phases.watch_generator(run.weights.generator)
             phases.watch_scorer(run.stream)
         clock = Clock(arguments.warmup)
         run.observers["watch"] = Watch(clock, phases)
