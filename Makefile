@@ -5,12 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 
-.PHONY: help install quickstart test test-cluster lint bench clean
+.PHONY: help install quickstart test lint bench clean
 
 help:
 	@echo "make quickstart  train a tiny model on this machine and watch it learn"
-	@echo "make test        every test but those of whole clusters"
-	@echo "make test-cluster  those: Ray engines, ranks and nodes that are really killed"
+	@echo "make test        every test"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
 
@@ -27,9 +26,9 @@ endef
 
 METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml plugins/*/*/pyproject.toml)
 
-# The quick start leaves out Ray, vLLM and DeepSpeed: it needs none of them, and not every machine can have them.
+# The quick start leaves out Ray, vLLM, DeepSpeed and what tests need: not every machine can have them.
 $(LIGHT): $(METADATA)
-	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)'))
+	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)' | sed 's/\[dev\]//'))
 	@touch $(LIGHT)
 
 $(STAMP): $(METADATA)
@@ -43,15 +42,8 @@ $(STAMP): $(METADATA)
 quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/quickstart.py
 
-# Tests that start, kill and stop whole clusters of processes; one after another, as they need both cores.
-CLUSTER := $(addprefix plugins/backends/ray/tests/,test_engines.py test_alone.py test_two_nodes.py test_runs.py test_job.py) \
-	$(addprefix tests/,test_cluster_runs.py test_deploy_slurm.py test_deploy_jobs.py)
-
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(CLUSTER))
-
-test-cluster: install
-	$(BIN)/python -m pytest $(CLUSTER)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
