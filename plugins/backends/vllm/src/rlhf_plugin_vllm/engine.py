@@ -15,11 +15,15 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is
 from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
+from rlhf_plugin_vllm.scratch import Scratch
+from rlhf_plugin_vllm.workers import Workers
 
 WORKER = "rlhf_plugin_vllm.worker.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
 """Engines of this process, and whether the process groups were somebody else's before the first: they share vLLM's."""
+_left: list[Scratch] = []
+"""Of engines that were closed before others."""
 
 
 class Engine:
@@ -32,22 +36,26 @@ class Engine:
         ).name
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if where.cpu else None
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        apart = config.tensor_parallel * config.pipeline_parallel > 1
+        self._scratch = Scratch(shared=not apart)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._scratch.variables}
         if binding:
             variables |= {BIND: binding}
-        if config.tensor_parallel * config.pipeline_parallel > 1:
+        if apart:
             variables |= QUIET_WORKERS
         foreign = any(_running.values()) if _running else torch.distributed.is_initialized()
         with contained(variables):
             try:
                 self._llm: Any = self._start(config, spec, where)
             except Exception as error:
-                _take_down(foreign)
+                _take_down(foreign, self._scratch)
                 if isinstance(error, RlhfError):
                     raise
                 what = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
                 raise ModelError(f"{what}: {_first(error)}") from error
         _running[id(self)] = foreign
+        self._scratch.note(self._llm.model_executor)
+        self._workers = Workers(self._llm.model_executor)
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence, what is sampled included."""
@@ -66,7 +74,14 @@ class Engine:
         if where.cpu:
             _check_cpu_model(prepared.model_config)
             stay_where_memory_is()
-        return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
+        with self._scratch.in_use():
+            return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
+
+    # Where one of the engine's worker processes dies, or has died, what needs them raises WorkerError within seconds.
+
+    def check_workers(self) -> None:
+        """WorkerError where one has died."""
+        self._workers.check()
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -74,11 +89,12 @@ class Engine:
         """Queue a request; its output carries ``name``."""
         from vllm.inputs.engine import tokens_input
 
-        self._llm.add_request(name, tokens_input(list(ids)), parameters)
+        with self._workers.needed():  # at the first one they are asked what they can do
+            self._llm.add_request(name, tokens_input(list(ids)), parameters)
 
     def step(self) -> list[Any]:
         """One forward pass over everything that is due; vLLM's outputs of what has something to say."""
-        with own_randomness():
+        with own_randomness(), self._workers.needed():
             return self._llm.step()
 
     def abort(self, names: Sequence[str]) -> None:
@@ -95,7 +111,8 @@ class Engine:
 
     def rpc(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of :class:`~rlhf_plugin_vllm.worker.WeightReceiver` on every worker."""
-        return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
+        with self._workers.needed():
+            return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
     def forget_prefixes(self) -> None:
         """Drop cached keys and values."""
@@ -103,10 +120,12 @@ class Engine:
             raise ModelError("vLLM keeps keys and values of old weights: requests are still under way")
 
     def sleep(self, level: int) -> None:
-        self._llm.sleep(level)
+        with self._workers.needed():
+            self._llm.sleep(level)
 
     def wake(self, tags: Sequence[str]) -> None:
-        self._llm.wake_up(list(tags))
+        with self._workers.needed():
+            self._llm.wake_up(list(tags))
 
     def close(self) -> None:
         """Stop workers and give everything back. The last engine of the process takes down vLLM's process groups,
@@ -116,6 +135,7 @@ class Engine:
             return
         from vllm.v1.engine import core
 
+        self._workers.closing()
         foreign = _running.pop(id(self))
         original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda: None
         try:
@@ -124,15 +144,23 @@ class Engine:
             core.cleanup_dist_env_and_memory = original
         del llm
         gc.collect()
-        _take_down(foreign)
+        _take_down(foreign, self._scratch)
 
 
-def _take_down(foreign: bool) -> None:
-    """vLLM's process groups, once nobody needs them."""
-    if not _running and not foreign and torch.distributed.is_initialized():
+def _take_down(foreign: bool, scratch: Scratch) -> None:
+    """vLLM's process groups, once nobody needs them, and what engines left behind."""
+    if scratch.shared:
+        _left.append(scratch)
+    else:
+        scratch.remove()
+    if _running:
+        return
+    if not foreign and torch.distributed.is_initialized():
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
+    while _left:
+        _left.pop().remove()
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:

@@ -138,6 +138,7 @@ class VllmGenerator(Generator):
         return [[found[name] for name in names]]
 
     def _ready(self, to: str, alone: bool = False) -> None:
+        self.engine.check_workers()
         why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._unfit)
         if alone and not why and self.engine.busy:  # an output is handed to whoever takes the step
             why = "other samples are being drawn; exhaust or close that generate() first"

@@ -1,0 +1,196 @@
+"""A worker process that dies is said to have died, whatever the engine was doing; nothing of an engine stays behind.
+
+Workers are killed for real. One that is stopped first cannot answer, so the call is under way when it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from threading import Thread
+
+import psutil
+import pytest
+from rlhf.errors import ModelError, WorkerError
+from rlhf.interfaces import ModelSpec
+from rlhf.testing.models import model_path
+from rlhf.testing.plain import PlainTrainer
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_plugin_vllm import engine as engine_module
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_plugin_vllm.platforms import cores
+from rlhf_plugin_vllm.scratch import SHARED_MEMORY, Scratch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
+    ),
+]
+TWO = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel=2)
+KILLED = r"engine worker 1 \(process \d+\) was killed by SIGKILL"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_path("llama", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def source():
+    spec = ModelSpec(RoleSpec("policy"), str(model_path("llama", seed=5, head_dim=32)), dtype="fp32")
+    return PlainTrainer(None, spec)
+
+
+class Kept(Scratch):
+    """Every one that is made."""
+
+    all: list[Scratch] = []
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.all.append(self)
+
+
+@pytest.fixture
+def scratches(monkeypatch):
+    monkeypatch.setattr(Kept, "all", [])
+    monkeypatch.setattr(engine_module, "Scratch", Kept)
+    return Kept.all
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """A folder with a short name, as sockets need one, for what would be put into the system's. pytest has its own."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def two(engines, model, source, scratches, temporary):
+    generator = VllmGenerator(TWO, engines.spec(model, sync_timeout=3600.0))
+    yield generator
+    generator.close()
+
+
+def in_memory(scratch):
+    """Names in /dev/shm that belong to an engine."""
+    named = [SHARED_MEMORY / name for name in scratch._segments]
+    return sorted(p.name for p in [*named, *SHARED_MEMORY.glob(f"{scratch.meeting}*")] if p.exists())
+
+
+def load(generator, source, version):
+    generator.begin_load(version)
+    for bucket in source.buckets("live", 2**14):
+        generator.take(bucket)
+    return generator.end_load()
+
+
+def kill_amid(process, call):
+    """Run ``call`` while ``process`` does not answer, and kill it when it has been waited for a moment."""
+    os.kill(process.pid, signal.SIGSTOP)
+
+    def end():
+        time.sleep(1.0)
+        process.kill()
+
+    killer = Thread(target=end)
+    killer.start()
+    try:
+        call()
+    finally:
+        killer.join()
+
+
+def check_lost(generator, source):
+    """Whatever is asked of it from now on."""
+    for call in (
+        lambda: list(generator.generate([GenerationRequest((20, 21), 0, Sampling(4))])),
+        lambda: generator.logprobs([[20, 21, 22]]),
+        lambda: load(generator, source, 9),
+    ):
+        with pytest.raises(WorkerError, match=KILLED):
+            call()
+    for process in generator.engine._workers._processes:
+        process.join()  # the other one has nobody to compute with
+    generator.close()
+
+
+def test_a_worker_dies_while_samples_are_drawn(two, source):
+    load(two, source, 1)
+    requests = [GenerationRequest((20, 21), n, Sampling(200 if n else 2, ignore_eos=True)) for n in range(4)]
+    samples = two.generate(requests)
+    assert next(samples)[0] == 0
+    process = two.engine._workers._processes[1]
+    with pytest.raises(WorkerError, match=KILLED):
+        kill_amid(process, lambda: list(samples))
+    check_lost(two, source)
+
+
+def test_a_worker_dies_while_it_takes_weights(two, source, scratches):
+    two.begin_load(1)
+    first, *_ = source.buckets("live", 2**14)
+    process = two.engine._workers._processes[1]
+    with pytest.raises(WorkerError, match=KILLED):
+        kill_amid(process, lambda: two.take(first))
+    assert in_memory(scratches[0]), "what was killed could not tidy up"
+    check_lost(two, source)
+    assert in_memory(scratches[0]) == []
+    assert not scratches[0].folder.exists()
+
+
+def test_a_worker_dies_between_two_calls(two, source):
+    load(two, source, 1)
+    process = two.engine._workers._processes[1]
+    process.kill()
+    process.join()
+    check_lost(two, source)
+
+
+def test_an_engine_that_is_closed_leaves_nothing(two, source, scratches, temporary):
+    others = [SHARED_MEMORY / "vllm_dist_of_another", temporary / "vllm_dist_of_another"]
+    for path in others:
+        path.touch()
+    try:
+        load(two, source, 1)
+        assert sorted(p.name for p in temporary.iterdir()) == [scratches[0].folder.name, others[1].name]
+        assert len(in_memory(scratches[0])) > 2
+        two.close()
+        assert in_memory(scratches[0]) == []
+        assert list(temporary.iterdir()) == others[1:]
+        assert all(path.exists() for path in others)
+    finally:
+        for path in others:
+            path.unlink()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_that_cannot_start_leaves_nothing(engines, model, scratches, temporary, tmp_path, workers):
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 3000 if file.suffix == ".safetensors" else None])
+    config = TWO.model_copy(update={"tensor_parallel": workers})
+    with pytest.raises(ModelError, match="could not start"):
+        VllmGenerator(config, engines.spec(tmp_path))
+    assert len(scratches) == 1
+    assert in_memory(scratches[0]) == []
+    assert list(temporary.iterdir()) == []
+    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    assert [p for p in left if "resource_tracker" not in " ".join(p.cmdline())] == []
+
+
+def test_one_engine_in_this_process_keeps_its_file_for_those_after_it(engines, model, source, scratches, temporary):
+    """They share a process group, which reads the file of the first until the last is closed."""
+    first, second = (VllmGenerator(engines.small, engines.spec(model)) for _ in range(2))
+    first.close()
+    assert scratches[0].folder.exists()
+    third = VllmGenerator(engines.small, engines.spec(model))
+    load(third, source, 1)
+    assert third.logprobs([[20, 21, 22]])
+    third.close()
+    second.close()
+    assert list(temporary.iterdir()) == []
