@@ -1,0 +1,52 @@
+"""Mixtures of experts: every name that a trainer streams is one that vLLM loads, and none is missing.
+
+Engines on a CPU refuse them, as their kernels keep the old experts after a reload. That refusal is put aside here:
+names and completeness are looked at, not what would be sampled.
+"""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import SyncError
+from rlhf.interfaces import ModelSpec
+from rlhf.sync.bucket import buckets
+from rlhf.testing.models import model_path
+from rlhf.types import RoleSpec
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_vllm import engine
+from safetensors.torch import load_file
+
+SIZES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+EXPERT = {
+    "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w3.weight",
+}
+
+
+def take(generator, weights, version):
+    generator.begin_load(version)
+    for bucket in buckets(weights.items(), 2**14, {}):
+        generator.take(bucket)
+    return generator.end_load()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SIZES)
+def test_a_stream_of_experts_is_loaded_whole(engines, monkeypatch, architecture):
+    path = model_path(architecture, head_dim=32, tied=False, **SIZES[architecture])
+    monkeypatch.setattr(engine, "_check_cpu_model", lambda model: None)
+    generator = engines.get(path)
+    spec = ModelSpec(RoleSpec("policy"), str(path), dtype="fp32")
+    weights = dict(TorchTrainer(TorchTrainerConfig(device="cpu"), spec).weights())
+    assert weights.keys() == load_file(path / "model.safetensors").keys()
+    [proof] = take(generator, weights, 1)
+    assert proof.received.keys() == weights.keys()
+    without = {name: tensor for name, tensor in weights.items() if name != EXPERT[architecture]}
+    assert len(without) < len(weights)
+    with pytest.raises(SyncError, match=r"did not get all of version 2: a part of .*layers\.1\..*experts"):
+        take(generator, without, 2)
+    take(generator, weights, 3)
