@@ -26,6 +26,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf.errors import ModelError
+from rlhf.modeling import flash_attention
+from rlhf.modeling.flash_attention import Lines
 from rlhf.modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf.modeling.prefix import Shared, Stretch
 from rlhf.modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
@@ -50,10 +52,14 @@ def attend_with(route: Route) -> Iterator[None]:
 
 
 @contextmanager
-def packed(lens: Sequence[int], shared: Shared | None = None) -> Iterator[None]:
+def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> Iterator[None]:
     """Inside, the model's single row holds sequences of these lengths, each causal and alone; with ``shared`` the
-    computed tokens of these."""
-    with attend_with(PackedAttention(lens, shared)):
+    computed tokens of these.
+
+    Args:
+        kernel: ``auto`` | ``sdpa`` | ``flash``, on a GPU.
+    """
+    with attend_with(PackedAttention(lens, shared, kernel)):
         yield
 
 
@@ -94,13 +100,17 @@ class PackedAttention:
 
     On a CPU short sequences go through :mod:`rlhf.modeling.matmul_attention`; others take one
     ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
-    kernel is several times slower there). In fp32 on a CPU the result is bit-equal to one sequence at a time;
-    gradients of weights differ by the order of summation. With ``shared`` prefixes a sequence's kernel also depends on
-    how long the front is that it shares, so the result is equal to rounding.
+    kernel is several times slower there). On a GPU under bf16 all take one call of
+    :mod:`rlhf.modeling.flash_attention`, where layer and platform allow it, else runs as on a CPU.
+
+    In fp32 on a CPU the result is bit-equal to one sequence at a time; gradients of weights differ by the order of
+    summation. With ``shared`` prefixes a sequence's kernel also depends on how long the front is that it shares, so the
+    result is equal to rounding.
     """
 
-    def __init__(self, lens: Sequence[int], shared: Shared | None = None) -> None:
-        self.lens = list(lens)
+    def __init__(self, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
+        self.lens, self._kernel = list(lens), kernel
+        self._lines: Lines | None = None
         if shared is None:
             starts = [0, *accumulate(lens)][:-1]
             self._stretches = tuple(Stretch(s, 0, n, s) for s, n in zip(starts, lens, strict=True))
@@ -132,6 +142,8 @@ class PackedAttention:
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
+            if not on_cpu and self._flashes(q, k, v, dtype, options):
+                return self._flash(q, k, v, dtype, options)[None], None
             buckets, runs = self._plan(LONGEST.get(dtype, 0) if plain else 0, q.device)
             flat = [x[0].transpose(0, 1) for x in (q, k, v)]
             out_NHD: Tensor | None = None
@@ -144,6 +156,17 @@ class PackedAttention:
                 out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
         assert out_NHD is not None
         return out_NHD[None], None
+
+    def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
+        if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):
+            return False
+        return self._kernel == "flash" or not flash_attention.why_not(q.device, dtype)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
+        if self._lines is None:
+            self._lines = flash_attention.lay_out(self._stretches, self.tokens, self._place, q.device)
+        flat = [x[0].transpose(0, 1).to(dtype) for x in (q, k, v)]
+        return flash_attention.flash_attention(flat[0], flat[1], flat[2], self._lines, options)
 
     def _check(
         self, module: Any, q: Tensor, k: Tensor, mask: Any, s_aux: Any, is_causal: bool | None, dropout: float

@@ -41,6 +41,9 @@ class TrainingConfig(ComponentConfig):
     shared_prefixes: bool = True
     """Compute a prefix that sequences of a micro-batch have in common once: the prompt of a group's samples, of a pair.
     Exact; without effect where the model has dropout. ``false`` is there to compare with."""
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
+    ``auto``: ``flash`` where it can be had. A CPU has kernels of its own."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

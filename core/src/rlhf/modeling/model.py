@@ -42,6 +42,8 @@ class LoadedModel:
     """``lm`` | ``scalar`` | ``classes:N``."""
     softcap: float | None = None
     """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
+    attention: str = "auto"
+    """``auto`` | ``sdpa`` | ``flash``: the kernel on a GPU."""
     fresh_head: bool = False
     """The checkpoint has no head of this kind (a causal language model under a scalar role): :func:`draw_head`."""
 
@@ -53,7 +55,7 @@ class LoadedModel:
 
     def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor:
         """[N, hidden] of packed sequences; ``use_cache=False`` always, whatever the model's config says."""
-        with packed(lens):
+        with packed(lens, kernel=self.attention):
             out = self.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
         return out.last_hidden_state[0]
 

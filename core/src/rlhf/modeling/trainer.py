@@ -21,6 +21,7 @@ from rlhf.modeling import heads as head_ops
 from rlhf.modeling.adapters import train_adapters_only
 from rlhf.modeling.attention import attend_with, current_route, packed
 from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
 from rlhf.modeling.precision import Precision, choose_precision
 from rlhf.modeling.prefix import share_prefixes
@@ -66,7 +67,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
     shared = share_prefixes(batch.ids_N, lens) if share else None
     if shared is None:
         return loaded.hidden(batch.ids_N, batch.position_N, lens), None
-    with packed(lens, shared):
+    with packed(lens, shared, loaded.attention):
         out = loaded.body(input_ids=shared.ids_M[None], position_ids=shared.position_M[None], use_cache=False)
     return out.last_hidden_state[0], shared.place_N
 
@@ -94,6 +95,8 @@ class PackedTrainer(Trainer):
         """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
         self.precision: Precision = choose_precision(spec.dtype, device)
+        loaded.attention = self.config.attention
+        check_kernel(self.config.attention, device, self.precision.bf16)
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
         self.module = loaded.module
         """The live model, in evaluation mode between calls (``export:module``)."""

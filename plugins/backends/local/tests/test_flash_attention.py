@@ -1,0 +1,111 @@
+"""One kernel call for all sequences, on GPUs.
+
+Here the kernel is a plain statement of what torch documents of it: what is shown is the layout that it is given. That
+the real one agrees is for `benchmarks/gpu` to show.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import ModelSpec
+from rlhf.modeling import flash_attention, sdpa_attention
+from rlhf.modeling.prefix import Stretch, share_prefixes
+from rlhf.modeling.sdpa_attention import Options
+from rlhf.testing.models import model_path
+from rlhf.types import RoleSpec
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainer
+
+CPU = torch.device("cpu")
+
+
+def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """Sequence by sequence: the queries are the last ones; a query at position i sees keys i - left .. i."""
+    left, right = window_size
+    assert right == 0
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert (ends_q.dtype, ends_k.dtype) == (torch.int32, torch.int32)
+    assert longest_q == int(ends_q.diff().max())
+    assert longest_k == int(ends_k.diff().max())
+    out = []
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(ends_q.tolist()), itertools.pairwise(ends_k.tolist()), strict=True
+    ):
+        own, keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        i = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None]
+        j = torch.arange(k1 - k0)[None, :]
+        seen = (j <= i) & ((i - j <= left) | (left < 0))
+        scores = torch.einsum("qhd,khd->hqk", own, keys) * scale
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", stated)
+
+
+def rows(tokens: int, heads: int, seed: int) -> torch.Tensor:
+    return torch.randn(tokens, heads, 8, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def both(stretches, tokens, place, options):
+    """(flash, sdpa), each with the gradients of q, k and v."""
+    answers = []
+    for compute in (
+        lambda q, k, v: flash_attention.flash_attention(
+            q, k, v, flash_attention.lay_out(stretches, tokens, place, CPU), options
+        ),
+        lambda q, k, v: sdpa_attention.sdpa_attention(
+            q, k, v, sdpa_attention.collect(stretches, tokens, place, CPU), options
+        ),
+    ):
+        inputs = rows(tokens, 4, 1), rows(tokens, 2, 2), rows(tokens, 2, 3)
+        out = compute(*inputs)
+        (out * rows(tokens, 4, 4).detach()).sum().backward()
+        answers.append([out.detach(), *(x.grad for x in inputs)])
+    return answers
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_packed_sequences(kernel, window):
+    lens = [5, 1, 9, 9]
+    starts = [0, 5, 6, 15]
+    stretches = [Stretch(s, 0, n, s) for s, n in zip(starts, lens, strict=True)]
+    for a, b in zip(*both(stretches, 24, None, Options(0.3, 0.0, window, None)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_shared_prefixes(kernel, window):
+    prompt = [7, 8, 9, 10, 11]
+    sequences = [[*prompt, 1, 2], [*prompt, 1, 3, 4], [20, 21], [*prompt, 5], [*prompt, 5]]
+    shared = share_prefixes(torch.tensor([i for s in sequences for i in s]), [len(s) for s in sequences])
+    assert shared is not None
+    tokens = int(shared.ids_M.numel())
+    assert tokens < sum(map(len, sequences))
+    for a, b in zip(*both(shared.stretches, tokens, shared.place_N, Options(0.3, 0.0, window, None)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_do_not_fit():
+    q, k = torch.zeros(1, 4, 3, 64), torch.zeros(1, 2, 3, 64)
+    assert flash_attention.fits(q, k, k, Options(1.0, 0.0, None, None))
+    assert not flash_attention.fits(q, k, k[..., :32], Options(1.0, 0.0, None, None))
+    assert not flash_attention.fits(q, k, k, Options(1.0, 0.1, None, None))
+    assert not flash_attention.fits(q, k, k, Options(1.0, 0.0, None, 30.0))
+    assert not flash_attention.fits(*[torch.zeros(1, 2, 3, 20)] * 3, Options(1.0, 0.0, None, None))
+
+
+def test_it_is_refused_where_it_cannot_be_had():
+    spec = ModelSpec(RoleSpec("policy", trained=True), str(model_path()), "fp32")
+    for kernel in ("flash", "sdpa"):
+        config = TorchTrainerConfig(device="cpu", attention=kernel)
+        with pytest.raises(CapabilityError, match=rf"trainer\.attention = '{kernel}' cannot be had: .* a GPU's"):
+            TorchTrainer(config, spec)
+    assert "bf16" in flash_attention.why_not(torch.device("cuda"), torch.float32)
