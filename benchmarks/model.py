@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from rlhf.testing.tiny import tiny_model
-from settings import LONGEST, MAX_NEW_TOKENS, PROMPTS, ROWS, SAMPLES, SHORTEST
+from settings import DEVICE, LONGEST, MAX_NEW_TOKENS, PROMPTS, ROWS, SAMPLES, SHORTEST, SIZES, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CHARS = "0123456789+-*/=()<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'\n"
@@ -19,10 +19,13 @@ MEAN_LENGTH = 22
 
 
 def make_model(path: Path) -> None:
-    """Qwen3, 4.45 M parameters, random weights; a vocabulary of characters."""
-    tiny_model(
-        path, hidden=256, intermediate=704, layers=6, heads=8, kv_heads=4, head_dim=32, std=0.02, chars=CHARS, seed=0
-    )
+    """Qwen3 with random weights: 4.45 M parameters and a vocabulary of characters where nothing else is asked for.
+
+    Further tokens are numbers behind a space. No text is encoded with them, but each can be sampled and reads as
+    something, so that rewards differ.
+    """
+    more = (f" {n}" for n in range(VOCABULARY - 3 - len(CHARS)))
+    tiny_model(path, std=0.02, chars=[*CHARS, *more], seed=0, **SIZES)
 
 
 def make_ending_model(source: Path, path: Path) -> None:
@@ -32,14 +35,14 @@ def make_ending_model(source: Path, path: Path) -> None:
     more of it, and how much is found by bisection. With tied embeddings this is a bias on the end token's logit.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(source))
-    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32).to(DEVICE)
     generator = torch.Generator().manual_seed(1)
     weight = model.get_input_embeddings().weight.data
-    direction = torch.randn(weight.shape[1], generator=generator)
+    direction = torch.randn(weight.shape[1], generator=generator).to(DEVICE)
     direction /= direction.norm()
     weight += 0.5 * direction
     plain_end = weight[tokenizer.eos_token_id].clone()
-    ids = torch.randint(3, weight.shape[0], (16, MAX_NEW_TOKENS), generator=generator)
+    ids = torch.randint(3, weight.shape[0], (16, MAX_NEW_TOKENS), generator=generator).to(DEVICE)
     low, high = 0.0, 2.0
     for _ in range(20):
         middle = (low + high) / 2

@@ -14,11 +14,24 @@ from typing import Any
 
 THREADS = int(os.environ.get("BENCH_THREADS", "2"))
 """torch threads of every arm; figures that are compared with stated ones need two."""
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
+"""``cpu``, or ``cuda`` for the first GPU (benchmarks/gpu)."""
 PROMPTS, SAMPLES, MAX_NEW_TOKENS = 16, 8, 64
+PROMPT_TOKENS = 64
+"""Room for a prompt; they are shorter."""
 ROWS, SHORTEST, LONGEST = 16, 20, 200
+SIZES: dict[str, int] = {"hidden": 256, "intermediate": 704, "layers": 6, "heads": 8, "kv_heads": 4, "head_dim": 32}
+VOCABULARY = 0
+"""Tokens of the model's tokenizer; 0: its characters and nothing more."""
+OURS: dict[str, dict[str, Any]] = {}
+"""Laid over our run file, section by section."""
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
 """A rate so small that the weights, and so the lengths of answers, stay what they are while a step is timed."""
 WORKLOADS = ("grpo-forced", "grpo-natural", "sft")
+_CHANGES: dict[str, Any] = json.loads(os.environ.get("BENCH_SETTINGS", "{}"))
+if unknown := sorted(_CHANGES.keys() - globals().keys()):
+    raise SystemExit(f"BENCH_SETTINGS names {', '.join(unknown)}, which benchmarks/settings.py does not have")
+globals().update(_CHANGES)  # another shape, for every arm alike
 
 
 def digits(text: str) -> float:
@@ -34,6 +47,14 @@ def memory_mib(field: str) -> float:
     raise LookupError(f"/proc/self/status has no {field}: these benchmarks need Linux")
 
 
+def settle() -> None:
+    """Wait for what a GPU still computes, so that a time is of finished work."""
+    if DEVICE == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 class Clock:
     """Whole steps, end to end: from the end of one to the end of the next, so nothing between them is lost."""
 
@@ -44,6 +65,7 @@ class Clock:
         """Tokens that each step learned from or sampled, as the arm counts them."""
 
     def step(self, tokens: int) -> None:
+        settle()
         self.ends.append(time.perf_counter())
         self.processor_ends.append(time.process_time())
         self.tokens.append(tokens)
@@ -52,13 +74,22 @@ class Clock:
         def between(ends: list[float]) -> list[float]:
             return [b - a for a, b in pairwise(ends)][self.warmup :]
 
-        return {
+        return self._device() | {
             "seconds": between(self.ends),
             "processor_seconds": between(self.processor_ends),
             "tokens": self.tokens[self.warmup :],
             "peak_mib": memory_mib("VmHWM"),
             "before_mib": self.before_mib,
         }
+
+    def _device(self) -> dict[str, float]:
+        """The most of a GPU that tensors took, and that torch held for them."""
+        if DEVICE != "cuda":
+            return {}
+        import torch
+
+        taken, held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"peak_device_mib": taken / 2**20, "reserved_device_mib": held / 2**20}
 
 
 def arm_arguments(description: str) -> argparse.Namespace:

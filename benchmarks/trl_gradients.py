@@ -68,8 +68,10 @@ def main() -> None:
                 inputs = sft_inputs(gate["sft"], tokenizer.pad_token_id)
             trainer.current_gradient_accumulation_steps = 1  # set by its training loop
             trainer.model.train()
+            inputs = {name: value.to(trainer.model.device) for name, value in inputs.items()}
             trainer.compute_loss(trainer.model, inputs).backward()
-        found = {n: p.grad.clone().contiguous() for n, p in trainer.model.named_parameters() if p.grad is not None}
+        named = trainer.model.named_parameters()
+        found = {n: p.grad.cpu().clone().contiguous() for n, p in named if p.grad is not None}
         save_file(found, str(work / f"trl-{workload}.safetensors"))
 
 

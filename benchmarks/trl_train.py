@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from settings import (
     BETAS,
+    DEVICE,
     EPS,
     LEARNING_RATE,
     LONGEST,
@@ -35,7 +36,7 @@ def common(precision: str, steps: int, output: str, parts: int = 1) -> dict[str,
     return {
         "output_dir": output,
         "max_steps": steps,
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "bf16": precision == "bf16",
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",

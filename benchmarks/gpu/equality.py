@@ -1,0 +1,80 @@
+"""The same recorded batch, on the device and on the processor: equal gradients, equal log-probs, samples that the
+trainer agrees with.
+
+What is compared with, everywhere: fp32 on the processor, packed, prefixes shared. README.md says why the tolerances
+are what they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from parts import Part, Section
+from recorded import ALGORITHMS, Learnt, Recorded, distance
+from sampled import check_transformers, check_vllm
+
+GRADIENTS = {"fp32": 1e-5, "bf16": 5e-2}
+"""Largest distance from the reference, of its norm."""
+LAYOUT_BF16 = 5e-2
+"""The same between two layouts of one batch in bf16: other kernels, other rounding, no other mathematics."""
+LOGPROBS = {"fp32": 1e-4, "bf16": 5e-2}
+"""Largest mean difference of a token's log-prob from the reference."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed, prefixes shared": {},
+    "packed, prefixes apart": {"trainer": {"shared_prefixes": False}},
+    "one by one": {"trainer": {"shared_prefixes": False}, "policy": {"micro_tokens": 1}},
+}
+"""A unit longer than the token budget is alone in its micro-batch, so a budget of 1 packs nothing."""
+PACKED = next(iter(LAYOUTS))
+
+
+def run(section: Section) -> None:
+    recorded = Recorded(section.work, section.small)
+    references: dict[str, Learnt] = {}
+
+    def reference(part: Part) -> None:
+        for algorithm in ALGORITHMS:
+            references[algorithm] = found = recorded.learn(algorithm, "cpu", "fp32")
+            part.figures[algorithm] = {
+                "tokens": len(found.logprobs_N),
+                "gradient norm": sum(float(g.double().square().sum()) for g in found.gradients.values()) ** 0.5,
+            }
+
+    section.part("reference", reference)
+    for dtype in ("fp32", "bf16"):
+        name = f"gradients and log-probs, {dtype}"
+        section.part(name, partial(compare, recorded, references, section.device, dtype))
+    section.part("samples of transformers", partial(check_transformers, recorded, section.device))
+    for dtype in ("bf16", "fp32"):
+        run_it = partial(check_vllm, recorded, section.device, dtype)
+        section.part(f"samples of vllm, {dtype}", run_it, needs=("vllm",), seconds=30)
+
+
+def compare(recorded: Recorded, references: dict[str, Learnt], device: str, dtype: str, part: Part) -> None:
+    if len(references) != len(ALGORITHMS):
+        raise RuntimeError("there is no reference to compare with")
+    for algorithm, reference in references.items():
+        figures = part.figures[algorithm] = {}
+        found = {}
+        for layout, sections in LAYOUTS.items():
+            found[layout] = ours = recorded.learn(algorithm, device, dtype, **sections)
+            apart = distance(ours.gradients, reference.gradients)
+            difference_N = (ours.logprobs_N - reference.logprobs_N).abs()
+            figures[layout] = {
+                "gradients apart": apart,
+                "log-probs apart, mean": float(difference_N.mean()),
+                "log-probs apart, most": float(difference_N.max()),
+                "attention": ours.kernels,
+            }
+            what = f"{algorithm}, {layout}"
+            part.at_most(f"{what}: gradients apart from the reference", apart, GRADIENTS[dtype])
+            part.at_most(f"{what}: log-probs apart, mean", float(difference_N.mean()), LOGPROBS[dtype])
+            if layout != PACKED:
+                same = distance(ours.gradients, found[PACKED].gradients)
+                figures[layout]["gradients apart from packed"] = same
+                limit = LAYOUT_BF16 if dtype == "bf16" else GRADIENTS["fp32"]
+                part.at_most(f"{what}: gradients apart from packed", same, limit)
+        if dtype == "bf16" and device != "cpu":  # for scale: what the same precision costs elsewhere
+            own = recorded.learn(algorithm, "cpu", "bf16")
+            figures["bf16 on the processor"] = {"gradients apart": distance(own.gradients, reference.gradients)}

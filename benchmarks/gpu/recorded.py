@@ -1,0 +1,131 @@
+"""One recorded batch of policy-gradient samples and one of demonstrations, and what a trainer makes of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ours_gradients import demonstrations, groups
+from rlhf.controller.build import launch_roles
+from rlhf.controller.prepare import Prepared, prepare
+from rlhf.controller.roles import Role
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.reduce import weigh
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+from rlhf.testing.tiny import CHARS, tiny_model
+from torch import Tensor
+
+SIZES = {"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 1024}
+SMALL = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128}
+ALGORITHMS = ("grpo", "sft")
+REWARD = Path(__file__).resolve().parents[1] / "ours_reward.py"
+VOCABULARY = 3 + len(CHARS)
+
+
+@dataclass
+class Learnt:
+    """Of one algorithm under one setting."""
+
+    gradients: dict[str, Tensor]
+    logprobs_N: Tensor
+    kernels: dict[str, int] = field(default_factory=dict)
+    """{operation of attention: calls}."""
+
+
+class Recorded:
+    """Model, data files and batches in a folder."""
+
+    def __init__(self, folder: Path, small: bool) -> None:
+        self.folder, self.small = folder, small
+        self.model = tiny_model(folder / "model", std=0.05, **(SMALL if small else SIZES))
+        self.rows = {
+            "grpo": _file(folder / "prompts.jsonl", '{"prompt": "1+1="}\n'),
+            "sft": _file(folder / "rows.jsonl", '{"prompt": "1+1=", "completion": "2"}\n'),
+        }
+        self.batches = record(random.Random(0), *((2, 3, 24) if small else (4, 8, 192)))
+
+    def run_file(self, algorithm: str, device: str, dtype: str, **sections: Mapping[str, Any]) -> RunFile:
+        """One step of an algorithm with its defaults; ``sections`` are laid over."""
+        run: dict[str, Any] = {
+            "run": {"output": str(self.folder / "run"), "steps": 1},
+            "algorithm": algorithm,
+            "policy": {"model": str(self.model), "dtype": dtype, "micro_tokens": 4096},
+            "trainer": {"device": device},
+            "data": {"train": str(self.rows[algorithm]), "batch_size": 1, "max_tokens": 2048},
+        }
+        if algorithm == "sft":
+            run["data"]["response"] = "completion"
+        else:
+            run |= {"reward": f"file:{REWARD}:score", "sampling": {"samples_per_prompt": 2, "max_new_tokens": 16}}
+        for name, section in sections.items():
+            run[name] = {**run.get(name, {}), **section}
+        return RunFile.model_validate(run)
+
+    def learn(self, algorithm: str, device: str, dtype: str, **sections: Mapping[str, Any]) -> Learnt:
+        """Gradients and log-probs of the recorded batch; nothing is updated."""
+        made = prepare(self.run_file(algorithm, device, dtype, **sections), Plugins.discover())
+        launcher = made.parts["launcher"].build()
+        try:
+            return learn(made, launch_roles(made, launcher)["policy"], self.batches[algorithm])
+        finally:
+            launcher.shutdown()
+
+
+def learn(made: Prepared, policy: Role, examples: Any) -> Learnt:
+    batch = made.algorithm.assemble(examples)
+    assert batch is not None
+    logprobs_N = policy.forward(batch, [resolve_head("logprobs", None)])["logprobs"]
+    batch, _ = made.algorithm.credit(batch)
+    [update] = made.algorithm.updates(0)
+    loss = made.algorithm.parts[update.loss]
+    weighed: Batch = weigh(loss.prepare(batch), loss.reduce())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients = policy.gradients(weighed, loss, update)
+    return Learnt(gradients, logprobs_N, attention_calls(profile))
+
+
+def attention_calls(profile: Any) -> dict[str, int]:
+    """Which of torch's kernels attended; matrix products of our own (a CPU's short sequences) are not among them."""
+    count: Counter[str] = Counter()
+    for event in profile.key_averages():
+        name = event.key.removeprefix("aten::")
+        if "dot_product" in name and name != "scaled_dot_product_attention" and "backward" not in name:
+            count[name.strip("_")] += event.count
+    return dict(count)
+
+
+def record(draw: random.Random, prompts: int, samples: int, longest: int) -> dict[str, Any]:
+    """{algorithm: what it assembles}. Samples of a prompt share it; answers have any length up to ``longest``."""
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    grouped = []
+    for _ in range(prompts):
+        prompt, answers = (
+            ids(draw.randrange(longest // 4, longest)),
+            [ids(draw.randrange(1, longest + 1)) for _ in range(samples)],
+        )
+        grouped.append({"prompt": prompt, "answers": answers, "rewards": [draw.random() for _ in answers]})
+    rows = [{"prompt": ids(8), "answer": ids(draw.randrange(longest // 8, 2 * longest))} for _ in range(prompts * 4)]
+    return {"grpo": groups(grouped), "sft": demonstrations(rows)}
+
+
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """|ours - theirs| / |theirs| over all parameters together."""
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"the parameters with gradients differ: {sorted(ours.keys() ^ theirs.keys())}")
+    apart = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in theirs)
+    return (apart / sum(float(t.double().square().sum()) for t in theirs.values())) ** 0.5
+
+
+def _file(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path

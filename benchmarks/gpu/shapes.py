@@ -1,0 +1,66 @@
+"""The 0.5B-class model, made on the spot with random weights: no machine needs to reach a model hub."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlhf.testing.tiny import CHARS, tiny_model
+
+LARGE: dict[str, Any] = {
+    "hidden": 896,
+    "layers": 24,
+    "heads": 14,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "intermediate": 4864,
+}
+"""Qwen2.5-0.5B's sizes, in the Qwen3 architecture (norms on queries and keys in place of biases), beside which
+transformers loads a tokenizer made here; 494 M parameters with the vocabulary below, head and embedding tied."""
+VOCABULARY = 151936
+TINY: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128}
+TINY_VOCABULARY = 512
+
+
+MIDDLE: dict[str, Any] = {**LARGE, "layers": 8}
+MIDDLE_VOCABULARY = 8192
+"""126 M parameters: for what writes an optimizer's state to disk."""
+
+
+def sizes(small: bool) -> tuple[dict[str, Any], int]:
+    """(sizes, tokens of the vocabulary)."""
+    return (TINY, TINY_VOCABULARY) if small else (LARGE, VOCABULARY)
+
+
+def alphabet(chars: str, tokens: int) -> list[str]:
+    """``chars`` and numbers behind a space: what a tokenizer of so many tokens can say, its three special ones left
+    out. Only the characters are ever made of a text, but any token can be sampled and reads as something."""
+    return [*chars, *(f" {n}" for n in range(tokens - 3 - len(chars)))]
+
+
+def make(folder: Path, small: bool) -> Path:
+    """The model in Hugging Face format, in ``folder``; the one that is there already."""
+    return _make(folder / "model", *sizes(small))
+
+
+def make_middle(folder: Path, small: bool) -> Path:
+    return _make(folder / "middle", *((TINY, TINY_VOCABULARY) if small else (MIDDLE, MIDDLE_VOCABULARY)))
+
+
+def parameters(model: Path) -> int:
+    """How many the file has, a tied head counted once."""
+    from safetensors import safe_open
+
+    with safe_open(str(model / "model.safetensors"), "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118, not a dict
+
+
+def _make(path: Path, shape: dict[str, Any], tokens: int) -> Path:
+    if not path.exists():
+        draft = path.with_name(path.name + ".draft")
+        shutil.rmtree(draft, ignore_errors=True)  # of a section that was ended while it wrote
+        tiny_model(draft, std=0.02, chars=alphabet(CHARS, tokens), seed=0, **shape)
+        draft.rename(path)
+    return path

@@ -1,0 +1,136 @@
+"""The phases of the hybrid engine: what sleeping and putting aside give back of the device, and that nothing is lost.
+
+Memory is the device's own count (``torch.cuda.mem_get_info``), which sees every process.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import machine
+import shapes
+import torch
+from parts import NotRun, Part, Section
+from rlhf.controller.build import train
+from rlhf.controller.sync import WeightSync
+from rlhf.interfaces import Loss, ModelSpec, Trainer
+from rlhf.observe import read_metrics
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.plugins import Plugins
+from rlhf.runfile import SyncSection
+from rlhf.types import RoleSpec
+from safetensors.torch import load_file
+from sampled import draw_all, engine, policy, requests
+from sync import colocated
+
+KV_GIB = 4.0
+GIVEN_BACK = 0.9
+"""Of the weights and the cache, when the engine sleeps; of AdamW's two moments, when they are put aside. The rest is
+for what shares their blocks in the allocator."""
+
+
+def run(section: Section) -> None:
+    model = shapes.make(section.shared, section.small)
+    for level in (1, 2):
+        run_it = partial(asleep, section, model, level)
+        section.part(f"vllm sleeps, level {level}", run_it, needs=("vllm",), seconds=40)
+    middle = shapes.make_middle(section.shared, section.small)
+    section.part("optimizer of torch aside", partial(aside, section, middle, "torch", {}), seconds=15)
+    for stage in (2, 3):
+        run_it = partial(aside, section, middle, "deepspeed", {"stage": stage})
+        section.part(f"optimizer of deepspeed aside, stage {stage}", run_it, needs=("deepspeed",), seconds=30)
+    section.part("a run in phases on Ray", partial(phases, section, model), needs=("ray", "vllm"), seconds=50)
+
+
+def asleep(section: Section, model: Path, level: int, part: Part) -> None:
+    """Samples after waking are those from before, at level 2 by way of another sync."""
+    device = section.device
+    if level == 2:
+        section.needs_cuda()
+    space = KV_GIB if device == "cuda" else 0.25
+    role = policy(model, device, "bf16")
+    options: dict[str, Any] = {"sleep_level": level} if device == "cuda" else {}
+    with engine(model, "bf16", kv_cache_gib=space, **options) as generator:
+        WeightSync(role, generator, SyncSection(), 0, print).push(1)
+        asked = requests(8, 24, 16, 1.0)
+        before = draw_all(generator, asked)
+        memory = part.figures["bytes of the device"] = {"awake": machine.memory_used(device, tidy=True)}
+        for turn in ("first", "second"):
+            generator.sleep()
+            memory[f"asleep, {turn}"] = machine.memory_used(device)
+            generator.wake()
+            memory[f"awake again, {turn}"] = machine.memory_used(device)
+            after = draw_all(generator, asked)
+            same = [a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(before, after, strict=True)]
+            part.holds(f"samples after the {turn} wake are equal, bit for bit", all(same))
+    if device == "cuda":
+        weights = sum(t.numel() for _, t in role.group.worker.weights()) * 2  # bf16
+        held = weights + space * 2**30
+        part.figures["bytes of weights and cache"] = held
+        for turn in ("first", "second"):
+            freed = memory["awake"] - memory[f"asleep, {turn}"]
+            part.at_least(f"given back in the {turn} sleep, of weights and cache", freed / held, GIVEN_BACK)
+            back = memory[f"awake again, {turn}"] - memory[f"asleep, {turn}"]
+            part.at_least(f"taken again at the {turn} wake, of weights and cache", back / held, GIVEN_BACK)
+
+
+def aside(section: Section, model: Path, name: str, options: dict[str, Any], part: Part) -> None:
+    """What a checkpoint would hold is the same before and after, bit for bit."""
+    chosen: type[Trainer] = Plugins.discover().resolve("trainer", name).cls
+    if chosen.offload is Trainer.offload:
+        raise NotRun(f"trainer {name!r} keeps its optimizer on the device: it does not override offload()")
+    device, nll = section.device, Plugins.discover().resolve("loss", "nll").cls()
+    spec = ModelSpec(RoleSpec("policy", trained=True), str(model), "bf16")
+    trainer = chosen(chosen.Config(device=device, lr=1e-3, **options), spec)
+    learn(trainer, nll)
+    folder = section.work / f"states of {name} {options}"
+    trainer.save(folder / "before")
+    memory = part.figures["bytes of the device"] = {"with the optimizer": machine.memory_used(device, tidy=True)}
+    trainer.offload()
+    memory["put aside"] = machine.memory_used(device)
+    trainer.reload()
+    memory["back"] = machine.memory_used(device)
+    trainer.save(folder / "after")
+    files = sorted(p.relative_to(folder / "before") for p in (folder / "before").rglob("*") if p.is_file())
+    same = [same_state(folder / "before" / f, folder / "after" / f) for f in files]
+    part.holds(f"the {len(files)} files of its state are equal", bool(files) and all(same))
+    norm, _, skipped = learn(trainer, nll)
+    part.holds("it goes on learning", not skipped and math.isfinite(norm))
+    shutil.rmtree(folder)
+    if device == "cuda":
+        moments = 8 * shapes.parameters(model)
+        part.figures["bytes of the moments"] = moments
+        freed = memory["with the optimizer"] - memory["put aside"]
+        part.at_least("given back, of the moments", freed / moments, GIVEN_BACK)
+        back = memory["back"] - memory["put aside"]
+        part.at_least("taken again, of the moments", back / moments, GIVEN_BACK)
+
+
+def same_state(one: Path, other: Path) -> bool:
+    """The same bytes; of safetensors the same tensors, whose metadata have no order."""
+    if one.suffix != ".safetensors":
+        return one.read_bytes() == other.read_bytes()
+    ours, theirs = load_file(one), load_file(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def learn(trainer: Trainer, nll: Loss) -> tuple[float, float, str]:
+    """One step on a fixed batch: (gradient norm, learning rate, why it was skipped)."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 90, (48,), generator=draw).tolist() for _ in range(4)]
+    batch = pack([UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in rows])
+    _, applied = trainer.update([weigh(batch, nll.reduce())], nll, {}, {})
+    return applied.grad_norm, applied.lr, applied.skipped
+
+
+def phases(section: Section, model: Path, part: Part) -> None:
+    """Whole steps with policy and engine on one device: the engine sleeps while the policy learns."""
+    run = train(colocated(section, model, steps=3))
+    lines = read_metrics(run.directory.path / "metrics.jsonl")
+    part.figures["steps"] = lines
+    part.holds("three steps were made and learnt from", len(lines) == 3 and run.updates == 3)
