@@ -83,6 +83,9 @@ class Role:
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
         heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
         slim = batch.only(required_columns(loss, heads))
+        if self.facts.wants_token_share:
+            share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
+            slim = slim.with_column("unit", f"{WEIGHT}tokens", share_U, over=None)
         shares = self._plan(slim)
         repeated = fillers(shares)
         return [

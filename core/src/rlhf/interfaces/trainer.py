@@ -66,6 +66,9 @@ class TrainerFacts:
     views: tuple[str, ...] = ("live",)
     shares_prefixes: bool = False
     """Sequences of a micro-batch that begin with the same ids compute these once; units are dispatched accordingly."""
+    wants_token_share: bool = False
+    """Its micro-batches carry the unit column ``weight/tokens``: tokens of the unit as a share of the optimizer
+    batch's."""
 
 
 Sums = dict[str, tuple[float, float]]

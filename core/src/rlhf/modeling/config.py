@@ -41,6 +41,9 @@ class TrainingConfig(ComponentConfig):
     shared_prefixes: bool = True
     """Compute a prefix that sequences of a micro-batch have in common once: the prompt of a group's samples, of a pair.
     Exact; without effect where the model has dropout. ``false`` is there to compare with."""
+    aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the auxiliary loss of a mixture of experts, which keeps tokens spread over them; reported as
+    ``aux_loss``. A statistic of a micro-batch, so it depends on how batches are split."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
     ``auto``: ``flash`` where it can be had. A CPU has kernels of its own."""

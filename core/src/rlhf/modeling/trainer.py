@@ -21,6 +21,7 @@ from rlhf.modeling import heads as head_ops
 from rlhf.modeling.adapters import train_adapters_only
 from rlhf.modeling.attention import attend_with, current_route, packed
 from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
 from rlhf.modeling.precision import Precision, choose_precision
@@ -117,6 +118,8 @@ class PackedTrainer(Trainer):
         """What is trained, by name; all of a role that is not."""
         if spec.role.trained and spec.gradient_checkpointing:
             self._checkpoint_gradients()
+        coef = self.config.aux_loss_coef if spec.role.trained else 0.0
+        self.balance = ExpertBalance(self.module, coef) if coef else None
 
     @property
     def has_adapters(self) -> bool:
@@ -131,7 +134,14 @@ class PackedTrainer(Trainer):
         dtype, device = self.precision.name, str(self.device)
         shares = bool(getattr(self.packed, "shares_prefixes", False))
         return TrainerFacts(
-            self.eos_token_ids, self.loaded.vocabulary, device, dtype, self.precision_note, self.views, shares
+            self.eos_token_ids,
+            self.loaded.vocabulary,
+            device,
+            dtype,
+            self.precision_note,
+            self.views,
+            shares,
+            self.balance is not None,
         )
 
     def token_budget(self) -> int:
@@ -183,8 +193,12 @@ class PackedTrainer(Trainer):
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            values = self._outputs(batch, resolved)
+            with self.balance.watched() if self.balance is not None else nullcontext():
+                values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
+            if self.balance is not None:
+                aux = self.balance.loss(batch)
+                total, sums["aux_loss"] = total + self.balance.coef * aux, (float(aux.detach()), 0.0)
             if not math.isfinite(sums["loss"][0]):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
             self._backward(total, last)
