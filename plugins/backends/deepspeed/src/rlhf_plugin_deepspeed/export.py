@@ -29,7 +29,7 @@ def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
-    """``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; with an index where they are several."""
+    """``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; several with an index."""
     plan = plan_files(sizes, limit)
     count = len(plan)
     names = [NAME] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
