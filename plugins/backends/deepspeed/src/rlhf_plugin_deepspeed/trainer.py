@@ -220,8 +220,8 @@ class DeepSpeedTrainer(PackedTrainer):
     # ------------------------------------------------------------------------------------- weights
 
     def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """On rank 0 (on all ranks where :attr:`everywhere`), detached, on the trainer's device, tied weights once (under
-        the embedding's name), adapters merged; the other ranks take part and yield nothing. In stages 0 to 2 they share
+        """On rank 0, or where :attr:`everywhere` on all, detached, on the trainer's device, tied weights once (under
+        the embedding's name), adapters merged; other ranks take part and yield nothing. In stages 0 to 2 they share
         memory with the model: copy what must outlive the next step."""
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
         with self._guard("weights"), self._view(view):
