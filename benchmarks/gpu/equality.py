@@ -27,6 +27,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """A unit longer than the token budget is alone in its micro-batch, so a budget of 1 packs nothing."""
 PACKED = next(iter(LAYOUTS))
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "packed, prefixes shared, kernel sdpa": {"trainer": {"attention": "sdpa"}},
+    "packed, prefixes apart, kernel sdpa": {"trainer": {"attention": "sdpa", "shared_prefixes": False}},
+}
+"""Beside the kernel that the trainer chooses on a GPU: one call per run of sequences of equal length."""
 
 
 def run(section: Section) -> None:
@@ -57,7 +62,7 @@ def compare(recorded: Recorded, references: dict[str, Learnt], device: str, dtyp
     for algorithm, reference in references.items():
         figures = part.figures[algorithm] = {}
         found = {}
-        for layout, sections in LAYOUTS.items():
+        for layout, sections in (LAYOUTS | (ON_CUDA if device == "cuda" else {})).items():
             found[layout] = ours = recorded.learn(algorithm, device, dtype, **sections)
             apart = distance(ours.gradients, reference.gradients)
             difference_N = (ours.logprobs_N - reference.logprobs_N).abs()

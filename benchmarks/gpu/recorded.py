@@ -95,9 +95,10 @@ def attention_calls(profile: Any) -> dict[str, int]:
     """Which of torch's kernels attended; matrix products of our own (a CPU's short sequences) are not among them."""
     count: Counter[str] = Counter()
     for event in profile.key_averages():
-        name = event.key.removeprefix("aten::")
-        if "dot_product" in name and name != "scaled_dot_product_attention" and "backward" not in name:
-            count[name.strip("_")] += event.count
+        name = event.key.rpartition("::")[2].strip("_")
+        chosen = "dot_product" in name and name != "scaled_dot_product_attention"
+        if (chosen or "varlen_attn" in name) and "backward" not in name:
+            count[name] += event.count
     return dict(count)
 
 
