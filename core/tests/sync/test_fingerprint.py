@@ -7,11 +7,9 @@ import torch
 from rlhf.sync.bucket import Bucket
 from rlhf.sync.fingerprint import WORDS, _sum_of_words, fingerprint, marks
 
-AS_WORDS = [WORDS]
-
 
 def words(tensor: torch.Tensor) -> str:
-    return marks([tensor], AS_WORDS)[0]
+    return marks([tensor], WORDS)[0]
 
 
 @pytest.mark.parametrize("mark", [fingerprint, words])
@@ -63,6 +61,9 @@ def test_memory_that_is_not_aligned_and_large_tensors(monkeypatch):
 
 def test_a_receiver_marks_as_the_sender_did():
     tensors = (("a", torch.randn(5)), ("b", torch.randn(7)))
-    sent = (words(tensors[0][1]), fingerprint(tensors[1][1]))
-    assert Bucket(tensors, sent).received() == {"a": sent[0], "b": sent[1]}
+    for mark in (words, fingerprint):
+        sent = {name: mark(tensor) for name, tensor in tensors}
+        assert Bucket(tensors, tuple(sent.values())).received() == sent
+        assert Bucket(tensors[1:], tuple(sent.values())).received() == {"b": sent["b"]}, "one that was lost on the way"
     assert Bucket((), ()).received() == {}
+    assert Bucket((), (words(tensors[0][1]),)).received() == {}

@@ -56,7 +56,7 @@ def answering(
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
         generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
-        launcher.link(policy.group, generator, config.sync.transport, config.sync.timeout)
+        launcher.link(policy.group, generator, config.sync.timeout)
     main = MainThread()
     scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
     episodes = prepared.episodes

@@ -58,6 +58,8 @@ def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
     config = prepared.config
     roles: dict[str, Role] = {}
     launcher.place(prepared.places, prepared.plugins)
+    if "generator" in prepared.parts:
+        launcher.choose_link(prepared.parts["generator"].resolved.cls, config.sync.transport)
     for name, spec in prepared.specs.items():
         if (base := _base_of(name, prepared, roles)) is not None:
             roles[name] = base

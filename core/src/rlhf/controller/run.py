@@ -116,8 +116,7 @@ class Run:
     def learning(self) -> Iterator[None]:
         """The phase that changes weights."""
         self._intact = None
-        if self.phases is not None:
-            self.phases.begin_learning()
+        self._take_devices_back()
         with self.timed("learn"):
             yield
 
@@ -181,6 +180,7 @@ class Run:
     def save(self, step: int, best: bool = False) -> None:
         """A complete checkpoint, or an error and the old ones intact."""
         self._intact = None
+        self._take_devices_back()
         mark = {"metric": self.best.metric, "value": self.best.value} if best and self.best is not None else None
         path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta, mark)
         self._observe("checkpoint_saved", step, path)
@@ -192,6 +192,7 @@ class Run:
         if state is None:
             return
         try:
+            self._take_devices_back()
             self.store.save(state.step, lambda folder: write_state(self, state.step, folder, state), self.meta)
         except RlhfError as error:
             self.progress.note(f"what was learnt since the last checkpoint is lost: {error}")
@@ -233,6 +234,11 @@ class Run:
                 closing.callback(self._observe, "run_ended", self.status)
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _take_devices_back(self) -> None:
+        """Trainers learn, and save, with everything where it belongs."""
+        if self.phases is not None:
+            self.phases.begin_learning()
 
     def _is_exhausted(self) -> bool:
         """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""

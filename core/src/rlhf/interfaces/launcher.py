@@ -86,18 +86,25 @@ class Launcher(Component):
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
         """One generator, or a front for several that gives them the requests by load."""
 
-    def link(self, policy: WorkerGroup, generator: Generator, transport: str, timeout: float) -> None:
-        """Choose how the weights that ``policy`` ships reach the generator; called once, after both were launched.
+    def choose_link(self, generator: type[Generator], transport: str) -> None:
+        """Choose how the policy's weights will reach the generator; called once, after :meth:`place` and before
+        anything is launched.
 
         Args:
             transport: the run file's ``sync.transport``; ConfigError where it cannot be had.
-            timeout: seconds for one bucket.
         """
         if transport != "auto":
             raise ConfigError(
                 f"sync.transport = {transport!r}: with launcher {self.name!r} weights are handed over in one process. "
                 "Leave it out."
             )
+
+    def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
+        """From now on what ``policy`` ships reaches the generator in the way that was chosen.
+
+        Args:
+            timeout: seconds for one bucket.
+        """
 
     def shutdown(self) -> None:
         """Release everything that was launched."""

@@ -42,6 +42,10 @@ class Sharding:
     """Bytes of communication buffers on every rank, whatever the model's size."""
     bf16: bool = False
     """Arithmetic of forward and backward; else fp32."""
+    flat: bool = False
+    """Gradients and optimizer state are a few large buffers, not one tensor for each parameter."""
+    shares_prefixes: bool = False
+    """A prefix that sequences of a micro-batch have in common is computed once."""
     cast_bytes: float = 0.0
     """Bytes per parameter of copies in the arithmetic's precision that live from forward to backward (autocast)."""
     fused: bool = False

@@ -38,8 +38,8 @@ class Bucket:
 
     def received(self) -> dict[str, str]:
         """{name: fingerprint} of the bytes as they are here, computed now, of the same kind as the sender's."""
-        names, tensors = zip(*self.tensors, strict=True) if self.tensors else ((), ())
-        return dict(zip(names, marks(tensors, self.fingerprints or [""] * len(tensors)), strict=True))
+        found = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))
+        return dict(zip((name for name, _ in self.tensors), found, strict=True))
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, str]) -> Iterator[Bucket]:
@@ -53,7 +53,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, s
     size = 0
 
     def full() -> Bucket:
-        found = marks([tensor for _, tensor in held], [""] * len(held))
+        found = marks([tensor for _, tensor in held])
         sent.update(zip((name for name, _ in held), found, strict=True))
         return Bucket(tuple(held), tuple(found))
 

@@ -24,22 +24,21 @@ _GOLDEN, _MIX, _MIX_AGAIN = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1
 
 def fingerprint(tensor: Tensor) -> str:
     """The mark that suits where the tensor lives: 16 hexadecimal digits, after :data:`WORDS` on a device."""
-    return marks([tensor], [""])[0]
+    return marks([tensor])[0]
 
 
-def marks(tensors: Sequence[Tensor], like: Sequence[str]) -> list[str]:
-    """The mark of each tensor; those on a device share one.
+def marks(tensors: Sequence[Tensor], like: str = "") -> list[str]:
+    """The mark of each tensor, all of one kind.
 
     Args:
-        like: for each tensor a mark of the same kind as is wanted; empty: whichever suits where it lives.
+        like: a mark of the kind that is wanted; empty: of words where any of the tensors is on a device.
     """
-    by_words = [m.startswith(WORDS) if m else t.device.type != "cpu" for t, m in zip(tensors, like, strict=True)]
-    sums = [_sum_of_words(t) for t, words in zip(tensors, by_words, strict=True) if words]
-    found = iter(torch.stack(sums).tolist() if sums else [])  # one transfer to the host for all
-    return [
-        WORDS + _named(t, (next(found) % 2**64).to_bytes(8, "little")) if words else _named(t, host_bytes(t).data)
-        for t, words in zip(tensors, by_words, strict=True)
-    ]
+    devices = [t.device for t in tensors if t.device.type != "cpu"]
+    if tensors and (like.startswith(WORDS) if like else devices):
+        home = devices[0] if devices else torch.device("cpu")
+        totals = torch.stack([_sum_of_words(t).to(home) for t in tensors]).tolist()  # one transfer to the host for all
+        return [WORDS + _named(t, (n % 2**64).to_bytes(8, "little")) for t, n in zip(tensors, totals, strict=True)]
+    return [_named(t, host_bytes(t).data) for t in tensors]
 
 
 def host_bytes(tensor: Tensor) -> np.ndarray:

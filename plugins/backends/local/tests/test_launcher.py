@@ -32,6 +32,9 @@ def test_one_rank_in_this_process(model_path, make_batch):
     launcher.place({"policy": Place(), "generator": Place(share="policy")})
     with pytest.raises(ConfigError, match=r"\[placement.policy\] asks for 2 ranks of 1 devices"):
         launcher.place({"policy": Place(2)})
+    launcher.choose_link(TransformersGenerator, "auto")
+    with pytest.raises(ConfigError, match=r"sync\.transport = 'shared': with launcher 'local' weights are"):
+        launcher.choose_link(TransformersGenerator, "shared")
     with pytest.raises(CapabilityError, match=r"1 rank, forward\(\) was called with arguments for 2"):
         group.call("forward", [(), ()])
     with pytest.raises(CapabilityError, match="one rank, role 'reference' asks for 2"):

@@ -23,11 +23,12 @@ class Run:
 
     def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0, transport: str = "auto") -> None:
         launcher.place({"policy": Place(), GENERATOR: Place(engines)})
+        launcher.choose_link(OddGenerator, transport)
         self.folder = folder
         self.policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         config = OddConfig(folder=str(folder), seconds=seconds)
         self.engines = launcher.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
-        launcher.link(self.policy, self.engines, transport, 60.0)
+        launcher.link(self.policy, self.engines, 60.0)
         self.engines.refresh = self.push
         self.version = self.pushes = 0
 
@@ -227,11 +228,9 @@ def test_a_transport_that_cannot_be_had_is_refused(launch):
 
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place(1)})
-    policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
-    engines = launcher.launch_generator(Alone, OddConfig(), GeneratorSpec((0,), str))
-    launcher.link(policy, engines, "auto", 60.0)
+    launcher.choose_link(Alone, "auto")
     with pytest.raises(ConfigError, match=r"'broadcast' cannot be had: the generator takes no links .*: 'store', or"):
-        launcher.link(policy, engines, "broadcast", 60.0)
+        launcher.choose_link(Alone, "broadcast")
 
 
 def test_failures_of_the_sync_are_sync_errors(run):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from rlhf.errors import ConfigError
-from rlhf.sync.link import Kind, Link
 
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send
 from rlhf_plugin_ray.placing import Seat
 
 if TYPE_CHECKING:
+    from rlhf.sync.link import Kind
     from rlhf.sync.meeting import Meeting
 
     from rlhf_plugin_ray.engines import EngineGroup
@@ -51,6 +51,7 @@ class Bridge:
 
     def build(self) -> None:
         """Connect every end that lives now."""
+        from rlhf.sync.link import Link
         from rlhf.sync.meeting import serve
 
         self.drop()

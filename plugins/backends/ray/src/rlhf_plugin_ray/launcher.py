@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -33,6 +33,12 @@ from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
 from rlhf_plugin_ray.vigil import Vigil
 from rlhf_plugin_ray.worker import Worker
 
+if TYPE_CHECKING:
+    from rlhf.sync.link import Kind
+
+POLICY = "policy"
+"""The role whose weights the engines sample from."""
+
 
 class RayLauncher(Launcher):
     """One placement group for the run; an actor per rank and engine, watched, in processes of their own.
@@ -53,6 +59,8 @@ class RayLauncher(Launcher):
         self._group: PlacementGroup | None = None
         self._places: dict[str, Place] = {}
         self._seats: dict[str, list[Seat]] = {}
+        self._link: Kind | None = None
+        """Between the policy and the engines; None: the object store."""
         self._nodes: list[str] = []
         """Of each bundle, where it is."""
         self._gpus: list[int] | None = None
@@ -145,14 +153,17 @@ class RayLauncher(Launcher):
         self._launched.append(front)
         return front
 
-    def link(self, policy: WorkerGroup, generator: Generator, transport: str, timeout: float) -> None:
-        assert isinstance(policy, RayGroup)
-        assert isinstance(generator, EngineGroup)
-        cuda = self._gpus is not None
-        seats = self._seats_of(policy.role), self._seats_of(GENERATOR)
-        kind = choose(transport, LINKS in generator.capabilities, *seats, cuda, self._nodes)
-        if kind is not None:
-            generator.bridge = Bridge(kind, policy, generator, cuda, timeout, self._answers)
+    def choose_link(self, generator: type[Generator], transport: str) -> None:
+        links, cuda = LINKS in generator.capabilities, self._gpus is not None
+        with self._or_nothing():
+            seats = self._seats_of(POLICY), self._seats_of(GENERATOR)
+            self._link = choose(transport, links, *seats, cuda, self._nodes)
+
+    def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
+        if self._link is not None:
+            assert isinstance(policy, RayGroup)
+            assert isinstance(generator, EngineGroup)
+            generator.bridge = Bridge(self._link, policy, generator, self._gpus is not None, timeout, self._answers)
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:  # each of them, whatever another raises
