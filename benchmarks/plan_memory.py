@@ -49,29 +49,32 @@ def cases(quick: bool) -> Iterator[dict[str, Any]]:
     for tokens, length in lengths[: 1 if quick else 2]:
         yield {"model": "100M", "what": "forward", "dtype": "fp32", "tokens": tokens, "length": length}
         for checkpointing in (False, True):
-            case = {"model": "100M", "what": "train", "dtype": "fp32", "tokens": tokens, "length": length}
-            yield case | {"checkpointing": checkpointing}
-    yield {"model": "100M", "what": "generate", "dtype": "fp32", "tokens": 2048, "length": 320, "samples": 64}
+            yield train("100M", tokens, length, checkpointing)
+    sampled = {"model": "100M", "what": "generate", "dtype": "fp32", "tokens": 2048, "length": 320, "samples": 64}
+    yield sampled
     if quick:
         return
-    for name in ("153M", "138M MoE"):
+    yield sampled | {"after": 2}
+    yield sampled | {"model": "153M"}
+    yield {"model": "153M", "what": "forward", "dtype": "fp32", "tokens": 2048, "length": 128}
+    for tokens, length in ((1024, 256), (2048, 128)):
         for checkpointing in (False, True):
-            case = {"model": name, "what": "train", "dtype": "fp32", "tokens": 1024, "length": 256}
-            yield case | {"checkpointing": checkpointing}
+            yield train("153M", tokens, length, checkpointing)
     for checkpointing in (False, True):
-        case = {"model": "100M", "what": "train", "dtype": "bf16", "tokens": 2048, "length": 256}
-        yield case | {"checkpointing": checkpointing}
+        yield train("138M MoE", 1024, 256, checkpointing)
+    for checkpointing in (False, True):
+        yield train("100M", 2048, 256, checkpointing, "bf16")
+    yield train("100M", 2048, 512, False) | {"shared": True}
     for stage in (2, 3):
-        yield {
-            "model": "100M",
-            "what": "zero",
-            "dtype": "fp32",
-            "tokens": 1024,
-            "length": 128,
-            "stage": stage,
-            "ranks": 2,
-        }
+        ranks = {"what": "zero", "stage": stage, "ranks": 2}
+        yield {"model": "100M", "dtype": "fp32", "tokens": 1024, "length": 128} | ranks
     yield {"model": "100M64", "what": "engine", "dtype": "fp32", "tokens": 0, "length": 320, "samples": 40}
+
+
+def train(model: str, tokens: int, length: int, checkpointing: bool, dtype: str = "fp32") -> dict[str, Any]:
+    """Three steps of two micro-batches, the third one measured: by then the heap has its size."""
+    case = {"model": model, "what": "train", "dtype": dtype, "tokens": tokens, "length": length, "steps": 3}
+    return case | {"checkpointing": checkpointing}
 
 
 def make_model(folder: Path, name: str) -> Path:
@@ -91,8 +94,9 @@ def predicted(case: dict[str, Any], path: Path) -> int:
     """Bytes above the process, as the plan of such a run has them."""
     from rlhf.config import load
     from rlhf.plan import Machine, make_plan, resolve, sum_of
+    from rlhf.plan.busy import forwarding, training
     from rlhf.plan.formulas import LIBRARIES, PROCESS
-    from rlhf.plan.phases import engine_resting, forwarding, resting, sampling, training
+    from rlhf.plan.phases import engine_resting, resting, sampling
     from rlhf.plugins import Plugins
 
     flags = {
@@ -108,6 +112,7 @@ def predicted(case: dict[str, Any], path: Path) -> int:
         "data.max_prompt_tokens": str(case["length"] // 2),
         "data.batch_size": str(case.get("samples", 64) // 8),
         "algorithm.use": "grpo",
+        "trainer.shared_prefixes": str("shared" in case).lower(),
     }
     if case["what"] == "zero":
         flags |= {"trainer.use": "deepspeed", "trainer.stage": str(case["stage"])}
@@ -116,13 +121,15 @@ def predicted(case: dict[str, Any], path: Path) -> int:
         flags |= {"launcher.use": "ray", "generator.use": "vllm", "generator.kv_cache_gib": str(CACHE_GIB)}
     layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu"))
     policy = layout.role("policy")
-    if case["what"] == "generate":  # measured before the first step: no optimizer state yet
+    if case.get("after"):
         [group] = make_plan(layout).groups
-        return group.moments["generate"].total - PROCESS["cpu"] - resting(policy)[0]["optimizer"]
-    if case["what"] == "engine":
-        assert layout.engines is not None
-        parts = engine_resting(layout.engines, layout.machine, asleep=False), sampling(layout.engines, layout.machine)
-        return sum(map(sum_of, parts)) + LIBRARIES["cpu"]
+        return group.moments["generate"].total - PROCESS["cpu"]
+    if case["what"] in ("engine", "generate"):
+        engines = layout.engines
+        assert engines is not None
+        held = engine_resting(engines, layout.machine, asleep=False) if case["what"] == "engine" else {}
+        before = {} if held else {"weights": resting(policy)[0]["weights"]}  # no step yet: no optimizer state
+        return sum(map(sum_of, (held, before, sampling(engines, layout.machine)))) + LIBRARIES["cpu"]
     frozen = replace(policy, trained=False)
     busy = forwarding(frozen, "cpu") if case["what"] == "forward" else training(policy, "cpu")[0]
     rest = resting(frozen if case["what"] == "forward" else policy)[0]
@@ -173,7 +180,7 @@ def embedded(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Ca
     from rlhf_plugin_local.trainer import TorchTrainer
 
     weigh_process()
-    trained = case["what"] == "train"
+    trained = case["what"] == "train" or "after" in case
     role, checkpointing = RoleSpec("policy", "lm", trained), case.get("checkpointing", False)
     spec = ModelSpec(role, str(path), case["dtype"], gradient_checkpointing=checkpointing, total_updates=9)
     trainer = TorchTrainer(TorchTrainer.Config(lr=1e-6), spec)
@@ -181,6 +188,8 @@ def embedded(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Ca
     if case["what"] == "generate":
         generator = TransformersGenerator(None, GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))
         generator.load(trainer, 0)
+        for _ in range(case.get("after", 0)):
+            trainer.update([batch(case, vocabulary, seed) for seed in range(2)], mean_logprob(), {}, {})
         return lambda: list(generator.generate(requests(case, vocabulary))), 1
     micros = [batch(case, vocabulary, seed) for seed in range(2)]
     if trained:
@@ -199,7 +208,7 @@ def zero(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Callab
     spec = ModelSpec(RoleSpec("policy", "lm", True), str(path), case["dtype"], total_updates=9, **where)
     trainer = DeepSpeedTrainer(DeepSpeedTrainer.Config(lr=1e-6, stage=case["stage"], device="cpu"), spec)
     micros = [batch(case, trainer.loaded.vocabulary, 2 * rank + seed) for seed in range(2)]
-    return lambda: trainer.update(micros, mean_logprob(), {}, {}), 3
+    return lambda: trainer.update(micros, mean_logprob(), {}, {}), case.get("steps", 3)
 
 
 def engine(case: dict[str, Any], path: Path, rank: int, port: int) -> tuple[Callable[[], Any], int]:
@@ -229,15 +238,21 @@ def sync(generator: Any, path: Path) -> None:
 
 
 def batch(case: dict[str, Any], vocabulary: int, seed: int) -> Any:
-    """A micro-batch of distinct sequences of one length, loss on all that something predicts."""
+    """A micro-batch of sequences of one length, loss on all that something predicts. They are distinct; or ``shared``,
+    samples of one prompt, which is half of each, with loss on the answers: as many as compute these tokens."""
     import torch
     from rlhf.ops.batch import Batch
     from rlhf.ops.reduce import weigh
 
-    count, length = case["tokens"] // case["length"], case["length"]
+    length, shared = case["length"], case.get("shared", False)
+    half = length // 2
+    count = (case["tokens"] - half) // half if shared else case["tokens"] // length
     ids_N = torch.randint(3, vocabulary, (count * length,), generator=torch.Generator().manual_seed(seed))
     mask_N = torch.ones(count * length, dtype=torch.bool)
     mask_N[::length] = False
+    if shared:
+        ids_N.view(count, length)[:, :half] = ids_N[:half]
+        mask_N.view(count, length)[:, :half] = False
     lens_B, unit_B = torch.full((count,), length), torch.arange(count)
     made = Batch(ids_N, lens_B, unit_B, torch.zeros(count, dtype=torch.int64), {"loss_mask": mask_N})
     return weigh(made, mean_logprob().reduce())
@@ -328,6 +343,7 @@ def main() -> None:
             row = run(case, Path(folder))
             rows.append(row)
             what = f"{row['what']} {row['stage']}, {row['ranks']} ranks" if "stage" in row else row["what"]
+            what += " after training" * ("after" in row) + " of samples of a prompt" * ("shared" in row)
             cells = [row["model"], what, row["dtype"], "yes" if row.get("checkpointing") else "no"]
             cells += [row["tokens"], row["length"], row["predicted"] >> 20, row["measured"] >> 20, row["ratio"]]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)

@@ -11,6 +11,7 @@ from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.modeling.attention import packed
 from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model
+from rlhf.modeling.prefix import share_prefixes
 from rlhf.plan import formulas, read_shape
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
@@ -22,8 +23,12 @@ TOLERANCE = 0.1
 """Small tensors (lengths, norms' scales, routing) are not in the formulas."""
 
 
-def kept(path: str, lens: list[int], *, fused: bool, bf16: bool) -> int:
-    """Bytes of all distinct storages that the layers keep for the backward pass, weights left out."""
+def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0) -> int:
+    """Bytes of all distinct storages that the body keeps for the backward pass, weights left out.
+
+    Args:
+        prefix: tokens that all sequences have in common, computed once.
+    """
     loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), torch.device("cpu"))
     if not fused:
         layers = [m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)]
@@ -42,9 +47,20 @@ def kept(path: str, lens: list[int], *, fused: bool, bf16: bool) -> int:
         return tensor
 
     ids_N = torch.randint(3, 90, (sum(lens),))
+    for number, start in enumerate(range(0, len(ids_N) if prefix else 0, lens[0])):
+        ids_N[start : start + prefix] = ids_N[:prefix]
+        ids_N[start + prefix] = 3 + number  # no two go on alike
     position_N = torch.cat([torch.arange(n) for n in lens])
+    shared = share_prefixes(ids_N, lens) if prefix else None
+    if shared is not None:
+        ids_N, position_N = shared.ids_M, shared.position_M
+        assert len(ids_N) == prefix + sum(lens) - len(lens) * prefix
     loaded.module.train()
-    with saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16, enabled=bf16), packed(lens):
+    with (
+        saved_tensors_hooks(keep, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+        packed(lens, shared),
+    ):
         loaded.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
     return sum(found.values())
 
@@ -59,9 +75,32 @@ def test_a_layer_keeps_what_is_said(tmp_path, architecture, bf16, lens):
     for fused in (False, True) if shape.fusable else (False,):
         two, three = (kept(path, lens, fused=fused, bf16=bf16) for path in paths)
         how = {"bf16": bf16, "fused": fused, "device": "cpu", "softcap": shape.softcap}
-        said = formulas.layer_saved(shape.layers[0], shape.hidden, lens[0], **how)
+        said = sum(size for size, _ in formulas.layer_saved(shape.layers[0], shape.hidden, lens[0], **how))
         measured = (three - two) / sum(lens)
         assert said == pytest.approx(measured, rel=TOLERANCE), f"fused={fused}: {measured:.0f} bytes a token"
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("prefix", "answer", "samples"),
+    [(96, 32, 8), (520, 80, 6), (150, 450, 3)],
+    ids=["short", "long", "queries of the front computed along"],
+)
+def test_shared_prefixes_keep_keys_and_values_of_every_sequence(tmp_path, bf16, prefix, answer, samples):
+    """Everything else is of the computed tokens."""
+    paths = [str(tiny_model(tmp_path / f"{n}", layers=n, **SMALL | {"kv_heads": 5})) for n in (2, 3)]
+    shape, length = read_shape(paths[0]), prefix + answer
+    two, three = (kept(path, [length] * samples, fused=True, bf16=bf16, prefix=prefix) for path in paths)
+    computed = prefix + samples * answer
+    how = {"bf16": bf16, "fused": True, "device": "cpu"}
+    ratio = samples * length / computed
+    once, said = (
+        sum(size for size, _ in formulas.layer_saved(shape.layers[0], shape.hidden, length, **how, repeats=r))
+        for r in (1.0, ratio)
+    )
+    measured = (three - two) / computed
+    assert said == pytest.approx(measured, rel=0.06), f"{measured:.0f} bytes a computed token"
+    assert once < 0.9 * measured
 
 
 def test_state_is_divided_as_each_zero_stage_does():
@@ -99,8 +138,23 @@ def test_checkpointing_keeps_inputs_and_one_layer(published):
     shape, s = read_shape(published("0.6B")), Sharding()
     whole = formulas.activations(shape, 1024, 512, s, "cpu", checkpointing=False)
     less = formulas.activations(shape, 1024, 512, s, "cpu", checkpointing=True)
-    assert less == 28 * 1024 * 1024 * 4 + whole // 28
-    assert formulas.activations(shape, 2048, 512, s, "cpu", checkpointing=False) == 2 * whole
+    last = 2 * 1024 * 1024 * 4
+    assert less.all == 28 * 1024 * 1024 * 4 + last
+    one = formulas.layer_kept(shape, shape.layers[0], 1024, 512, s, "cpu", 1.0)
+    assert whole.all == 28 * one.all + last
+    assert formulas.activations(shape, 2048, 512, s, "cpu", checkpointing=False).all == 2 * whole.all
+
+
+def test_tensors_of_32_mib_are_mapped_apart(published):
+    """1024 x 3072 in fp32 are 12 MiB: 2048 tokens of the feed-forward layer 24, 4096 tokens 48; hidden states 16."""
+    shape, s = read_shape(published("0.6B")), Sharding()
+    few, many = (formulas.activations(shape, n, 512, s, "cpu", checkpointing=False) for n in (2048, 4096))
+    assert few.heap == few.all
+    assert many.heap < many.all
+    inputs = formulas.activations(shape, 4096, 512, s, "cpu", checkpointing=True)
+    assert inputs.heap == inputs.all
+    assert shape.small == shape.parameters - 151936 * 1024
+    assert formulas.head_gradient(shape).heap == 0
 
 
 def test_logits_are_chunked():
@@ -111,8 +165,8 @@ def test_logits_are_chunked():
     assert formulas.copies(["logprobs"], backward=False) == 2
     assert formulas.copies(["logprobs", "entropy"], backward=True) == 6
     assert formulas.copies(["logprobs", "margin"], backward=True) == 6
-    assert formulas.head_backward(shape, 3, s, ["logprobs"]) == 4 * 12_000 + 2 * 3 * 10 * 4
-    assert formulas.head_backward(shape, 100, s, ["logprobs"]) == 4 * 16_000 + 2 * 100 * 10 * 4 + 10_000 * 4
+    assert formulas.head_backward(shape, 3, s, ["logprobs"]).all == 4 * 12_000 + 2 * 3 * 10 * 4
+    assert formulas.head_backward(shape, 100, s, ["logprobs"]).all == 4 * 16_000 + 2 * 100 * 10 * 4 + 10_000 * 4
 
 
 class Shape:
@@ -140,6 +194,14 @@ def test_a_growing_cache_is_bounded_by_rows_and_tokens(published):
     shape = read_shape(published("0.6B"))
     each = 4 * shape.cache_elements
     grown = Footprint(kv_bytes=4.0, rows=16)
-    assert formulas.cache_grown(shape, grown, 100, 512) == int(16 * 512 * each * (1 + 1 / 28))
-    assert formulas.cache_grown(shape, grown, 3, 512) == int(3 * 512 * each * (1 + 1 / 28))
-    assert formulas.cache_grown(shape, replace(grown, cache_tokens=1000), 100, 512) == int(1000 * each * (1 + 1 / 28))
+    assert formulas.cache_grown(shape, grown, 100, 512) == 16 * 512 * each
+    assert formulas.cache_grown(shape, grown, 3, 512) == 3 * 512 * each
+    assert formulas.cache_grown(shape, replace(grown, cache_tokens=1000), 100, 512) == 1000 * each
+
+
+def test_a_decoding_step_is_its_logits_or_a_copied_layer(published):
+    shape = read_shape(published("0.6B"))
+    grown = Footprint(kv_bytes=4.0, rows=16)
+    assert formulas.decoding_step(shape, grown, 100, 512) == 4 * 16 * 151936 * 4
+    long = 100_000
+    assert formulas.decoding_step(shape, grown, 100, long) == formulas.cache_grown(shape, grown, 100, long) // 56

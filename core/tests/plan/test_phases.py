@@ -8,7 +8,8 @@ import pytest
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.plan import EngineLayout, Layout, Machine, RoleLayout, formulas, make_plan, read_shape, sum_of
-from rlhf.plan.phases import forwarding, resting, training
+from rlhf.plan.busy import forwarding, left, training
+from rlhf.plan.phases import resting, sampling, sampling_heap
 from rlhf.testing.tiny import tiny_model
 
 GIB = 2**30
@@ -124,18 +125,71 @@ def test_ranks_on_cpus_add_up_on_the_host(shape):
     assert one["forward"].rows["policy"]["process"] == formulas.PROCESS["cpu"]
 
 
-def test_a_cpu_process_keeps_what_it_freed(shape):
+def test_a_cpu_process_keeps_the_heap_that_it_had(shape, published):
     machine = Machine("cpu", 8 * GIB, processes=True)
     roles = (policy(shape), replace(policy(shape), name="critic"))
     moments = only(Layout(roles, None, machine))
     [busy] = moments["train"].busy
     rests = next(r.name for r in roles if r.name != busy)
-    assert moments["train"].rows[rests]["allocator"] == sum_of(training(roles[0], "cpu")[0])
+    assert moments["train"].rows[rests]["allocator"] == left(roles[0]) == sum_of(training(roles[0], "cpu")[0])
+    large = policy(read_shape(published("0.6B")))
+    added, _ = training(large, "cpu")
+    assert left(large) <= sum_of(added) - added["logits"], "blocks of 32 MiB are given back"
+
+
+def test_one_process_keeps_its_heap_for_the_next_phase(shape):
+    """What training left, less what sampling can use of it."""
+    role = policy(shape, micro_tokens=4096)
+    drawn = engines(shape, Place(), share=None, weight_bytes=0.0, kv_bytes=4.0)
+    moments = only(Layout((role,), drawn, CPU))
+    used = sampling_heap(drawn, CPU)
+    assert 0 < used < left(role)
+    assert moments["generate"].rows["process"]["allocator"] == left(role) - used
+    assert "allocator" not in moments["train"].rows["process"], "it is its own"
+    assert "allocator" not in moments["load"].rows["process"]
+    frozen = only(Layout((replace(role, trained=False, annotated=()),), drawn, CPU))
+    assert "allocator" not in frozen["generate"].rows["process"]
+    large = replace(drawn, samples=256, longest=8192)
+    assert sampling_heap(large, CPU) < sum_of(sampling(large, CPU)), "tensors of 32 MiB are not of the heap"
 
 
 def test_the_forward_pass_is_the_head_or_a_layer(shape, published):
     assert "logits" not in forwarding(policy(shape), "cpu"), "99 tokens of vocabulary"
     assert "logits" in forwarding(policy(read_shape(published("0.6B"))), "cpu"), "151936"
+
+
+def test_a_growing_cache_is_full_when_the_prompts_are_done(shape):
+    """Unless samples wait: their prompts are computed beside it."""
+    alone = replace(engines(shape, share=None, kv_bytes=4.0), prompt_tokens=256, samples=32)
+    cache = formulas.cache_grown(shape, alone.footprint, 32, 256)
+    prompts = formulas.prompt_pass(shape, alone.footprint, 256, 256, bf16=False, device="cpu")
+    step = formulas.decoding_step(shape, alone.footprint, 32, 256)
+    assert step < prompts
+    assert sampling(alone, CPU) == {"cache": cache, "working": step, "allocator": prompts}
+    waiting = replace(alone, footprint=replace(alone.footprint, rows=16))
+    assert sampling(waiting, CPU) == {"cache": cache // 2, "working": prompts, "allocator": step // 2}
+
+
+def test_long_prompts_with_short_answers_peak_before_the_cache(shape):
+    long = replace(engines(shape, share=None, kv_bytes=4.0), samples=1, longest=64, prompt_tokens=8192)
+    prompts = formulas.prompt_pass(shape, long.footprint, 8192, 64, bf16=False, device="cpu")
+    made = sampling(long, CPU)
+    assert made["working"] == prompts
+    assert made["cache"] == 0
+
+
+def test_the_heap_of_the_layers_and_the_large_blocks_of_the_head_add_up(published):
+    """With gradient checkpointing the head is the fullest moment, one layer computed again has more in the heap."""
+    s = Sharding(logits=2**24)
+    role = policy(read_shape(published("0.6B")), sharding=s, gradient_checkpointing=True, micro_tokens=2048)
+    added, _ = training(role, "cpu")
+    assert added["logits"] > added["activations"]
+    layer = role.shape.layers[0]
+    again = formulas.layer_kept(role.shape, layer, 2048, 256, s, "cpu", 1.0).heap
+    states = 12 * role.shape.small  # optimizer and gradients
+    assert added["allocator"] > again + (states + again) / 3
+    flat, _ = training(replace(role, sharding=replace(s, flat=True)), "cpu")
+    assert added["allocator"] - flat["allocator"] == pytest.approx(states / 3, rel=0.01)
 
 
 def test_a_cache_without_room_for_a_sequence_is_said(shape):

@@ -9,7 +9,8 @@ import pytest
 from rlhf.config import load
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR
-from rlhf.plan import Machine, make_plan, nearest, resolve, target
+from rlhf.plan import Machine, make_plan, nearest, resolve, sum_of, target
+from rlhf.plan.busy import training
 from rlhf.plan.machines import cpu_memory
 from rlhf.plugins import Plugins
 
@@ -71,6 +72,23 @@ def test_options_reach_the_layout(published, plugins):
     assert (policy.sharding.adapter_rank, critic.sharding.adapter_rank) == (8, 0)
     assert made.engines.footprint.rows == 7
     assert made.engines.samples == 16
+
+
+def test_shared_prompts_are_computed_once_and_kept_for_every_sample(published, plugins):
+    """2048 tokens: a prompt of 512 and 3 answers of 512."""
+    group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512",
+             "policy.micro_tokens": "2048"}  # fmt: skip
+    on_cpu = Machine("cpu", 64 * GIB)
+    once = layout(published, plugins, group, machine=on_cpu).role("policy")
+    assert once.repeats == 3 * 1024 / (512 + 3 * 512)
+    short = layout(published, plugins, group, {"data.max_prompt_tokens": "256"}, machine=on_cpu).role("policy")
+    assert (short.longest, short.repeats) == (768, 3 * 768 / (256 + 3 * 512))
+    apart = layout(published, plugins, group, {"trainer.shared_prefixes": "false"}, machine=on_cpu).role("policy")
+    assert apart.repeats == 1.0
+    more, less = (sum_of(training(role, "cpu")[0]) for role in (once, apart))
+    assert more > less, "keys and values of 3072 tokens"
+    rows = [(k, v) for k, v in flags(published, {"algorithm.use": "sft"}) if k != "reward"]
+    assert resolve(load(None, rows), plugins, on_cpu).role("policy").repeats == 1.0
 
 
 def test_entropy_and_reference_cost_what_they_need(published, plugins):

@@ -16,6 +16,7 @@ def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
         bf16=bf16,
         cast_bytes=2.0 if bf16 else 0.0,
         fused=device == "cpu",
+        shares_prefixes=config.shared_prefixes,
         offloads=device == "cuda",
         logits=config.logits_chunk,
         micro_tokens=4096 if bf16 else 2048,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.plan.heap import Size, tensors, total
 from rlhf.plan.shape import LayerShape, ModelShape
 
 FP32 = 4
@@ -18,9 +19,6 @@ MIB = 2**20
 SHORT = {False: 160, True: 512}
 """{bf16: tokens}: sequences up to here keep their attention probabilities on a CPU
 (:data:`rlhf.modeling.matmul_attention.LONGEST`)."""
-CHURN = {"cpu": 0.3, "cuda": 0.1}
-"""What the allocator holds beyond what lives, as a share of what comes and goes. CPU: measured, glibc keeps freed
-blocks (docs/plan.md). GPU: an allowance."""
 PROCESS = {"cpu": 450 * MIB, "cuda": 1024 * MIB}
 """A process before it holds a model. CPU: Python, torch and transformers after import, measured; GPU: context, kernels
 and library workspaces on the device, an allowance."""
@@ -64,17 +62,29 @@ def gathered(shape: ModelShape, sharding: Sharding) -> int:
 
 
 def layer_saved(
-    layer: LayerShape, hidden: int, length: int, *, bf16: bool, fused: bool, device: str, softcap: bool = False
-) -> int:
-    """Bytes per token that one layer keeps for the backward pass.
+    layer: LayerShape,
+    hidden: int,
+    length: int,
+    *,
+    bf16: bool,
+    fused: bool,
+    device: str,
+    softcap: bool = False,
+    repeats: float = 1.0,
+) -> list[tuple[float, float]]:
+    """[(bytes per computed token, those of one tensor among them)] that one layer keeps for the backward pass.
 
     norms        each: input 4H, and normed 4H where not fused
     projections  inputs bH, one for q, k, v and one for gate, up; as many casts as matrices where not fused, in bf16
     q, k         before norm and rotary b(Q + K) where fused; of a norm of their own where not
     attention    q, k, v, output; fp32 inside on a CPU; for short sequences the probabilities too, heads x length;
                  soft-capped: two such matrices whatever the length, and keys and values of every query head
-    o            its input bQ where attention's output is not in its precision and layout
     feed-forward gate, up, product: 3bF; 4bF where not fused; of experts in fp32, with each routed token in and out
+
+    Args:
+        length: of the sequences.
+        repeats: tokens of the sequences for each computed one. A prefix that sequences share is computed once, but
+            its keys and values are gathered for each of them; the output of long ones is laid out anew, bQ.
     """
     b = element(bf16)
     norms = layer.norms * hidden * FP32 * (1 if fused else 2)
@@ -84,20 +94,31 @@ def layer_saved(
         before = heads * b
     else:
         before = heads * (2 * FP32 if not bf16 else FP32 + b) if layer.normed else 0
-    qkv = layer.query + layer.key + layer.value
+    qkv = layer.query + repeats * (layer.key + layer.value)
+    scores, each = 0.0, b
     if softcap:
-        attention = (4 * layer.query + 2 * layer.heads * length) * FP32
+        attention, scores, each = 2 * (1 + repeats) * layer.query, 2 * layer.heads * length, FP32
     elif device == "cpu" and length <= SHORT[bf16] and layer.query % max(1, layer.heads) == 0:
-        attention = (qkv + 2 * layer.query + layer.heads * length) * b
+        attention, scores = qkv + layer.query, layer.heads * length
     elif device == "cpu":
-        attention = (qkv + layer.query + layer.heads) * FP32 + (layer.query * b if bf16 else 0)
+        attention, each = qkv + layer.query + layer.heads + (layer.query * b / FP32 if repeats > 1 else 0), FP32
     else:
-        attention = (qkv + layer.query) * b + layer.heads * FP32
+        attention = qkv + layer.query + layer.heads * FP32 / b
     factor = (3 if fused else 4) if layer.gated else 2
-    feed = layer.ffn * factor * b
+    feed = [(layer.ffn * factor * b, layer.ffn * b)]
     if layer.routed:
-        feed = (layer.ffn * 4 + 2 * layer.routed * hidden) * FP32
-    return int(norms + into + before + attention + feed)
+        feed = [
+            (layer.ffn * 4 * FP32, layer.ffn * FP32),
+            (2 * layer.routed * hidden * FP32, layer.routed * hidden * FP32),
+        ]
+    return [
+        (norms, hidden * FP32),
+        (into, hidden * b),
+        (before, layer.query * b),
+        (attention * each, layer.query * each),
+        (scores * each, layer.heads * length * each),
+        *feed,
+    ]
 
 
 def worst_length(longest: int, *, bf16: bool, device: str) -> int:
@@ -105,38 +126,61 @@ def worst_length(longest: int, *, bf16: bool, device: str) -> int:
     return min(longest, SHORT[bf16]) if device == "cpu" else longest
 
 
-def activations(
-    shape: ModelShape, tokens: int, longest: int, sharding: Sharding, device: str, *, checkpointing: bool
-) -> int:
-    """What lives from forward to backward: N x the sum of :func:`layer_saved`; with gradient checkpointing the inputs
-    of the layers, 4 N L H, and one layer."""
-    per_layer = [_saved(shape, layer, longest, sharding, device) for layer in shape.layers]
-    if checkpointing:
-        return tokens * (len(per_layer) * shape.hidden * FP32 + max(per_layer))
-    return tokens * sum(per_layer)
-
-
-def _saved(shape: ModelShape, layer: LayerShape, longest: int, sharding: Sharding, device: str) -> int:
+def layer_kept(
+    shape: ModelShape, layer: LayerShape, tokens: int, longest: int, sharding: Sharding, device: str, repeats: float
+) -> Size:
+    """N x the sum of :func:`layer_saved`."""
     length = longest if shape.softcap else worst_length(longest, bf16=sharding.bf16, device=device)
-    fused = sharding.fused and shape.fusable
-    return layer_saved(
-        layer, shape.hidden, length, bf16=sharding.bf16, fused=fused, device=device, softcap=shape.softcap
+    saved = layer_saved(
+        layer,
+        shape.hidden,
+        length,
+        bf16=sharding.bf16,
+        fused=sharding.fused and shape.fusable,
+        device=device,
+        softcap=shape.softcap,
+        repeats=repeats,
     )
+    return total(tensors(tokens * each, tokens * tensor) for each, tensor in saved)
 
 
-def casts(shape: ModelShape, sharding: Sharding) -> int:
+def activations(
+    shape: ModelShape,
+    tokens: int,
+    longest: int,
+    sharding: Sharding,
+    device: str,
+    *,
+    checkpointing: bool,
+    repeats: float = 1.0,
+) -> Size:
+    """What lives from forward to backward: of every layer :func:`layer_kept`, with gradient checkpointing its input
+    4NH only; and 8NH of the last norm."""
+    hidden = tensors(tokens * shape.hidden * FP32, tokens * shape.hidden * FP32)
+    last = [hidden, hidden]
+    if checkpointing:
+        return total([hidden] * len(shape.layers) + last)
+    kept = [layer_kept(shape, layer, tokens, longest, sharding, device, repeats) for layer in shape.layers]
+    return total(kept + last)
+
+
+def casts(shape: ModelShape, sharding: Sharding) -> Size:
     """Copies of the layers' matrices in the arithmetic's precision, while a pass runs; experts are not copied."""
-    return int(sum(layer.parameters for layer in shape.layers if not layer.routed) * sharding.cast_bytes)
+    plain = [layer for layer in shape.layers if not layer.routed]
+    matrix = max([layer.ffn * shape.hidden for layer in plain], default=0)
+    return tensors(sum(layer.parameters for layer in plain) * sharding.cast_bytes, matrix * sharding.cast_bytes)
 
 
-def layer_working(layer: LayerShape, hidden: int, tokens: int, longest: int, *, bf16: bool, device: str) -> int:
+def layer_working(layer: LayerShape, hidden: int, tokens: int, longest: int, *, bf16: bool, device: str) -> Size:
     """Largest temporaries of one layer, forward or backward: two hidden states, and feed-forward 4bF or attention."""
     b = element(bf16)
     length = worst_length(longest, bf16=bf16, device=device)
     scores = 2 * layer.heads * length * FP32 if device == "cpu" else 0
     attention = 2 * (layer.query + layer.key + layer.value) * b + layer.query * 2 * b + scores
-    feed = 4 * layer.ffn * (FP32 if layer.routed else b)
-    return int(tokens * (max(attention, feed) + 2 * hidden * FP32))
+    each = layer.ffn * (FP32 if layer.routed else b)
+    wide = (attention, max(layer.query * b, scores // 2)) if attention > 4 * each else (4 * each, each)
+    narrow = tensors(tokens * 2 * hidden * FP32, tokens * hidden * FP32)
+    return total([tensors(tokens * wide[0], tokens * wide[1]), narrow])
 
 
 # --------------------------------------------------------------------------------- the head's peak
@@ -160,16 +204,26 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
     return known + 2 * own
 
 
-def head_forward(shape: ModelShape, tokens: int, sharding: Sharding, outputs: Iterable[str]) -> int:
+def head_forward(shape: ModelShape, tokens: int, sharding: Sharding, outputs: Iterable[str]) -> Size:
     """Copies of the logits, and the selected hidden states twice."""
-    return copies(outputs, backward=False) * logits(shape, tokens, sharding) + 2 * tokens * shape.hidden * FP32
+    return _head(shape, tokens, sharding, copies(outputs, backward=False))
 
 
-def head_backward(shape: ModelShape, tokens: int, sharding: Sharding, outputs: Iterable[str]) -> int:
+def head_backward(shape: ModelShape, tokens: int, sharding: Sharding, outputs: Iterable[str]) -> Size:
     """The same with the backward pass, and, where there are several chunks, the head's gradient that they add up."""
     several = tokens > max(1, sharding.logits // shape.outputs)
-    peak = copies(outputs, backward=True) * logits(shape, tokens, sharding) + 2 * tokens * shape.hidden * FP32
-    return peak + (shape.head * FP32 if several else 0)
+    gradient = [head_gradient(shape)] if several else []
+    return total([_head(shape, tokens, sharding, copies(outputs, backward=True)), *gradient])
+
+
+def head_gradient(shape: ModelShape) -> Size:
+    """Fp32."""
+    return tensors(shape.head * FP32, shape.head * FP32)
+
+
+def _head(shape: ModelShape, tokens: int, sharding: Sharding, count: int) -> Size:
+    one, hidden = logits(shape, tokens, sharding), tokens * shape.hidden * FP32
+    return total([tensors(count * one, one), tensors(2 * hidden, hidden)])
 
 
 # --------------------------------------------------------------------------------------- generator
@@ -188,30 +242,27 @@ def cache_per_token(shape: ModelShape, footprint: Footprint) -> float:
 
 
 def cache_grown(shape: ModelShape, footprint: Footprint, samples: int, longest: int) -> int:
-    """Of a cache that grows with need: rows x longest sequence, and a layer that is copied as it grows."""
+    """Of a cache that grows with need, at its largest: rows x longest sequence."""
     tokens = min(footprint.rows, samples) * longest
     if footprint.cache_tokens is not None:
         tokens = min(tokens, footprint.cache_tokens)
-    return int(tokens * cache_per_token(shape, footprint) * (1 + 1 / max(1, len(shape.layers))))
+    return int(tokens * cache_per_token(shape, footprint))
 
 
-def sampling_working(
-    shape: ModelShape, footprint: Footprint, samples: int, prompts: int, longest: int, *, bf16: bool, device: str
-) -> int:
-    """The larger of a prefill pass, with the keys and values it makes, and of a decoding step: four fp32 matrices of
-    rows x vocabulary.
+def prompt_pass(shape: ModelShape, footprint: Footprint, prompts: int, longest: int, *, bf16: bool, device: str) -> int:
+    """The prompts' forward pass: one layer's temporaries, and the keys and values that it makes.
 
     Args:
         prompts: tokens of all distinct prompts.
     """
-    rows = min(footprint.rows, samples)
     layer = max(shape.layers, key=lambda x: x.parameters)
     tokens = min(footprint.prefill_tokens, prompts)
-    prefill = layer_working(layer, shape.hidden, tokens, longest, bf16=bf16, device=device)
-    prefill += int(tokens * shape.cache_elements * footprint.kv_bytes)
-    return max(prefill, 4 * rows * shape.vocabulary * FP32)
+    working = layer_working(layer, shape.hidden, tokens, longest, bf16=bf16, device=device)
+    return working.all + int(tokens * shape.cache_elements * footprint.kv_bytes)
 
 
-def allocator(coming_and_going: int, device: str) -> int:
-    """:data:`CHURN` x what is allocated and freed again in a phase."""
-    return int(CHURN[device] * coming_and_going)
+def decoding_step(shape: ModelShape, footprint: Footprint, samples: int, longest: int) -> int:
+    """Beside the cache: four fp32 matrices of rows x vocabulary, or, where the cache grows, the old keys (or values) of
+    one layer beside the new ones."""
+    copied = cache_grown(shape, footprint, samples, longest) // (2 * len(shape.layers))
+    return max(4 * min(footprint.rows, samples) * shape.vocabulary * FP32, copied)

@@ -23,7 +23,8 @@ class RoleLayout:
     sharding: Sharding
     trained: bool
     micro_tokens: int
-    """Most tokens of a micro-batch; a longer unit is alone in one, so it is no less than the longest unit."""
+    """Most tokens that a micro-batch computes; a longer unit is alone in one, so it is no less than the longest unit. A
+    prefix that sequences share counts once."""
     longest: int
     """Tokens of the longest sequence."""
     gradient_checkpointing: bool = False
@@ -33,6 +34,8 @@ class RoleLayout:
     """What it computes without gradient, before the update or for rewards; empty: nothing."""
     rewards: bool = False
     """It scores samples, so it computes while they are generated."""
+    repeats: float = 1.0
+    """Tokens of a micro-batch's sequences for each one that is computed: more than 1 where they share prefixes."""
 
     @property
     def trained_parameters(self) -> int:
@@ -43,6 +46,13 @@ class RoleLayout:
             own = 0 if self.shape.outputs == self.shape.vocabulary else self.shape.head
             return self.shape.adapter_parameters(s.adapter_rank, s.adapter_targets) + own
         return self.shape.parameters
+
+    @property
+    def scattered_parameters(self) -> int:
+        """Of the trained ones, those whose gradient and optimizer state are small tensors of their own."""
+        if self.sharding.flat:
+            return 0
+        return self.trained_parameters if self.sharding.adapter_rank else min(self.shape.small, self.trained_parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.plan import formulas
+from rlhf.plan import formulas, heap
+from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, device_groups
 
 PHASES = ("load", "generate", "sync", "forward", "train")
@@ -17,12 +18,6 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", 
 buffers; allocator: freed and not given back; process: what a process takes before it holds a model."""
 PROCESS = "process"
 """The row of what belongs to no role."""
-
-Parts = dict[str, int]
-
-
-def sum_of(parts: Mapping[str, int]) -> int:
-    return sum(parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,56 +75,6 @@ def loading(role: RoleLayout) -> Parts:
     return {"weights": int(role.shape.parameters * s.weight_bytes / s.loading_ranks)}
 
 
-def forwarding(role: RoleLayout, device: str) -> Parts:
-    """What a forward pass without gradient adds at its peak: in the layers, or in the head."""
-    s, shape = role.sharding, role.shape
-    layer = max(
-        formulas.layer_working(x, shape.hidden, role.micro_tokens, role.longest, bf16=s.bf16, device=device)
-        for x in shape.layers
-    )
-    head = formulas.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
-    added = {"working": formulas.gathered(shape, s) + formulas.casts(shape, s)}
-    if head >= layer:
-        added["logits"] = head
-    else:
-        added["working"] += layer
-    return added | {"allocator": formulas.allocator(sum_of(added), device)}
-
-
-def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
-    """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
-    what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
-    s, shape, tokens = role.sharding, role.shape, role.micro_tokens
-    trained = role.trained_parameters
-    whole = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=False)
-    kept, one = whole, 0
-    if role.gradient_checkpointing:
-        kept = tokens * len(shape.layers) * shape.hidden * formulas.FP32
-        one = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=True) - kept
-    casts = formulas.casts(shape, s)
-    copied = 0 if role.gradient_checkpointing else casts
-    head_gradient = 0 if s.adapter_rank else shape.head * formulas.FP32
-    layer = max(
-        formulas.layer_working(x, shape.hidden, tokens, role.longest, bf16=s.bf16, device=device) for x in shape.layers
-    )
-    ends = (
-        {"activations": kept, "logits": formulas.head_forward(shape, tokens, s, role.outputs), "working": casts},
-        {"activations": kept, "logits": formulas.head_backward(shape, tokens, s, role.outputs), "working": copied},
-        {
-            "activations": kept + one,
-            "logits": head_gradient if shape.tied and shape.outputs == shape.vocabulary else 0,
-            "working": copied + layer,
-        },
-    )
-    added = max(ends, key=sum_of)
-    added["working"] += formulas.gathered(shape, s)
-    gradients = formulas.gradients(trained, s)
-    if not s.host_optimizer:
-        added["gradients"] = gradients
-    added["allocator"] = formulas.allocator(sum_of(added), device)
-    return added, gradients if s.host_optimizer and not s.keeps_gradients else 0
-
-
 # -------------------------------------------------------------------------------------- the engine
 
 
@@ -160,23 +105,37 @@ def reserved_cache(engines: EngineLayout, machine: Machine) -> int | None:
 
 def sampling(engines: EngineLayout, machine: Machine) -> Parts:
     """What drawing samples adds: a cache that grows, and the largest forward pass where the engine does not hold memory
-    for it already."""
-    footprint = engines.footprint
+    for it already.
+
+    A cache that grows is largest at the end, when the prompts' pass is over, unless further samples wait for a row:
+    then both are there. On a CPU the process keeps what the smaller of the two freed.
+    """
+    shape, footprint = engines.shape, engines.footprint
     if footprint.share is not None:
         return {}
-    added: Parts = {}
-    if footprint.kv_space is None:
-        added["cache"] = formulas.cache_grown(engines.shape, footprint, engines.samples, engines.longest)
-    added["working"] = formulas.sampling_working(
-        engines.shape,
-        footprint,
-        engines.samples,
-        engines.prompt_tokens,
-        engines.longest,
-        bf16=engines.bf16,
-        device=machine.device,
+    prompts = formulas.prompt_pass(
+        shape, footprint, engines.prompt_tokens, engines.longest, bf16=engines.bf16, device=machine.device
     )
-    return added | {"allocator": formulas.allocator(sum_of(added), machine.device)}
+    step = formulas.decoding_step(shape, footprint, engines.samples, engines.longest)
+    added: Parts = {}
+    apart = footprint.kv_space is None and engines.samples <= footprint.rows
+    if footprint.kv_space is None:
+        added["cache"] = formulas.cache_grown(shape, footprint, engines.samples, engines.longest)
+    if apart and prompts > sum_of(added) + step:
+        added["cache"], added["working"] = 0, prompts
+    else:
+        added["working"] = step if apart else max(prompts, step)
+    moments = [heap.Size(sum_of(added))]
+    if machine.device == "cpu":
+        return added | {"allocator": prompts + step - added["working"]}
+    return added | {"allocator": heap.allocator(moments, heap.Size(), machine.device)}
+
+
+def sampling_heap(engines: EngineLayout, machine: Machine) -> int:
+    """Of :func:`sampling`, what lives in the heap: a cache of small tensors, keys or values of one layer each."""
+    parts = sampling(engines, machine)
+    cache = parts.get("cache", 0)
+    return sum_of(parts) - cache + heap.tensors(cache, cache / (2 * len(engines.shape.layers))).heap
 
 
 # --------------------------------------------------------------------------------------- a device
@@ -207,7 +166,8 @@ def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
     workers = [name for name in group.holds if _works(layout, name, phase)]
     at_once = phase == "generate" and layout.machine.processes  # scores are computed beside the sampling
     turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
-    return max((_at(layout, group, phase, busy) for busy in turns or [()]), key=lambda m: m.total)
+    moments = [_at(layout, group, phase, busy) for busy in turns or [()]]
+    return max(moments, key=lambda m: (m.total, sum(sum_of(m.rows[name]) for name in m.busy)))
 
 
 def _works(layout: Layout, name: str, phase: str) -> bool:
@@ -241,7 +201,23 @@ def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -
     if not layout.machine.processes:
         device = layout.machine.device
         rows[PROCESS] = {"process": formulas.PROCESS[device], "working": formulas.LIBRARIES[device]}
+        if device == "cpu" and (unused := _unused(layout, phase, busy)):
+            rows[PROCESS]["allocator"] = unused
     return Moment(phase, busy, rows, host)
+
+
+def _unused(layout: Layout, phase: str, busy: tuple[str, ...]) -> int:
+    """Where all is one process: what another phase of the step left in the heap, beyond what this one needs of it."""
+    if phase == "load":
+        return 0
+    needed = 0
+    for name in busy:
+        if name == GENERATOR:
+            assert layout.engines is not None
+            needed += sampling_heap(layout.engines, layout.machine)
+        else:
+            needed += left(layout.role(name), phase)
+    return max(0, max(map(left, layout.roles)) - needed)
 
 
 def _parts_here(layout: Layout) -> int:
@@ -266,14 +242,9 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
         assert layout.engines is not None
         spread = role.sharding.weight_ranks > 1 or role.sharding.host_weights
         return _add(parts, {"working": layout.engines.bucket if spread else 0}), host
-    if machine.device == "cpu" and machine.processes:  # a process keeps what it freed, and the others cannot have it
-        most = max(sum_of(forwarding(role, "cpu")) if role.annotated else 0, _training_sum(role))
-        parts = _add(parts, {"allocator": most})
+    if machine.device == "cpu" and machine.processes:  # its process keeps its heap, and the others cannot have it
+        parts = _add(parts, {"allocator": left(role)})
     return parts, host
-
-
-def _training_sum(role: RoleLayout) -> int:
-    return sum_of(training(role, "cpu")[0]) if role.trained else 0
 
 
 def _engine_parts(layout: Layout, engines: EngineLayout, phase: str, busy: bool) -> Parts:

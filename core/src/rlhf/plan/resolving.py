@@ -51,18 +51,20 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
     if rewards:
         annotated.add("scores")
+    micro = _micro_tokens(made, mine, budget, longest, place.ranks)
     return RoleLayout(
         name,
         place,
         read_shape(spec.path, role.head, spec.trust_remote_code),
         sharding,
         role.trained,
-        _micro_tokens(made, mine, budget, longest, place.ranks),
+        micro,
         longest,
         spec.gradient_checkpointing,
         tuple(sorted(outputs)) or ("logprobs" if role.head == "lm" else "values",),
         tuple(sorted(annotated)),
         rewards,
+        _repeats(made, micro, longest) if sharding.shares_prefixes else 1.0,
     )
 
 
@@ -85,6 +87,22 @@ def _micro_tokens(made: RunParts, updates: list[Update], budget: int, longest: i
     units = config.data.batch_size * (config.sampling.samples_per_prompt if made.online else 1)
     parts = min((u.minibatches for u in updates), default=1)
     return min(max(budget, unit), unit * math.ceil(units / parts / ranks))
+
+
+def _repeats(made: RunParts, micro_tokens: int, longest: int) -> float:
+    """Tokens of a full micro-batch's sequences for each computed one, where samples of a prompt, or the answers of a
+    pair, are as long as they may be: n sequences of p + a tokens, of which p + n a are computed. Where nothing bounds
+    the prompts, p is what ``max_new_tokens`` leaves, or half in several turns and pairs."""
+    config, pairs = made.config, made.algorithm.data == "pairs"
+    if not (made.online or pairs):
+        return 1.0
+    several = pairs or config.env is not None
+    prompt = longest // 2 if several else max(0, longest - config.sampling.max_new_tokens)
+    prompt = min(config.data.max_prompt_tokens or prompt, longest - 1)
+    answer = longest - prompt
+    fit = max(1, (micro_tokens - prompt) // answer)
+    count = min(fit, 2 if pairs else config.sampling.samples_per_prompt)
+    return count * longest / (prompt + count * answer)
 
 
 def _engines(made: RunParts, places: dict[str, Place], policy: RoleLayout, machine: Machine) -> EngineLayout | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ModelError
+from rlhf.plan.heap import LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class ModelShape:
     """Attention scores are soft-capped, so they exist as matrices."""
     linear: tuple[tuple[str, int, int], ...]
     """Where adapters go: (last part of the name, inputs + outputs summed over the layers with it, how many)."""
+    small: int = 0
+    """Parameters in tensors below 32 MiB in fp32 (:data:`rlhf.plan.heap.LARGE`)."""
     positions: int | None = None
     """Longest sequence that the model is made for, where its config says."""
 
@@ -136,6 +139,7 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
         type(layers[0]).__name__ in LAYERS,
         bool(getattr(text, "attn_logit_softcapping", None)),
         _linear(module, layers),
+        sum(p.numel() for p in module.parameters() if p.numel() * 4 < LARGE),
         getattr(text, "max_position_embeddings", None),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.plan import formulas
+from rlhf.plan import formulas, heap
 from rlhf.plan.layout import EngineLayout, Layout, RoleLayout
 from rlhf.plan.phases import GroupPlan, Moment, plan_groups, reserved_cache, sum_of
 from rlhf.plan.sizes import text
@@ -137,7 +137,7 @@ def _how(layout: Layout, name: str, part: str) -> str:
         "activations": _activations(role),
         "logits": f"chunks of at most {s.logits} logits x 4 bytes, several copies",
         "process": "before it holds a model",
-        "allocator": f"{formulas.CHURN[layout.machine.device]:.0%} of what comes and goes",
+        "allocator": _allocator(layout.machine.device),
     }
     return on.get(part, "")
 
@@ -148,8 +148,16 @@ def _product(count: int, each: float, ranks: int) -> str:
 
 
 def _activations(role: RoleLayout) -> str:
-    layers = f"{role.micro_tokens} tokens x {len(role.shape.layers)} layers"
-    return f"{layers}, inputs only, and one layer whole" if role.gradient_checkpointing else layers
+    layers = f"{role.micro_tokens} computed tokens x {len(role.shape.layers)} layers"
+    if role.gradient_checkpointing:
+        return f"{layers}, inputs only, and one layer whole where that is the peak"
+    return layers + (f", keys and values x {role.repeats:.3g}" if role.repeats > 1 else "")
+
+
+def _allocator(device: str) -> str:
+    if device == "cpu":
+        return f"{heap.HOLES:.0%} of the heap at its largest, and what other moments had in it"
+    return f"{heap.CHURN:.0%} of what comes and goes"
 
 
 def _engine_weights(engines: EngineLayout) -> str:

@@ -21,6 +21,7 @@ def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sh
         of_one_rank(config, spec, device),
         optimizer_ranks=ranks if stage >= 1 else 1,
         master_bytes=FP32 if host else 0.0,
+        flat=stage >= 1,
         host_optimizer=host,
         offloads=device == "cuda" and not host,
         buffers=int(config.bucket * FP32) if ranks > 1 or stage >= 1 else 0,

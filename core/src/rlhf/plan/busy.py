@@ -1,0 +1,94 @@
+"""What a role adds to its device while it computes, and what its process keeps afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhf.plan import formulas, heap
+from rlhf.plan.heap import Size, total
+from rlhf.plan.layout import RoleLayout
+
+Parts = dict[str, int]
+Moment = Mapping[str, Size]
+
+
+def sum_of(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def forwarding(role: RoleLayout, device: str) -> Parts:
+    """What a forward pass without gradient adds at its peak: in the layers, or in the head."""
+    moments = _forward(role, device)
+    return _fullest(moments) | {"allocator": heap.allocator([total(m.values()) for m in moments], Size(), device)}
+
+
+def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
+    """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
+    what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
+    s, moments = role.sharding, _train(role, device)
+    added = _fullest(moments)
+    added["allocator"] = heap.allocator([total(m.values()) for m in moments], _states(role), device)
+    away = s.host_optimizer and not s.keeps_gradients
+    return added, formulas.gradients(role.trained_parameters, s) if away else 0
+
+
+def left(role: RoleLayout, phase: str = "") -> int:
+    """Bytes of a CPU's heap, beside the optimizer's states, that the role's process keeps after a phase; after the one
+    with most where none is named."""
+    after = []
+    if role.annotated and phase != "train":
+        after.append(heap.kept([total(m.values()) for m in _forward(role, "cpu")], Size()))
+    if role.trained and phase in ("", "train"):
+        after.append(heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)))
+    return max(after, default=0)
+
+
+def _fullest(moments: Sequence[Moment]) -> Parts:
+    most = max(moments, key=lambda moment: total(moment.values()).all)
+    return {part: size.all for part, size in most.items() if size.all}
+
+
+def _forward(role: RoleLayout, device: str) -> list[Moment]:
+    s, shape = role.sharding, role.shape
+    always = [Size(formulas.gathered(shape, s)), formulas.casts(shape, s)]
+    head = formulas.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
+    return [{"working": total([*always, _layer(role, device)])}, {"working": total(always), "logits": head}]
+
+
+def _train(role: RoleLayout, device: str) -> list[Moment]:
+    s, shape, tokens, again = role.sharding, role.shape, role.micro_tokens, role.gradient_checkpointing
+    kept = formulas.activations(shape, tokens, role.longest, s, device, checkpointing=again, repeats=role.repeats)
+    computed = kept
+    if again:
+        layers = [formulas.layer_kept(shape, x, tokens, role.longest, s, device, role.repeats) for x in shape.layers]
+        computed = total([kept, max(layers, key=lambda size: size.all)])
+    casts, gathered, none = formulas.casts(shape, s), Size(formulas.gathered(shape, s)), Size()
+    copied = none if again else casts
+    tied = shape.tied and shape.outputs == shape.vocabulary and not s.adapter_rank
+    gradients = none
+    if not s.host_optimizer:
+        alone = formulas.gradients(role.scattered_parameters, s)
+        gradients = Size(formulas.gradients(role.trained_parameters, s), alone)
+    moments = (
+        (kept, formulas.head_forward(shape, tokens, s, role.outputs), casts),
+        (kept, formulas.head_backward(shape, tokens, s, role.outputs), copied),
+        (computed, formulas.head_gradient(shape) if tied else none, total([copied, _layer(role, device)])),
+    )
+    return [
+        {"gradients": gradients, "activations": live, "logits": head, "working": total([gathered, working])}
+        for live, head, working in moments
+    ]
+
+
+def _states(role: RoleLayout) -> Size:
+    """The optimizer's, in small tensors."""
+    size = 0 if role.sharding.host_optimizer else formulas.optimizer(role.scattered_parameters, role.sharding)
+    return Size(size, size)
+
+
+def _layer(role: RoleLayout, device: str) -> Size:
+    """The largest temporaries of any layer."""
+    shape, tokens, longest = role.shape, role.micro_tokens, role.longest
+    bf16 = role.sharding.bf16
+    sizes = [formulas.layer_working(x, shape.hidden, tokens, longest, bf16=bf16, device=device) for x in shape.layers]
+    return max(sizes, key=lambda size: size.all)
