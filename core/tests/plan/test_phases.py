@@ -9,7 +9,7 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.plan import EngineLayout, Layout, Machine, RoleLayout, formulas, make_plan, read_shape, sum_of
 from rlhf.plan.busy import forwarding, left, training
-from rlhf.plan.phases import resting, sampling, sampling_heap
+from rlhf.plan.phases import resting, sampling
 from rlhf.testing.tiny import tiny_model
 
 GIB = 2**30
@@ -135,22 +135,6 @@ def test_a_cpu_process_keeps_the_heap_that_it_had(shape, published):
     large = policy(read_shape(published("0.6B")))
     added, _ = training(large, "cpu")
     assert left(large) <= sum_of(added) - added["logits"], "blocks of 32 MiB are given back"
-
-
-def test_one_process_keeps_its_heap_for_the_next_phase(shape):
-    """What training left, less what sampling can use of it."""
-    role = policy(shape, micro_tokens=4096)
-    drawn = engines(shape, Place(), share=None, weight_bytes=0.0, kv_bytes=4.0)
-    moments = only(Layout((role,), drawn, CPU))
-    used = sampling_heap(drawn, CPU)
-    assert 0 < used < left(role)
-    assert moments["generate"].rows["process"]["allocator"] == left(role) - used
-    assert "allocator" not in moments["train"].rows["process"], "it is its own"
-    assert "allocator" not in moments["load"].rows["process"]
-    frozen = only(Layout((replace(role, trained=False, annotated=()),), drawn, CPU))
-    assert "allocator" not in frozen["generate"].rows["process"]
-    large = replace(drawn, samples=256, longest=8192)
-    assert sampling_heap(large, CPU) < sum_of(sampling(large, CPU)), "tensors of 32 MiB are not of the heap"
 
 
 def test_the_forward_pass_is_the_head_or_a_layer(shape, published):

@@ -32,13 +32,12 @@ def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
     return added, formulas.gradients(role.trained_parameters, s) if away else 0
 
 
-def left(role: RoleLayout, phase: str = "") -> int:
-    """Bytes of a CPU's heap, beside the optimizer's states, that the role's process keeps after a phase; after the one
-    with most where none is named."""
+def left(role: RoleLayout) -> int:
+    """Bytes of a CPU's heap, beside the optimizer's states, that the role's process keeps after its fullest phase."""
     after = []
-    if role.annotated and phase != "train":
+    if role.annotated:
         after.append(heap.kept([total(m.values()) for m in _forward(role, "cpu")], Size()))
-    if role.trained and phase in ("", "train"):
+    if role.trained:
         after.append(heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)))
     return max(after, default=0)
 

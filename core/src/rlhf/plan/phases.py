@@ -131,13 +131,6 @@ def sampling(engines: EngineLayout, machine: Machine) -> Parts:
     return added | {"allocator": heap.allocator(moments, heap.Size(), machine.device)}
 
 
-def sampling_heap(engines: EngineLayout, machine: Machine) -> int:
-    """Of :func:`sampling`, what lives in the heap: a cache of small tensors, keys or values of one layer each."""
-    parts = sampling(engines, machine)
-    cache = parts.get("cache", 0)
-    return sum_of(parts) - cache + heap.tensors(cache, cache / (2 * len(engines.shape.layers))).heap
-
-
 # --------------------------------------------------------------------------------------- a device
 
 
@@ -201,23 +194,7 @@ def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -
     if not layout.machine.processes:
         device = layout.machine.device
         rows[PROCESS] = {"process": formulas.PROCESS[device], "working": formulas.LIBRARIES[device]}
-        if device == "cpu" and (unused := _unused(layout, phase, busy)):
-            rows[PROCESS]["allocator"] = unused
     return Moment(phase, busy, rows, host)
-
-
-def _unused(layout: Layout, phase: str, busy: tuple[str, ...]) -> int:
-    """Where all is one process: what another phase of the step left in the heap, beyond what this one needs of it."""
-    if phase == "load":
-        return 0
-    needed = 0
-    for name in busy:
-        if name == GENERATOR:
-            assert layout.engines is not None
-            needed += sampling_heap(layout.engines, layout.machine)
-        else:
-            needed += left(layout.role(name), phase)
-    return max(0, max(map(left, layout.roles)) - needed)
 
 
 def _parts_here(layout: Layout) -> int:
