@@ -11,16 +11,17 @@ from rlhf.placement import neighbours
 
 
 class Phases:
-    """Where the generator shares devices: it sleeps while others compute, and trained neighbours put their optimizer
-    states aside while it generates. Their weights stay: a reward model may score between two turns."""
+    """Where the generator shares devices: it sleeps while others compute, and its neighbours put aside what they do not
+    need while it generates, above all optimizer states. Weights stay: a reward model may score between two turns."""
 
     def __init__(self, generator: Generator, roles: Mapping[str, Role], places: Mapping[str, Place]) -> None:
         self.generator = generator
         shared = neighbours(places, GENERATOR)
-        self.trained = [roles[name] for name in shared if name in roles and roles[name].spec.role.trained]
+        here = [roles[name] for name in shared if name in roles]
+        self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
         self.active = bool(shared)
         self._aside = False
-        """Whether optimizer states are."""
+        """Whether it is."""
         if self.active:
             generator.sleep()
 
@@ -41,7 +42,7 @@ class Phases:
         """New weights are about to wake the generator. What makes room for them stays aside until the next learning, as
         generating mostly comes before that."""
         if self.active and not self._aside:
-            for role in self.trained:
+            for role in self.neighbours:
                 role.every("offload")
             self._aside = True
 
@@ -49,6 +50,6 @@ class Phases:
         """The devices belong to the roles again, with all that they put aside."""
         if self.active and self._aside:
             self.generator.sleep()
-            for role in self.trained:
+            for role in self.neighbours:
                 role.every("reload")
             self._aside = False

@@ -209,7 +209,8 @@ class Trainer(Component):
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
 
     def offload(self) -> None:
-        """Optimizer state and gradients leave the device until :meth:`reload`, for a generator that shares it."""
+        """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it until
+        :meth:`reload`. Called on roles that are not trained too."""
 
     def reload(self) -> None:
         """Undo :meth:`offload`."""

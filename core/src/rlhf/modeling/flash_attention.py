@@ -54,6 +54,10 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, o
     from torch.nn.attention.varlen import varlen_attn
 
     k, v = (x if where.keys is None else take_rows(x, where.keys) for x in (k_NKD, v_NKD))
+    grouped = q_NHD.shape[1] // k_NKD.shape[1]
+    options_of_torch: dict[str, Any] = {"enable_gqa": True} if grouped > 1 else {}
+    if grouped > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        k, v, options_of_torch = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), {}
     window = -1 if options.window is None or options.window >= where.longest_K else options.window - 1
     out: Any = varlen_attn(
         q_NHD.contiguous(),
@@ -65,7 +69,7 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, o
         where.longest_K,
         scale=options.scaling,
         window_size=(window, 0),
-        enable_gqa=q_NHD.shape[1] != k_NKD.shape[1],
+        **options_of_torch,
     )
     return out
 
@@ -82,7 +86,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    missing = {"window_size", "enable_gqa", "scale"} - set(inspect.signature(varlen_attn).parameters)
+    missing = {"window_size", "scale"} - set(inspect.signature(varlen_attn).parameters)
     return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}" if missing else ""
 
 

@@ -52,6 +52,14 @@ def to_host(tensors: MutableMapping[str, Tensor]) -> None:
             tensors[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
 
 
+def give_back(device: torch.device) -> None:
+    """Let other processes have the GPU's memory that this one keeps for its next tensors."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
 def to_device(tensors: MutableMapping[str, Tensor], device: torch.device) -> None:
     """Undo :func:`to_host`."""
     for name, value in tensors.items():

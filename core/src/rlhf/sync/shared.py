@@ -47,6 +47,9 @@ class SharedOutlet(Outlet):
         for number in range(max(first, self._shipped - _PIECES), self._shipped):
             self._wait(number)
         self._pieces = [None] * _PIECES  # their device is needed for other things between two syncs
+        if self.link.cuda:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def _offer(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
         slot = number % _PIECES

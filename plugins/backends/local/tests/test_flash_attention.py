@@ -23,7 +23,7 @@ from rlhf_plugin_local.trainer import TorchTrainer
 CPU = torch.device("cpu")
 
 
-def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size, enable_gqa=False):
     """Sequence by sequence: the queries are the last ones; a query at position i sees keys i - left .. i."""
     left, right = window_size
     assert right == 0
@@ -44,10 +44,15 @@ def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size,
     return torch.cat(out)
 
 
-@pytest.fixture
-def kernel(monkeypatch):
+def older(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+    """Without groups of heads."""
+    return stated(q, k, v, ends_q, ends_k, longest_q, longest_k, scale=scale, window_size=window_size)
+
+
+@pytest.fixture(params=[stated, older])
+def kernel(request, monkeypatch):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    monkeypatch.setattr(varlen, "varlen_attn", stated)
+    monkeypatch.setattr(varlen, "varlen_attn", request.param)
 
 
 def rows(tokens: int, heads: int, seed: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums
 from rlhf.interfaces.memory import Sharding
 from rlhf.modeling.adapters import without_adapters
 from rlhf.modeling.model import check_head, load_model, load_tokenizer
+from rlhf.modeling.optimizer import give_back
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
@@ -257,6 +258,7 @@ class DeepSpeedTrainer(PackedTrainer):
             self.zero.offload()
         if self.average is not None:
             self.average.move("cpu")
+        give_back(self.device)
 
     def reload(self) -> None:
         if self.zero is not None and self.spec.role.trained:

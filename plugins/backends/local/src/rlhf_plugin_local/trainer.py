@@ -16,7 +16,15 @@ from rlhf.modeling import state
 from rlhf.modeling.adapters import base_tensors, merged, without_adapters
 from rlhf.modeling.ema import Ema
 from rlhf.modeling.model import exporting, load_model, load_tokenizer
-from rlhf.modeling.optimizer import build_optimizer, clip, optimizer_tensors, restore_optimizer, to_device, to_host
+from rlhf.modeling.optimizer import (
+    build_optimizer,
+    clip,
+    give_back,
+    optimizer_tensors,
+    restore_optimizer,
+    to_device,
+    to_host,
+)
 from rlhf.modeling.precision import Precision, choose_device
 from rlhf.modeling.published import Published
 from rlhf.modeling.schedule import Schedule
@@ -137,6 +145,7 @@ class TorchTrainer(PackedTrainer):
         """Optimizer state and average move to host memory, from a GPU; between two steps there are no gradients."""
         for held in self._aside():
             to_host(held)
+        give_back(self.device)
 
     def reload(self) -> None:
         for held in self._aside():
