@@ -209,8 +209,8 @@ class Trainer(Component):
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
 
     def offload(self) -> None:
-        """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it until
-        :meth:`reload`. Called on roles that are not trained too."""
+        """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it
+        until :meth:`reload`. Called on roles that are not trained too."""
 
     def reload(self) -> None:
         """Undo :meth:`offload`."""
