@@ -55,7 +55,7 @@ class Engine:
                 raise ModelError(f"{what}: {_first(error)}") from error
         _running[id(self)] = foreign
         self._scratch.note(self._llm.model_executor)
-        self._workers = Workers(self._llm.model_executor)
+        self._workers = Workers(self._llm.model_executor, after_death=self._scratch.remove)
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence, what is sampled included."""
@@ -135,7 +135,7 @@ class Engine:
             return
         from vllm.v1.engine import core
 
-        self._workers.closing()
+        self._workers.end()
         foreign = _running.pop(id(self))
         original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda: None
         try:

@@ -39,7 +39,11 @@ class Scratch:
         self.meeting = f"vllm_dist_{uuid4().hex}"
         """Name of the workers' file; what they share on a CPU is called after it."""
         self._segments: list[str] = []
-        self.remove = weakref.finalize(self, _remove, os.getpid(), self.folder, self.meeting, self._segments)
+        self._buffers: list[weakref.ref[Any]] = []
+        """Those of the segments that vLLM would remove in this process too."""
+        self.remove = weakref.finalize(
+            self, _remove, os.getpid(), self.folder, self.meeting, self._segments, self._buffers
+        )
         """Call it once the workers have ended; a second time does nothing."""
 
     @property
@@ -68,6 +72,7 @@ class Scratch:
         workers = getattr(executor, "workers", None)
         if not workers:
             return
+        self._buffers.append(weakref.ref(executor.rpc_broadcast_mq.buffer))
         shared = [executor.rpc_broadcast_mq, *(w.worker_response_mq for w in workers)]
         self._segments += [queue.handle.buffer_handle[3] for queue in shared]
         among = {name for worker in workers for name in _mapped(worker.proc.pid)}
@@ -81,9 +86,12 @@ def _mapped(process: int) -> set[str]:
         return set()
 
 
-def _remove(process: int, folder: Path, meeting: str, segments: list[str]) -> None:
+def _remove(process: int, folder: Path, meeting: str, segments: list[str], buffers: list[weakref.ref[Any]]) -> None:
     if os.getpid() != process:  # a worker that was forked from this process
         return
+    for buffer in buffers:
+        if (alive := buffer()) is not None:
+            alive.is_creator = False  # it would not find its segment
     for name in segments:
         try:
             segment = SharedMemory(name)

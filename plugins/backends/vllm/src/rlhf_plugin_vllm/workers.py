@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from threading import Event, Lock, Thread
@@ -14,6 +14,8 @@ from rlhf.errors import WorkerError
 
 GRACE_SECONDS = 2.0
 """After a call failed: for a death that caused it to be seen."""
+CLOSING_SECONDS = 3.0
+"""For workers to end by themselves. Whoever closes an engine may be in a hurry."""
 
 
 class Workers:
@@ -21,14 +23,17 @@ class Workers:
 
     Args:
         executor: vLLM's.
+        after_death: called once all of them have ended because one of them died, and before anybody is told.
     """
 
-    def __init__(self, executor: Any) -> None:
-        self._processes = [worker.proc for worker in getattr(executor, "workers", None) or ()]
-        self._closing = Event()
+    def __init__(self, executor: Any, after_death: Callable[[], Any]) -> None:
+        self._handles = list(getattr(executor, "workers", None) or ())
+        self._processes = [handle.proc for handle in self._handles]
+        self._after_death, self._closing = after_death, Event()
         self._death, self._naming = "", Lock()
+        self._watcher = Thread(target=self._watch, daemon=True, name="rlhf-vllm-workers")
         if self._processes:
-            Thread(target=self._watch, daemon=True, name="rlhf-vllm-workers").start()
+            self._watcher.start()
 
     def _watch(self) -> None:
         """Where one died the others wait for it, some of them deaf to signals but one, and vLLM waits for those: end
@@ -37,8 +42,14 @@ class Workers:
         if self._closing.is_set():
             return
         self._name_death()
+        self._kill()
+        self._after_death()
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+        for process in self._processes:
+            wait([process.sentinel], GRACE_SECONDS)
 
     def _name_death(self) -> None:
         """Once, before the others are ended."""
@@ -60,14 +71,23 @@ class Workers:
         """WorkerError where one has died, or does so within ``seconds``."""
         if self._processes and wait([process.sentinel for process in self._processes], seconds):
             self._name_death()
+            self._watcher.join(2 * GRACE_SECONDS)
             raise WorkerError(
                 f"the generator 'vllm' is lost: {self._death}. Start another; RLHF_VLLM_LOG=INFO lets its workers say "
                 "what happens to them."
             ) from cause
 
-    def closing(self) -> None:
-        """From now on they may end."""
+    def end(self) -> None:
+        """Ask them to end, and make them where they take long."""
         self._closing.set()
+        for handle in self._handles:
+            if handle.death_writer is not None:  # its closing is what a worker waits for
+                handle.death_writer.close()
+                handle.death_writer = None
+        end = time.monotonic() + CLOSING_SECONDS
+        for process in self._processes:
+            wait([process.sentinel], max(0.0, end - time.monotonic()))
+        self._kill()
 
 
 def _end(process: Any) -> str:
