@@ -1,0 +1,86 @@
+"""A worker process of an engine on Ray is killed: the engine is replaced, its samples are as they would have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.testing.models import model_path
+from rlhf.testing.plain import PlainTrainer
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
+
+from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.launcher import RayLauncher
+from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_plugin_vllm.platforms import cores
+
+ASKED = [GenerationRequest((20, 21, 22 + n), n, Sampling(5 + 45 * n, ignore_eos=True)) for n in range(6)]
+"""The first one ends when most of the others' tokens are still to come."""
+
+
+class Run:
+    """An engine of two workers behind its front, and weights for it."""
+
+    def __init__(self, launcher: RayLauncher) -> None:
+        launcher.place({GENERATOR: Place(devices=2)})
+        spec = GeneratorSpec((1,), str, str(model_path("llama", head_dim=32)), "fp32", max_tokens=256)
+        config = VllmGenerator.Config(kv_cache_gib=0.0625, tensor_parallel=2)
+        self.engines = launcher.launch_generator(VllmGenerator, config, spec)
+        policy = ModelSpec(RoleSpec("policy"), str(model_path("llama", seed=5, head_dim=32)), dtype="fp32")
+        self.source, self.loads = PlainTrainer(None, policy), 0
+        self.engines.refresh = self.load
+
+    def load(self) -> None:
+        self.loads += 1
+        self.engines.begin_load(3)
+        for bucket in self.source.buckets("live", 2**16):
+            self.engines.take(bucket)
+        self.proofs = self.engines.end_load()
+
+    def workers(self) -> list[psutil.Process]:
+        engine = psutil.Process(self.engines.engines[0].facts["pid"])
+        return [p for p in engine.children() if "libtorch_cpu" in Path(f"/proc/{p.pid}/maps").read_text()]
+
+    def drawn(self, after_first=lambda: None) -> dict[int, tuple[list[int], object]]:
+        found = {}
+        for position, turn in self.engines.generate(ASKED):
+            if not found:
+                after_first()
+            found[position] = turn.ids, turn.versions
+        return found
+
+
+@pytest.fixture
+def run():
+    cluster = Cluster(RayConfig(cpus=4, object_store_gib=0.25))
+    launcher = RayLauncher(RayConfig())
+    yield Run(launcher)
+    launcher.shutdown()
+    cluster.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
+)
+def test_a_killed_worker_costs_its_engine_and_no_sample(run):
+    run.load()
+    want = run.drawn()
+    assert all(versions == ((0, 3),) for _, versions in want.values())
+    first = run.workers()
+    assert len(first) == 2
+    assert run.drawn(first[1].kill) == want
+    assert run.loads == 2
+    again = run.workers()
+    assert len(again) == 2
+    assert not {p.pid for p in first} & {p.pid for p in again}
+    again[0].kill()
+    run.load()
+    assert [(p.version, p.who) for p in run.proofs] == [(3, f"engine 0, engine worker {n}") for n in (0, 1)]
+    assert run.drawn() == want
