@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero_cases import STEPS, apart, batch, shares, spec, trainer
 from zero_pair_names import STAGES, VARIANTS
 
+pytestmark = pytest.mark.slow
+
 GRADIENT = 1e-5
 LOSS = 1e-4
 

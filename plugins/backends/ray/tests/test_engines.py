@@ -15,6 +15,8 @@ from rlhf.errors import CapabilityError, ConfigError, RolloutError, SyncError, W
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = ["auto", "shared", "broadcast"]  # on CPUs "auto" is the object store
 
 

@@ -16,6 +16,8 @@ from rlhf_plugin_ray.cluster import LoopbackOnly
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def four_gpus() -> Iterator[None]:

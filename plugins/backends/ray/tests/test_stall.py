@@ -14,6 +14,8 @@ from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.remote import look_at
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def watched(launch, tmp_path):

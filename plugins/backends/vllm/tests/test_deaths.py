@@ -174,12 +174,14 @@ def test_an_engine_that_cannot_start_leaves_nothing(engines, model, scratches, t
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 3000 if file.suffix == ".safetensors" else None])
     config = TWO.model_copy(update={"tensor_parallel": workers})
+    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
     with pytest.raises(ModelError, match="could not start"):
         VllmGenerator(config, engines.spec(tmp_path))
     assert len(scratches) == 1
     assert in_memory(scratches[0]) == []
     assert list(temporary.iterdir()) == []
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [p for p in new if p.status() != psutil.STATUS_ZOMBIE]
     assert [p for p in left if "resource_tracker" not in " ".join(p.cmdline())] == []
 
 

@@ -105,6 +105,7 @@ def test_two_workers_each_prove_their_weights(engines, source):
     single = engines.get(path)
     load(single, source, 3)
     config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel=2)
+    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
     generator = VllmGenerator(config, engines.spec(path))
     try:
         proofs = load(generator, source, 3)
@@ -120,8 +121,8 @@ def test_two_workers_each_prove_their_weights(engines, source):
         assert apart(generator, source) < 1e-5
     finally:
         generator.close()
-    ended = psutil.STATUS_ZOMBIE  # children of engines that were closed, which nobody has asked about
-    left = [p.cmdline() for p in psutil.Process().children(recursive=True) if p.status() != ended]
+    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [p.cmdline() for p in new if p.status() != psutil.STATUS_ZOMBIE]
     assert [line for line in left if "resource_tracker" not in " ".join(line)] == [], "Python's own bookkeeper may stay"
 
 
