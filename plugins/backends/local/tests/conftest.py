@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from rlhf.interfaces import Loss, ModelSpec
+from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for sampling_cases
 
 
 class Nll(Loss):
@@ -87,5 +92,31 @@ def make_trainer(model_path: Path) -> Callable[..., TorchTrainer]:
         spec = {k: options.pop(k) for k in ("gradient_checkpointing", "total_updates", "seed") if k in options}
         config = TorchTrainerConfig(**{"lr": 1e-3, "device": "cpu", **options})
         return TorchTrainer(config, ModelSpec(RoleSpec("policy", head, trained), str(path), dtype, **spec))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return AutoModelForCausalLM.from_pretrained(path).train()
+
+
+@pytest.fixture(scope="module")
+def decode(path):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def build(model, decode):
+    def make(**options):
+        generator = TransformersGenerator(TransformersGenerator.Config(**options), GeneratorSpec((1,), decode))
+        generator.load(model, 3)
+        return generator
 
     return make

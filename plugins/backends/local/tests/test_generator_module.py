@@ -4,56 +4,9 @@ import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import GeneratorSpec
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-EOS = 1
-Config = TransformersGenerator.Config
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(path):
-    return AutoModelForCausalLM.from_pretrained(path).train()
-
-
-@pytest.fixture(scope="module")
-def decode(path):
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-
-
-@pytest.fixture
-def build(model, decode):
-    def make(**options):
-        generator = TransformersGenerator(Config(**options), GeneratorSpec((EOS,), decode))
-        generator.load(model, 3)
-        return generator
-
-    return make
-
-
-def requests(prompts=5, samples=4, seed=0, **options):
-    g = torch.Generator().manual_seed(seed)
-    out = []
-    for p in range(prompts):
-        ids = tuple(torch.randint(3, 90, (2 + 5 * p,), generator=g).tolist())
-        out += [
-            GenerationRequest(ids, 100 * p + s, Sampling(**{"max_new_tokens": 24, **options})) for s in range(samples)
-        ]
-    return out
-
-
-def sample(generator, wanted):
-    found = dict(generator.generate(wanted))
-    assert sorted(found) == list(range(len(wanted)))
-    return [found[i] for i in range(len(wanted))]
+from sampling_cases import EOS, Config, requests, sample
 
 
 def state(model):
