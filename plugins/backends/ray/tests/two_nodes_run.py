@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ray_nodes import ADDRESSES, PORT
 from ray_standins import OddGenerator, OddTrainer
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
@@ -61,7 +62,8 @@ def loses_a_node(launcher: RayLauncher) -> dict[str, Any]:
 
 
 def main(scenario: Callable[[RayLauncher], dict[str, Any]]) -> None:
-    launcher = RayLauncher(RayConfig(address="auto", strategy="STRICT_SPREAD"))
+    head = f"{ADDRESSES[0]}:{PORT}"  # "auto" finds any Ray of this machine, in other namespaces too
+    launcher = RayLauncher(RayConfig(address=head, strategy="STRICT_SPREAD"))
     try:
         result = scenario(launcher)
     except RlhfError as error:
