@@ -1,17 +1,21 @@
 """The link ``shared``: buckets in memory that the trainer and the receivers on its device map both.
 
 Each rank of the trainer has two pieces of memory and fills one while the receivers read the other; it fills a piece
-again once all of them are done with it. On GPUs the handle of the memory is one of CUDA IPC.
+again once all of them are done with it. On GPUs the handle of the memory is one of CUDA IPC; on the host it is a file
+without a name, opened through the trainer's own list of open files, so whoever is killed leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +36,7 @@ class SharedOutlet(Outlet):
         self.link, self.meeting = link, Meeting.at(link.address, link.timeout)
         self.serves = link.cuda or rank == 0
         """On CPUs all ranks have the same memory: one of them is enough."""
-        self._pieces: list[Tensor | None] = [None] * _PIECES
+        self._pieces: list[Piece | None] = [None] * _PIECES
         self._shipped = 0
         self._lost = ""
 
@@ -46,10 +50,7 @@ class SharedOutlet(Outlet):
             yield Shipment(number, layout, self._lost)
         for number in range(max(first, self._shipped - _PIECES), self._shipped):
             self._wait(number)
-        self._pieces = [None] * _PIECES  # their device is needed for other things between two syncs
-        if self.link.cuda:
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
+        self.close()  # the memory is needed for other things between two syncs
 
     def _offer(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
         slot = number % _PIECES
@@ -58,13 +59,14 @@ class SharedOutlet(Outlet):
         if self._lost:
             return
         piece = self._pieces[slot]
-        if piece is None or piece.numel() < layout.nbytes:
-            self._pieces[slot] = None
-            piece = self._pieces[slot] = _memory(layout.nbytes, self.link.cuda)
-        layout.write(bucket, piece)
-        if piece.is_cuda:
-            torch.cuda.synchronize(piece.device)
-        self.meeting.publish(f"handle {number} {_device_key(piece.device)}", _handle(piece))
+        if piece is None or piece.memory.numel() < layout.nbytes:
+            if piece is not None:
+                piece.close()
+            piece = self._pieces[slot] = Piece(layout.nbytes, self.link.cuda)
+        layout.write(bucket, piece.memory)
+        if piece.memory.is_cuda:
+            torch.cuda.synchronize(piece.memory.device)
+        self.meeting.publish(f"handle {number} {_device_key(piece.memory.device)}", piece.handle())
 
     def _wait(self, number: int) -> None:
         """Until every receiver is done with a bucket."""
@@ -74,6 +76,15 @@ class SharedOutlet(Outlet):
             self.meeting.reached(f"done {number}", self.link.receivers, "waiting for the engines to take a bucket")
         except SyncError as error:
             self._lost = str(error)
+
+    def close(self) -> None:
+        for piece in self._pieces:
+            if piece is not None:
+                piece.close()
+        self._pieces = [None] * _PIECES
+        if self.link.cuda:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
 
 class SharedInlet(Inlet):
@@ -94,33 +105,54 @@ class SharedInlet(Inlet):
         self.meeting.add(f"done {shipment.number}")
 
 
-def _memory(nbytes: int, cuda: bool) -> Tensor:
-    """uint8 [nbytes] that other processes can map."""
-    if cuda:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+class Piece:
+    """Memory of the trainer's that receivers can map."""
+
+    def __init__(self, nbytes: int, cuda: bool) -> None:
+        self._file = -1
+        if cuda:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        else:
+            self._file = os.memfd_create("rlhf-sync")
+            os.ftruncate(self._file, nbytes)
+            self.memory = _map(self._file, nbytes)
+
+    def handle(self) -> str:
+        """What another process needs: JSON, no pickle, as it passes through a store on the network."""
+        if self._file >= 0:
+            return json.dumps([os.getpid(), self._file, self.memory.numel()])
+        storage: Any = self.memory.untyped_storage()
+        parts = storage._share_cuda_()[1:]
+        return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
+
+    def close(self) -> None:
+        """Give the memory back, as far as no receiver has it mapped."""
+        del self.memory
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _mapped(handle: str, device: torch.device) -> Tensor:
+    """uint8 over the memory of a handle."""
+    parts = json.loads(handle)
+    if device.type != "cuda":
+        process, number, nbytes = parts
+        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        try:
+            return _map(file, nbytes)
+        finally:
+            os.close(file)
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    arguments = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts]
+    storage = torch.UntypedStorage._new_shared_cuda(index, *arguments)
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+
+
+def _map(file: int, nbytes: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8))
 
 
 def _device_key(device: torch.device) -> str:
     """The same in all processes that see the device, under whatever number."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _HOST
-
-
-def _handle(piece: Tensor) -> str:
-    """What another process needs to map the memory: JSON, no pickle, as it passes through a store on the network."""
-    storage: Any = piece.untyped_storage()
-    parts = storage._share_cuda_()[1:] if piece.is_cuda else storage._share_filename_cpu_()
-    return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
-
-
-def _mapped(handle: str, device: torch.device) -> Tensor:
-    """uint8 over the memory of a handle."""
-    parts = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in json.loads(handle)]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        storage = torch.UntypedStorage._new_shared_cuda(index, *parts)
-        return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
-    storage = torch.UntypedStorage._new_shared_filename_cpu(*parts)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
