@@ -21,6 +21,9 @@ from rlhf.sync.flat import Layout
 from rlhf.sync.link import Inlet, Link, Outlet, Shipment
 from rlhf.sync.meeting import Meeting
 
+_THERE = "there"
+"""How often a receiver was ready for a bucket: they take them one after another."""
+
 
 class BroadcastOutlet(Outlet):
     """Rank 0 of the trainer."""
@@ -48,10 +51,9 @@ class BroadcastOutlet(Outlet):
                 self._lost = str(error)
 
     def _send(self, flat: Tensor, number: int) -> None:
-        there = f"there {number}"
-        self.meeting.reached(there, self.link.receivers, "waiting for the engines to take a bucket")
+        expected = self.link.receivers * (number + 1)
+        self.meeting.reached(_THERE, expected, "waiting for the engines to take a bucket")
         _move(self.group, flat, self.meeting)
-        self.meeting.forget(there)
 
     def close(self) -> None:
         _leave(self.group)
@@ -79,7 +81,7 @@ class BroadcastInlet(Inlet):
             raise SyncError(f"bucket {shipment.number} does not come: {shipment.lost}")
         flat = torch.empty(shipment.layout.nbytes, dtype=torch.uint8, device=self.device)
         try:
-            self.meeting.add(f"there {shipment.number}")
+            self.meeting.add(_THERE)
             _move(self.group, flat, self.meeting)
         except RuntimeError as error:
             raise SyncError(f"bucket {shipment.number} did not arrive: {error}") from error

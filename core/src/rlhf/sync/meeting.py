@@ -47,9 +47,8 @@ class Meeting:
         self.until(lambda: self.store.check([key]), what)
         return self.store.get(key).decode()
 
-    def forget(self, *keys: str) -> None:
-        for key in keys:
-            self.store.delete_key(key)
+    def forget(self, key: str) -> None:
+        self.store.delete_key(key)
 
     def reached(self, key: str, count: int, what: str) -> None:
         """Wait until ``key`` was added to ``count`` times."""

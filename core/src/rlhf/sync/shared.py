@@ -27,6 +27,8 @@ from rlhf.sync.meeting import Meeting
 
 _PIECES = 2
 _HOST = "host"
+_DONE = "done"
+"""How often a receiver was done with a bucket: they take them one after another."""
 
 
 class SharedOutlet(Outlet):
@@ -37,6 +39,8 @@ class SharedOutlet(Outlet):
         self.serves = link.cuda or rank == 0
         """On CPUs all ranks have the same memory: one of them is enough."""
         self._pieces: list[Piece | None] = [None] * _PIECES
+        self._handles: dict[int, str] = {}
+        """{bucket: key} of what is published and not done with."""
         self._shipped = 0
         self._lost = ""
 
@@ -66,16 +70,21 @@ class SharedOutlet(Outlet):
         layout.write(bucket, piece.memory)
         if piece.memory.is_cuda:
             torch.cuda.synchronize(piece.memory.device)
-        self.meeting.publish(f"handle {number} {_device_key(piece.memory.device)}", piece.handle())
+        key = f"handle {number} {_device_key(piece.memory.device)}"
+        self.meeting.publish(key, piece.handle())
+        self._handles[number] = key
 
     def _wait(self, number: int) -> None:
         """Until every receiver is done with a bucket."""
         if self._lost or not self.serves:
             return
         try:
-            self.meeting.reached(f"done {number}", self.link.receivers, "waiting for the engines to take a bucket")
+            expected = self.link.receivers * (number + 1)
+            self.meeting.reached(_DONE, expected, "waiting for the engines to take a bucket")
         except SyncError as error:
             self._lost = str(error)
+        else:
+            self.meeting.forget(self._handles.pop(number))
 
     def close(self) -> None:
         for piece in self._pieces:
@@ -102,7 +111,7 @@ class SharedInlet(Inlet):
         yield shipment.layout.read(piece)
         if piece.is_cuda:
             torch.cuda.synchronize(piece.device)  # everything was read before the memory is filled again
-        self.meeting.add(f"done {shipment.number}")
+        self.meeting.add(_DONE)
 
 
 class Piece:

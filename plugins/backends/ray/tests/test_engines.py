@@ -137,6 +137,17 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run, caplog
     assert r.answers(asked) == expected(r.weights, asked)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_killed_before_a_sync(run, transport):
+    r = run(transport=transport)
+    r.sync(1)
+    os.kill(r.pids()[1], signal.SIGKILL)
+    r.sync(2)
+    assert [(p.who, p.version) for p in r.proofs] == [("engine 0", 2), ("engine 1", 2)]
+    asked = requests(4)
+    assert r.answers(asked) == expected(r.weights, asked)
+
+
 def test_an_engine_killed_between_two_calls(run):
     r = run()
     r.sync(1)

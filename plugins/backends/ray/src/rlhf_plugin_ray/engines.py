@@ -149,10 +149,11 @@ class EngineGroup(Generator):
     def receivers_of(self, engine: Member) -> int:
         """Processes of an engine that take weights."""
         if self._receivers is None:
-            [answer] = self._everywhere(
-                "receivers", only=[next(n for n, e in self.engines.items() if e is engine)]
-            ).values()
-            self._receivers = int(answer)
+            number = next(n for n, e in self.engines.items() if e is engine)
+            answers = self._everywhere("receivers", only=[number])
+            if number not in answers:
+                raise WorkerError(self._dead[number])
+            self._receivers = int(answers[number])
         return self._receivers
 
     def close(self) -> None:
