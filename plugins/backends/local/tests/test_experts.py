@@ -6,12 +6,12 @@ import pytest
 import torch
 from rlhf.controller.roles import Role
 from rlhf.errors import CapabilityError, TrainingError
-from rlhf.interfaces import Loss, ModelSpec, Place
+from rlhf.interfaces import ModelSpec, Place
 from rlhf.modeling.experts import load_balance
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.testing.models import model_path
-from rlhf.types import LossOutput, Reduce, RoleSpec, Update
+from rlhf.types import Reduce, RoleSpec, Update
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
@@ -21,19 +21,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROW = [20, 21, 22, 40, 7, 3, 90, 11, 12]
 COEF = 0.7
-
-
-class Nll(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
 
 
 def moe():
@@ -47,7 +34,7 @@ def made(coef=COEF, **options):
 
 def batch_of(*rows):
     units = [UnitData([SequenceData(r, {"loss_mask": [i > 0 for i in range(len(r))]})]) for r in rows]
-    batch = weigh(pack(units), Nll().reduce())
+    batch = weigh(pack(units), {"nll": Reduce("token_mean")})
     return batch.with_column("unit", "weight/tokens", torch.tensor([len(r) / batch.tokens for r in rows]), over=None)
 
 
@@ -61,9 +48,9 @@ def test_it_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_transformers(checkpointing):
+def test_gradients_are_those_of_transformers(nll, checkpointing):
     trainer = made(gradient_checkpointing=checkpointing)
-    sums = trainer.accumulate([batch_of(ROW)], Nll(), {}, {})
+    sums = trainer.accumulate([batch_of(ROW)], nll, {}, {})
     model = AutoModelForCausalLM.from_pretrained(moe(), dtype=torch.float32)
     ids = torch.tensor([ROW])
     out = model(ids, labels=ids, output_router_logits=True)
@@ -76,30 +63,30 @@ def test_gradients_are_those_of_transformers(checkpointing):
             torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
     router = "model.layers.0.mlp.gate.weight"
     without = made(coef=0.0)
-    assert "aux_loss" not in without.accumulate([batch_of(ROW)], Nll(), {}, {})
+    assert "aux_loss" not in without.accumulate([batch_of(ROW)], nll, {}, {})
     assert not torch.allclose(without.gradients()[router], ours[router], atol=1e-4)
 
 
-def test_micro_batches_count_by_their_tokens():
+def test_micro_batches_count_by_their_tokens(nll):
     rows = [ROW, [5, 6, 7], ROW[::-1]]
     batch = batch_of(*rows)
-    parts = [float(made().accumulate([batch_of(r)], Nll(), {}, {})["aux_loss"][0]) for r in rows]
-    sums = made().accumulate([batch.select([n]) for n in range(3)], Nll(), {}, {})
+    parts = [float(made().accumulate([batch_of(r)], nll, {}, {})["aux_loss"][0]) for r in rows]
+    sums = made().accumulate([batch.select([n]) for n in range(3)], nll, {}, {})
     assert sums["aux_loss"][0] == pytest.approx(sum(p * len(r) for p, r in zip(parts, rows, strict=True)) / 21)
 
 
-def test_the_controller_sends_the_shares():
+def test_the_controller_sends_the_shares(nll):
     launcher = LocalLauncher()
     launcher.place({"policy": Place()})
     spec = ModelSpec(RoleSpec("policy", trained=True), str(moe()), "fp32")
     group = launcher.launch_trainer(TorchTrainer, TorchTrainerConfig(device="cpu", aux_loss_coef=COEF), spec)
     batch = batch_of(ROW, [5, 6, 7]).only(["loss_mask", "weight/nll"])
-    whole, _ = Role(spec, group, 100).update(batch, Nll(), Update("policy", "loss"))
+    whole, _ = Role(spec, group, 100).update(batch, nll, Update("policy", "loss"))
     assert whole["aux_loss"][0] == pytest.approx(
-        float(made().accumulate([batch_of(ROW, [5, 6, 7])], Nll(), {}, {})["aux_loss"][0]), rel=1e-5
+        float(made().accumulate([batch_of(ROW, [5, 6, 7])], nll, {}, {})["aux_loss"][0]), rel=1e-5
     )
     with pytest.raises(TrainingError, match="needs the unit column 'weight/tokens'"):
-        group.worker.accumulate([batch], Nll(), {}, {})
+        group.worker.accumulate([batch], nll, {}, {})
 
 
 def test_a_model_without_experts_is_refused():

@@ -50,8 +50,12 @@ def test_a_consumer_that_stops_early_leaves_the_module_as_found(build, mixed):
 
 
 def test_a_consumer_may_train_between_samples(build, mixed):
-    for _ in build(max_batch=4).generate(requests()):
+    undisturbed = sample(build(max_batch=4), requests())
+    found = {}
+    for position, turn in build(max_batch=4).generate(requests()):
         mixed(torch.tensor([[3, 4, 5]]), use_cache=False).logits.sum().backward()
+        found[position] = turn.ids
+    assert found == {n: turn.ids for n, turn in enumerate(undisturbed)}, "gradients change no weight"
 
 
 @pytest.mark.parametrize("after", [1, 6])
