@@ -204,6 +204,8 @@ class Needs:
     group_min: int = 1
     generator_logprobs: bool = False
     features: tuple[str, ...] = ()
+    rows_min: int = 1
+    """Smallest ``data.batch_size``."""
 
 
 How = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant", "seq_mean", "unit_mean"]

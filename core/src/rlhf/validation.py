@@ -40,6 +40,11 @@ def check(
             f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {algorithm.name} learns from "
             f"{algorithm.data}. Remove it."
         )
+    if run.data.batch_size < needs.rows_min:
+        problems.append(
+            f"{algorithm.name} needs at least {needs.rows_min} rows a step, got data.batch_size = "
+            f"{run.data.batch_size}; set --data.batch_size {needs.rows_min} or more."
+        )
     if algorithm.data == "prompts":
         problems += _online(run, algorithm, needs, rollout_needs_env, scored)
         problems += _capabilities(algorithm, needs, generator, trainer)

@@ -51,6 +51,11 @@ def test_what_fits_passes():
     check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
 
 
+def test_too_few_rows_a_step_are_refused():
+    said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
+    assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said
+
+
 def test_settings_of_a_sync_that_never_happens_are_refused():
     class Holds(Generator):
         name = "holds"

@@ -153,3 +153,16 @@ def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():
 def test_an_output_that_the_head_does_not_give_is_refused(output, message):
     with pytest.raises(TrainingError, match=message):
         role(1, 10).annotate(batch(), [Annotation("policy", output, "x")])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sequences_that_no_head_reads_are_not_computed(size):
+    rows = [([10, 11, 12], [False, True, True]), ([13, 14], [False, False]), ([15, 16, 17], [False, False, True])]
+    sequences = [SequenceData(ids, {"loss_mask": mask}) for ids, mask in rows]
+    batch = pack([UnitData(sequences[:2]), UnitData(sequences[2:])])
+    group = Ranks(size)
+    role = Role(ModelSpec(RoleSpec("policy"), "m"), group, budget=64)
+    got = role.annotate(batch, [Annotation("policy", "logprobs", "lp")]).tok["lp"]
+    whole = Bigram()._logprobs(batch).detach() * batch.tok["loss_mask"]
+    assert torch.equal(got, whole)
+    assert sum(w.computed for w in group.workers) == (6 if size == 1 else 3 + 3 + 3)  # the shortest unit repeated

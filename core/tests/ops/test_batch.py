@@ -58,6 +58,21 @@ def test_select_renumbers_units():
     assert b.select([]).units == 0
 
 
+def test_keep_drops_sequences_and_the_units_that_lose_all_theirs():
+    units = [
+        UnitData([SequenceData([1, 2], {"x": [1.0, 2.0]}, 0), SequenceData([3], {"x": [3.0]}, 1)], {"u": 0}),
+        UnitData([SequenceData([4], {"x": [4.0]}, 0)], {"u": 1}),
+        UnitData([SequenceData([5], {"x": [5.0]}, 0), SequenceData([6, 7], {"x": [6.0, 7.0]}, 1)], {"u": 2}),
+    ]
+    kept = pack(units).keep(torch.tensor([False, True, False, True, True]))
+    assert kept.ids_N.tolist() == [3, 5, 6, 7]
+    assert kept.lens_B.tolist() == [1, 1, 2]
+    assert kept.unit_B.tolist() == [0, 1, 1]
+    assert kept.role_B.tolist() == [1, 0, 1]
+    assert kept.tok["x"].tolist() == [3, 5, 6, 7]
+    assert kept.unit["u"].tolist() == [0, 2]
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_select_and_concat_are_inverse(order, cut):

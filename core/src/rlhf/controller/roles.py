@@ -45,7 +45,13 @@ class Role:
         return batch
 
     def forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> dict[str, Tensor]:
-        """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs."""
+        """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs. Sequences that no head
+        reads are not computed."""
+        read_B = _read_by(batch, heads)
+        if not bool(read_B.all()):
+            found = self.forward(batch.keep(read_B), heads, view)
+            read_N = read_B[batch.seq_N]
+            return {name: _spread_over(read_N, values) for name, values in found.items()}
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
@@ -112,6 +118,23 @@ class Role:
                 f"role {self.name!r} has a {self.spec.role.head!r} head, which does not give {output!r}"
             )
         return head
+
+
+def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:
+    """bool [B]: sequences with a token under a head's mask; all where a head reads every sequence, or none is read."""
+    read_B = torch.zeros(batch.sequences, dtype=torch.bool)
+    for head in heads:
+        if head.over not in batch.tok:  # last_token, or a mask that the trainer will miss
+            return torch.ones_like(read_B)
+        read_B[batch.seq_N[batch.tok[head.over]]] = True
+    return read_B if bool(read_B.any()) else torch.ones_like(read_B)
+
+
+def _spread_over(mask_N: Tensor, values: Tensor) -> Tensor:
+    """[tokens under the mask, ...] -> [N, ...], zero elsewhere."""
+    out_N = values.new_zeros((mask_N.numel(), *values.shape[1:]))
+    out_N[mask_N] = values
+    return out_N
 
 
 def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Tensor]]], head: Head) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint import CheckpointStore
+from rlhf.checkpoint import CheckpointStore, read_json, write_json
 from rlhf.checkpoint.files import disk_is_full
 from rlhf.controller.learn import Metrics
 from rlhf.controller.phases import Phases
@@ -92,6 +92,7 @@ class Run:
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             with self.timed("evaluate"):
                 metrics = self.evaluate()
+            self.algorithm.evaluated(metrics)
             self._record(0, metrics)
             self._tell(0, metrics)
         self.done = self.first_step
@@ -162,7 +163,9 @@ class Run:
         is_best = False
         if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
             with self.timed("evaluate"):
-                metrics |= self.evaluate()
+                found = self.evaluate()
+            self.algorithm.evaluated(found)
+            metrics |= found
             if self.best is not None:
                 is_best, _ = self.best.update(done, metrics)
         self._record(done, metrics)
@@ -213,6 +216,9 @@ class Run:
         """The policy in Hugging Face format; its moving average where one is kept."""
         policy = self.roles["policy"]
         policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
+        if own := self.algorithm.model_config():
+            config = path / "config.json"
+            write_json(config, {**read_json(config), **own})
 
     def close(self) -> None:
         """Export the model of a finished run, say how it ended, release everything."""

@@ -66,3 +66,12 @@ class Algorithm(Component):
     def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """After the updates, with the step's metrics: adapt coefficients. Returns further metrics."""
         return {}
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """After an evaluation, with its metrics (``eval/...``)."""
+        return
+
+    def model_config(self) -> dict[str, Any]:
+        """JSON values that belong into the ``config.json`` of every model that the run exports (a reward model's mean
+        and standard deviation)."""
+        return {}

@@ -169,6 +169,21 @@ class Batch:
             {k: v[unit_index] for k, v in self.unit.items()},
         )
 
+    def keep(self, keep_B: Tensor) -> Batch:
+        """Without the sequences where ``keep_B`` (bool [B]) is False; units that lose all theirs go too, the others are
+        renumbered from 0."""
+        keep_N = keep_B[self.seq_N]
+        units, unit_B = torch.unique(self.unit_B[keep_B], return_inverse=True)
+        return Batch(
+            self.ids_N[keep_N],
+            self.lens_B[keep_B],
+            unit_B,
+            self.role_B[keep_B],
+            {k: v[keep_N] for k, v in self.tok.items()},
+            {k: v[keep_B] for k, v in self.seq.items()},
+            {k: v[units] for k, v in self.unit.items()},
+        )
+
     def tokens_per_unit(self) -> list[int]:
         return torch.zeros(self.units, dtype=torch.int64).index_add_(0, self.unit_B, self.lens_B).tolist()
 
