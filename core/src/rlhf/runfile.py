@@ -181,6 +181,8 @@ class FilterSection(ComponentConfig):
 class StreamSection(ComponentConfig):
     staleness: NotNegative = 0
     """S: batch k is generated with the weights of version max(0, k - S)."""
+    round: Count = 1
+    """R: the batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""
     filter: FilterSection | None = None
     """Dynamic filter, off where absent."""
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
@@ -222,6 +224,9 @@ class ModelSection(ComponentConfig):
     micro_tokens: Count | None = None
     """Token budget of a micro-batch; where absent the trainer's own choice. Results do not depend on it; memory and
     speed do. A longer unit is alone in its micro-batch."""
+    precompute: bool = False
+    """Offline, frozen roles: compute what the algorithm reads off the model for every row before the first step, and
+    let the model go. Kept in the run directory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model's files."""
     trainer: PluginOptions = Field(default_factory=dict)

@@ -266,6 +266,8 @@ class Annotation:
     output: str | Head
     column: str
     view: str = "live"
+    per_row: bool = True
+    """Each sequence is a function of one data row; False where the algorithm puts rows together."""
 
 
 @dataclass(frozen=True, slots=True)

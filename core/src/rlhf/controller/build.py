@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,12 +15,13 @@ from rlhf.controller.learn import Metrics
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.parts import section_of
+from rlhf.controller.precompute import precompute
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
-from rlhf.interfaces import Launcher
+from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
@@ -53,22 +55,36 @@ def build(prepared: Prepared) -> Run:
         raise
 
 
-def launch_roles(prepared: Prepared, launcher: Launcher) -> dict[str, Role]:
-    """Load every role's model where the launcher puts it."""
+def launch_roles(
+    prepared: Prepared,
+    launcher: Launcher,
+    precomputed: Callable[[ModelSpec, Callable[[], Role]], Role] | None = None,
+) -> dict[str, Role]:
+    """Load every role's model where the launcher puts it.
+
+    Args:
+        precomputed: (spec, what loads its model) -> the role, for those of which the run file asks it. They come first,
+            so that their models are gone when others are loaded.
+    """
     config = prepared.config
-    roles: dict[str, Role] = {}
+    found: dict[str, Role] = {}
     launcher.place(prepared.places, prepared.plugins)
     if "generator" in prepared.parts:
         launcher.choose_link(prepared.parts["generator"].resolved.cls, config.sync.transport)
-    for name, spec in prepared.specs.items():
-        if (base := _base_of(name, prepared, roles)) is not None:
-            roles[name] = base
-            continue
-        trainer = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
-        group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
-        usual: int = group.call("token_budget", [()] * group.size)[0]
-        roles[name] = Role(spec, group, section_of(config, name).micro_tokens or usual)
-    return roles
+    for name in sorted(prepared.specs, key=lambda name: not section_of(config, name).precompute):
+        load = functools.partial(_launch_role, name, prepared, launcher)
+        if section_of(config, name).precompute and precomputed is not None:
+            found[name] = precomputed(prepared.specs[name], load)
+        else:
+            found[name] = _base_of(name, prepared, found) or load()
+    return {name: found[name] for name in prepared.specs}
+
+
+def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
+    trainer, spec = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"]), prepared.specs[name]
+    group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
+    usual: int = group.call("token_budget", [()] * group.size)[0]
+    return Role(spec, group, section_of(prepared.config, name).micro_tokens or usual)
 
 
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
@@ -100,7 +116,13 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
 def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -> Run:
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
-    roles = launch_roles(prepared, launcher)
+
+    def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
+        path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
+        size = 8 * config.data.batch_size
+        return precompute(spec, path, algorithm, lambda: data.every_example(size), load, progress.note)
+
+    roles = launch_roles(prepared, launcher, remember)
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
     run = Run(
@@ -133,6 +155,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
                 batch_size=config.data.batch_size,
                 total_steps=prepared.total_steps,
                 staleness=config.stream.staleness,
+                round=config.stream.round,
                 filter=config.stream.filter,
                 on_failed_sample=config.stream.on_failed_sample,
                 group_min=algorithm.needs().group_min,

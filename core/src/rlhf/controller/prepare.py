@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.components import Selection, select
+from rlhf.config_errors import raise_problems
 from rlhf.controller.episodes import Episodes
-from rlhf.controller.parts import model_of, model_spec, places_of, run_parts
+from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, section_of
+from rlhf.controller.precompute import problems_of
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer
@@ -75,6 +77,9 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
+    trained = [name for name, role in roles.items() if role.trained]
+    asked = [name for name in roles if section_of(config, name).precompute]
+    raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     places = places_of(made, choose_device("auto").type)
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(

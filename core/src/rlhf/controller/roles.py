@@ -109,13 +109,18 @@ class Role:
         return plan(units.tokens, self.group.size, self.budget, units.order, units.shared)
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
+        return self.head_of(self.spec, output, over)
+
+    @staticmethod
+    def head_of(spec: ModelSpec, output: str | Head, over: str | None = None) -> Head:
+        """What ``output`` means for a role; TrainingError where its model does not give it."""
         try:
             head = resolve_head(output, over)
         except KeyError as unknown:
             raise TrainingError(str(unknown.args[0])) from None
-        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (self.spec.role.head == "lm"):
+        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (spec.role.head == "lm"):
             raise TrainingError(
-                f"role {self.name!r} has a {self.spec.role.head!r} head, which does not give {output!r}"
+                f"role {spec.role.name!r} has a {spec.role.head!r} head, which does not give {output!r}"
             )
         return head
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.config_errors import raise_problems
@@ -86,6 +87,16 @@ class TrainData:
         self.eval_dropped = len(rows) - len(kept)
         self._examples = {}
         return kept
+
+    def every_example(self, size: int) -> Iterator[list[Example]]:
+        """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
+        for sources in (self._train, self._eval):
+            rows = (source[i] for source in sources for i in range(len(source)))
+            fitting = (row for row in rows if self._fits(row, sources))
+            while part := list(itertools.islice(fitting, size)):
+                examples = self.examples(part)
+                self._examples = {}
+                yield examples
 
     def row(self, source: str, index: int) -> Row:
         """The training row that a checkpoint names."""

@@ -1,0 +1,159 @@
+"""What a frozen role says is computed once for every row, found again by its tokens, and kept for a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.controller.precompute import precompute, problems_of
+from rlhf.controller.roles import Role
+from rlhf.data.rows import Example
+from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.errors import TrainingError
+from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts, WorkerGroup
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.types import Annotation, Needs, RoleSpec, Row
+
+SPEC = ModelSpec(RoleSpec("reference"), "nowhere")
+READ = Annotation("reference", "logprobs", "ref_logprobs")
+
+
+class Counting(WorkerGroup):
+    """Log-probs of a token are a function of it and the one before; counts what it computes."""
+
+    size = 1
+
+    def __init__(self):
+        self.sequences, self.closed = 0, False
+
+    def call(self, method, per_rank):
+        return [getattr(self, method)(*arguments) for arguments in per_rank]
+
+    def stream(self, method, *arguments, timeout=None):
+        raise NotImplementedError
+
+    def facts(self):
+        return TrainerFacts()
+
+    def forward(self, micros, heads, view):
+        self.sequences += sum(m.sequences for m in micros)
+        values = [-(m.ids_N + m.ids_N.roll(1)).float() / 7 * m.tok["loss_mask"] for m in micros]
+        return [{heads[0].name: value} for value in values]
+
+    def shutdown(self):
+        self.closed = True
+
+
+class Reads(Algorithm):
+    name = "reads"
+    data = "demonstrations"
+    wanted = (READ,)
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True), RoleSpec("reference")))
+
+    def assemble(self, examples):
+        units = [
+            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in e.sequences]) for e in examples
+        ]
+        return pack(units) if units else None
+
+    def annotations(self, step):
+        return list(self.wanted)
+
+    def updates(self, step):
+        return []
+
+
+def example(*answers):
+    sequences = [TokenSequence([5, 6, *a], [False, False, *(True for _ in a)], r) for r, a in enumerate(answers)]
+    return Example(Row({}, "data", 0), sequences)
+
+
+ROWS = [example([7, 8], [9]), example([10], [11, 12, 13]), example([7, 8], [14]), example([15, 16], [9])]
+
+
+@pytest.fixture
+def run(tmp_path):
+    groups, notes = [], []
+
+    def go(rows=ROWS, spec=SPEC, part=3):
+        def launch():
+            groups.append(Counting())
+            return Role(spec, groups[-1], budget=5)
+
+        parts = [rows[i : i + part] for i in range(0, len(rows), part)]
+        return precompute(
+            spec, tmp_path / "precomputed" / "r.safetensors", Reads(), lambda: parts, launch, notes.append
+        )
+
+    go.groups, go.notes = groups, notes
+    return go
+
+
+def along(batch):
+    return Role(SPEC, Counting(), budget=64).annotate(batch, [READ]).tok["ref_logprobs"]
+
+
+def test_the_columns_are_those_computed_along_in_any_order_and_split(run):
+    role = run()
+    assert run.groups[0].closed
+    for order in ([0, 1, 2, 3], [3, 1], [2], [1, 0, 3, 2]):
+        batch = Reads().assemble([ROWS[i] for i in order])
+        assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    batch = Reads().assemble(ROWS).select([2, 0])
+    assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    assert run.notes[0] == "reference: precomputing ref_logprobs of 6 sequences"
+
+
+def test_a_resume_computes_only_what_is_new(run):
+    run(ROWS[:3])
+    again = run(ROWS[:3])
+    assert len(run.groups) == 1, "nothing is missing, so no model is loaded"
+    run(ROWS)
+    assert run.groups[1].sequences == 1  # of the fourth row only [15, 16]; its [9] is the first row's
+    batch = Reads().assemble(ROWS[:3])
+    assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+
+
+def test_another_model_starts_anew(run, tmp_path):
+    first = ModelSpec(RoleSpec("reference"), str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    run(spec=first)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    run(spec=first)
+    assert [g.sequences for g in run.groups] == [
+        7,
+        7,
+    ]  # two rows of the first part share no sequence, [7, 8] comes twice
+
+
+def test_the_mask_is_part_of_what_values_are_found_by(run):
+    role = run()
+    ids = ROWS[0].sequences[0].ids
+    other = pack([UnitData([SequenceData(ids, {"loss_mask": [False, True, True, True]})])])
+    with pytest.raises(TrainingError, match="reads it at another place.*Remove precompute of 'reference'"):
+        role.annotate(other, [READ])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": "prompts"}, "learns from samples that do not exist before the run"),
+        ({"wanted": ()}, "reads nothing off it"),
+        (
+            {"wanted": (Annotation("reference", "logprobs", "twin", per_row=False),)},
+            "computes 'twin' on rows put together",
+        ),
+    ],
+)
+def test_what_cannot_be_precomputed_is_refused(change, said):
+    algorithm = type("Other", (Reads,), change)()
+    [problem] = problems_of(["reference"], algorithm, {"policy"}, set())
+    assert problem.startswith("reference.precompute = true, but reads ")
+    assert said in problem
+
+
+def test_trained_and_replaced_roles_are_refused():
+    assert "trains it" in problems_of(["reference"], Reads(), {"reference"}, set())[0]
+    assert "replaces its weights on the way" in problems_of(["reference"], Reads(), set(), {"reference"})[0]
+    assert problems_of(["reference"], Reads(), {"policy"}, set()) == []
