@@ -121,17 +121,14 @@ def test_another_model_starts_anew(run, tmp_path):
     run(spec=first)
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     run(spec=first)
-    assert [g.sequences for g in run.groups] == [
-        7,
-        7,
-    ]  # two rows of the first part share no sequence, [7, 8] comes twice
+    assert [g.sequences for g in run.groups] == [7, 7]  # [7, 8] comes twice in the first part
 
 
 def test_the_mask_is_part_of_what_values_are_found_by(run):
     role = run()
     ids = ROWS[0].sequences[0].ids
     other = pack([UnitData([SequenceData(ids, {"loss_mask": [False, True, True, True]})])])
-    with pytest.raises(TrainingError, match="reads it at another place.*Remove precompute of 'reference'"):
+    with pytest.raises(TrainingError, match=r"reads it at another place.*Remove precompute of 'reference'"):
         role.annotate(other, [READ])
 
 
