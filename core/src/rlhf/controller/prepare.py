@@ -18,6 +18,7 @@ from rlhf.controller.precompute import problems_of
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.vocabulary import check_vocabularies
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import choose_device
 from rlhf.plugins import Plugins, Resolved
@@ -81,6 +82,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     asked = [name for name in roles if section_of(config, name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     places = places_of(made, choose_device("auto").type)
+    specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
+    check_vocabularies(specs["policy"], tokenizer, specs.values())
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,
@@ -88,7 +91,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data,
         tokenizer,
         steps,
-        {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles},
+        specs,
         snapshots,
         parts,
         rewards,

@@ -25,6 +25,5 @@ class Example:
     row: Row
     sequences: list[Sequence]
     values: dict[str, Any] = field(default_factory=dict)
-    """Further values of the data form: ``label`` (bool, form ``labels``); ``margin`` (float, form ``pairs``, where there is
-    such a column); ``steps`` ([(position in ``ids`` of the token that ends a step, label in 0..1), ...], form
-    ``steps``)."""
+    """Further values of the data form. ``labels``: ``label``, bool. ``pairs``: ``margin``, float, where there is such a
+    column. ``steps``: ``steps``, [(position in ``ids`` of the token that ends a step, label in 0..1), ...]."""

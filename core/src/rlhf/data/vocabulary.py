@@ -1,0 +1,69 @@
+"""Whether two models mean the same by a token id: every role reads the tokens of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+
+
+def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
+    """Refuse a role whose model has another tokenizer than the policy, or an embedding that is too small for it.
+
+    Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is taken to have the
+    policy's; the size of its embedding is compared all the same.
+
+    Args:
+        tokenizer: of the policy.
+
+    Raises ModelError naming the role and the first token that differs.
+    """
+    ours: dict[str, int] = tokenizer.get_vocab()
+    seen = {policy.path}
+    for spec in others:
+        if spec.path in seen:
+            continue
+        seen.add(spec.path)
+        settings = _settings(spec)
+        role = f"role {spec.role.name!r} ({spec.path})"
+        remedy = "Every role reads the policy's tokens, so its model must have been trained on the same ones."
+        rows = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
+        largest = max(ours.values())
+        if rows is not None and largest >= rows:
+            raise ModelError(
+                f"{role} has a vocabulary of {rows} tokens; the policy's tokenizer ({policy.path}) has ids up to "
+                f"{largest}. {remedy}"
+            )
+        theirs = _vocabulary(spec)
+        if theirs is None:
+            continue
+        name_of = {i: token for token, i in theirs.items()}
+        other = sorted((i, token) for token, i in ours.items() if name_of.get(i, token) != token)
+        if other:
+            i, token = other[0]
+            raise ModelError(
+                f"{role} has another tokenizer than the policy ({policy.path}): {len(other)} of {len(ours)} ids are "
+                f"other tokens, e.g. {i} is {token!r} to the policy and {name_of[i]!r} there. {remedy}"
+            )
+
+
+def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
+    try:
+        found: dict[str, int] = load_tokenizer(spec.path, spec.trust_remote_code).get_vocab()
+    except ModelError:  # none beside it, or one that nothing here needs
+        return None
+    return found
+
+
+def _settings(spec: ModelSpec) -> dict[str, Any]:
+    """The model's ``config.json``; empty where there is none, which loading the model reports better."""
+    from transformers import PretrainedConfig
+
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(spec.path)
+    except Exception:
+        return {}
+    return dict(settings)
