@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.errors import CapabilityError, TrainingError
+from rlhf.errors import CapabilityError, ModelError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.interfaces.memory import Sharding
 from rlhf.modeling import heads as head_ops
@@ -24,11 +25,12 @@ from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
+from rlhf.modeling.padding import set_padding
 from rlhf.modeling.precision import Precision, choose_precision
 from rlhf.modeling.prefix import share_prefixes
 from rlhf.modeling.sharding import sharding
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
+from rlhf.ops.heads import OutputHead, gives, resolve_head
 from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
 from rlhf.types import Head
@@ -104,6 +106,10 @@ class PackedTrainer(Trainer):
         self.packed: nn.Module = PackedModel(loaded, self.config)
         """What a micro-batch goes through: ``packed(batch, outputs)``."""
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
+        if self.tokenizer is not None and loaded.kind != "lm":
+            set_padding(self.module, self.tokenizer, self.eos_token_ids)
+        self.borrowed: dict[str, OutputHead] = {}
+        """By the role that lends it."""
         self.updates = 0
         """Optimizer steps so far, skipped ones included."""
         self.skipped = 0
@@ -215,11 +221,40 @@ class PackedTrainer(Trainer):
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
         head = resolve_head(output, over)
-        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (self.loaded.kind == "lm"):
+        if isinstance(output, str) and not gives(self.loaded.kind, output):
             raise TrainingError(
                 f"role {self.spec.role.name!r} has a {self.loaded.kind!r} head, which does not give {output!r}"
             )
-        return head
+        if not head.lent:
+            return head
+        if absent := [role for role in head.lent if role not in self.borrowed]:
+            raise TrainingError(
+                f"head {head.name!r} computes with the output head of {', '.join(absent)}, which role "
+                f"{self.spec.role.name!r} was not lent: the algorithm must declare it in Needs.lent"
+            )
+        return replace(head, constants={**head.constants, **{role: self.borrowed[role] for role in head.lent}})
+
+    # ----------------------------------------------------------------------------------------- lending
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        yield self.loaded.output_head
+
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        """Where both vocabularies differ in rows that no token of the tokenizer has (models of one family are padded
+        differently), the head is cut to the rows that this role's head has too. In bf16 where its own logits are.
+
+        Raises ModelError where either head has no row for some token.
+        """
+        own, tokens = self.loaded.head.out_features, len(self.tokenizer or load_tokenizer(self.spec))
+        rows = min(own, head.vocabulary)
+        if own != head.vocabulary and rows < tokens:
+            raise ModelError(
+                f"role {role!r} gives logits for {head.vocabulary} tokens and role {self.spec.role.name!r} "
+                f"({self.spec.path!r}) for {own}, of a tokenizer with {tokens}. They cannot be compared: name a model "
+                f"with the same tokenizer for {role!r}."
+            )
+        bf16 = self.precision.bf16 and not self.config.head_fp32
+        self.borrowed[role] = head.first(rows).to(self.device, torch.bfloat16 if bf16 else torch.float32)
 
     # ------------------------------------------------------------------------------------ internals
 
