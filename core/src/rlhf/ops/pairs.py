@@ -1,0 +1,58 @@
+"""Pairs of answers to one prompt: how rows become units, the losses of a margin, and what is reported of a pair.
+
+Shape suffixes: U units (a chosen sequence of role 0 and a rejected one of role 1 each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.types import Level
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+
+
+def pack_pairs(examples: Sequence[Example]) -> Batch | None:
+    """Units of a chosen and a rejected sequence, with the token column ``loss_mask``.
+
+    A pair in which an answer has no trained token is left out: its log-prob, and with it the margin, says nothing.
+    Nothing predicts a sequence's first token, so it does not count. None where no pair is left.
+    """
+    units = [
+        UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+        for example in examples
+        if all(any(s.loss_mask[1:]) for s in example.sequences)
+    ]
+    return pack(units) if units else None
+
+
+def logistic_loss(margin_U: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log sigmoid(m) - e log sigmoid(-m), same shape; finite for any finite margin.
+
+    e is the share of pairs whose labels are taken to be the wrong way round; the minimum is at m = log((1 - e) / e).
+    """
+    loss_U = -(1 - label_smoothing) * functional.logsigmoid(margin_U)
+    return loss_U - label_smoothing * functional.logsigmoid(-margin_U) if label_smoothing else loss_U
+
+
+def hinge_loss(margin_U: Tensor) -> Tensor:
+    """max(0, 1 - m), same shape (Zhao et al. 2023, SLiC-HF, arXiv:2305.10425, with a margin of 1)."""
+    return torch.relu(1 - margin_U)
+
+
+def pair_metrics(chosen_reward_U: Tensor, rejected_reward_U: Tensor) -> dict[str, tuple[Level, Any]]:
+    """``accuracy`` (the chosen reward is the larger one; a tie is wrong), ``margin``, ``chosen_reward`` and
+    ``rejected_reward``, of the implicit rewards of each pair."""
+    return {
+        "accuracy": ("unit", (chosen_reward_U > rejected_reward_U).float()),
+        "margin": ("unit", chosen_reward_U - rejected_reward_U),
+        "chosen_reward": ("unit", chosen_reward_U),
+        "rejected_reward": ("unit", rejected_reward_U),
+    }

@@ -1,0 +1,66 @@
+"""Pairs: which become units, the losses of a margin by hand, and at margins that overflow an exponential."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rlhf.data.rows import Example
+from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.ops.pairs import hinge_loss, logistic_loss, pack_pairs, pair_metrics
+from rlhf.types import Row
+
+
+def pair(*masks: list[bool]) -> Example:
+    return Example(Row({}, "rows", 0), [TokenSequence([7] * len(m), m, role) for role, m in enumerate(masks)])
+
+
+def test_pairs_become_units():
+    batch = pack_pairs([pair([False, True], [False, True, True]), pair([False, True], [False, False, True])])
+    assert (batch.unit_B.tolist(), batch.role_B.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    assert batch.tok["loss_mask"].tolist() == [False, True, False, True, True, False, True, False, False, True]
+
+
+def test_a_pair_with_an_empty_answer_is_left_out():
+    whole, half = pair([False, True], [False, True]), pair([False, True], [False, False])
+    first = pair([True], [False, True])  # nothing predicts a first token
+    assert pack_pairs([half, whole, first]).units == 1
+    assert pack_pairs([half, first]) is None
+
+
+def test_losses_by_hand():
+    margin = torch.tensor([0.0, 2.0, -1.0])
+    plain = [math.log(1 + math.exp(-m)) for m in margin.tolist()]
+    assert logistic_loss(margin).tolist() == pytest.approx(plain)
+    turned = [math.log(1 + math.exp(m)) for m in margin.tolist()]
+    expected = [0.9 * a + 0.1 * b for a, b in zip(plain, turned, strict=True)]
+    assert logistic_loss(margin, 0.1).tolist() == pytest.approx(expected)
+    assert hinge_loss(margin).tolist() == [1.0, 0.0, 2.0]
+
+
+def test_smoothing_has_its_minimum_where_the_labels_are_as_often_wrong():
+    at = torch.tensor([math.log(0.8 / 0.2)], requires_grad=True)
+    logistic_loss(at, 0.2).sum().backward()
+    assert at.grad.item() == pytest.approx(0.0, abs=1e-7)
+
+
+@pytest.mark.parametrize(("margin", "loss", "slope"), [(1e4, 0.0, 0.0), (-1e4, 1e4, -1.0)])
+def test_margins_that_overflow_an_exponential(margin, loss, slope):
+    at = torch.tensor([margin], requires_grad=True)
+    value = logistic_loss(at)
+    value.sum().backward()
+    assert (value.item(), at.grad.item()) == pytest.approx((loss, slope))
+    smoothed = logistic_loss(torch.tensor([margin]), 0.1)
+    assert smoothed.item() == pytest.approx(1e3 if margin > 0 else 9e3)
+
+
+def test_metrics_of_a_pair():
+    metrics = pair_metrics(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.0]))
+    values = {name: (level, v.tolist()) for name, (level, v) in metrics.items()}
+    assert values == {
+        "accuracy": ("unit", [1.0, 0.0]),
+        "margin": ("unit", [0.5, 0.0]),
+        "chosen_reward": ("unit", [1.0, 0.0]),
+        "rejected_reward": ("unit", [0.5, 0.0]),
+    }
