@@ -1,0 +1,19 @@
+"""Reward models from pairs of answers."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Algorithm, Loss
+
+from rlhf_plugin_reward_model.algorithm import RewardModel
+from rlhf_plugin_reward_model.pairwise import Pairwise
+
+__all__ = ["Pairwise", "RewardModel"]
+
+
+@hookimpl
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
+    return [RewardModel]
+
+
+@hookimpl
+def rlhf_register_loss() -> list[type[Loss]]:
+    return [Pairwise]

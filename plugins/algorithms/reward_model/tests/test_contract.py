@@ -1,0 +1,42 @@
+"""The conformance suites of algorithms and losses."""
+
+import torch
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf.testing.loss import LossContract
+from rlhf_plugin_reward_model import Pairwise, RewardModel
+
+
+class TestRewardModel(AlgorithmContract):
+    algorithm = RewardModel
+    configs = (RewardModel.Config(), RewardModel.Config(moments_decay=0.0))
+
+
+class TestCentred(AlgorithmContract):
+    algorithm = RewardModel
+    parts = {"loss": lambda: Pairwise(Pairwise.Config(loss_type="logexp", center_coef=0.01))}
+
+
+class TestPairwise(LossContract):
+    loss = Pairwise
+    data = "pairs"
+    levels = {"margin": "unit"}
+    configs = (
+        Pairwise.Config(),
+        Pairwise.Config(loss_type="logexp"),
+        Pairwise.Config(center_coef=0.5),
+        Pairwise.Config(loss_type="logexp", center_coef=0.01),
+    )
+
+    def statement(self, x_BT):
+        """Pair by pair, with the definition log(1 + exp(-d)) in the form that cannot overflow."""
+        total, live = 0.0, 0
+        for u in range(int(x_BT.unit_B.max()) + 1):
+            rows = (x_BT.unit_B == u).nonzero()[:, 0]
+            if not x_BT.mask_BT[rows].any():
+                continue
+            scores = {int(x_BT.role_B[b]): x_BT["scores"][b] for b in rows}
+            d = scores[0] - scores[1] - x_BT["margin"][u]
+            total = total + torch.logaddexp(torch.zeros_like(d), -d)
+            total = total + x_BT.config.center_coef * (scores[0] + scores[1]) ** 2
+            live += 1
+        return total / live
