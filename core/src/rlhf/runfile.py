@@ -105,6 +105,16 @@ class DataSection(ComponentConfig):
     """Column with the better answer of a pair."""
     rejected: str = "rejected"
     """Column with the worse answer of a pair."""
+    margin: str | None = None
+    """Column with how much better the chosen answer of a pair is (a number); read only where named."""
+    label: str = "label"
+    """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``."""
+    steps: str = "completions"
+    """Column with the steps of a solution: a list of texts."""
+    step_labels: str = "labels"
+    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1)."""
+    step_separator: Annotated[str, Field(min_length=1)] = "\n"
+    """Text after each step; a step ends at the token in which it ends."""
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat``: the tokenizer's chat template (an error where it has none); ``plain``: text as it is; ``auto``: chat
     where the tokenizer has a template."""

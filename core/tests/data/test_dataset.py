@@ -6,7 +6,7 @@ import json
 
 import pytest
 from rlhf.data.dataset import TrainData
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 from rlhf.runfile import DataSection, SourceSection
 
 
@@ -125,11 +125,6 @@ def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
     assert data.template.decode(data.examples(rows)[0].sequences[0].ids) == "eeval"
     assert data.template.encode_prompt(taken[0]).text == "t"
     assert data.template.encode_prompt(rows[0]).text == "e"
-
-
-def test_forms_that_do_not_exist_yet_are_said_so(write, chars):
-    with pytest.raises(ConfigError, match="data of the form 'labels' cannot be read yet; there are prompts"):
-        TrainData(DataSection(train=(write("a.jsonl", prompts(1)),)), chars, "labels", 0)
 
 
 def test_pairs(write, chars):

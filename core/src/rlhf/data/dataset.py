@@ -11,7 +11,7 @@ from rlhf.data.order import RowOrder
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source, load_source
 from rlhf.data.template import Template
-from rlhf.errors import ConfigError, DataError, did_you_mean
+from rlhf.errors import DataError, did_you_mean
 from rlhf.runfile import DataSection
 from rlhf.types import DataForm, Row
 
@@ -22,12 +22,10 @@ class TrainData:
     Every row handed out fits: a longer one is refused with its file and line, or left out and counted in
     :attr:`dropped`, as ``data.too_long`` says; nothing is ever cut.
 
-    Raises DataError (a source, a missing column) or ConfigError.
+    Raises DataError (a source, a missing column) or ConfigError (the template).
     """
 
     def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int) -> None:
-        if form not in ("prompts", "demonstrations", "pairs"):
-            raise ConfigError(f"data of the form {form!r} cannot be read yet; there are prompts, demonstrations, pairs")
         self.section, self.form = section, form
         self.template = Template(tokenizer, section)
         self._train = [load_source(s) for s in section.train]
@@ -150,9 +148,14 @@ class TrainData:
         return ""
 
     def _encode(self, row: Row) -> Example:
-        if self.form == "pairs":
-            return self.template.encode_pair(row)
-        return self.template.encode_demonstration(row)
+        template = self.template
+        encode = {
+            "demonstrations": template.encode_demonstration,
+            "pairs": template.encode_pair,
+            "labels": template.encode_label,
+            "steps": template.encode_steps,
+        }[self.form]
+        return encode(row)
 
     def _lacking(self, key: str, sources: Sequence[Source]) -> list[str]:
         problems = []
@@ -173,10 +176,14 @@ class TrainData:
         if self.form == "prompts":
             return prompt
         if self.form == "pairs":
-            return [section.chosen, section.rejected, *(prompt if plain else ())]
+            margin = [] if section.margin is None else [section.margin]
+            return [section.chosen, section.rejected, *margin, *(prompt if plain else ())]
+        if self.form == "steps":
+            return [*prompt, section.steps, section.step_labels]
+        label = [section.label] if self.form == "labels" else []
         if section.messages is not None:
-            return [section.messages]
-        return [*(() if plain and section.loss_on == "all" else prompt), section.response]
+            return [section.messages, *label]
+        return [*(() if plain and section.loss_on == "all" else prompt), section.response, *label]
 
     @staticmethod
     def _source(sources: Sequence[Source], name: str) -> Source:
@@ -186,4 +193,6 @@ class TrainData:
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
 
 
-_COLUMN_FIELDS = ("messages", "prompt", "response", "chosen", "rejected")
+_COLUMN_FIELDS = (
+    "messages", "prompt", "response", "chosen", "rejected", "margin", "label", "steps", "step_labels"
+)  # fmt: skip

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlhf.data.cells import cell, hard_label, margin, messages_of, soft_labels, texts_of
 from rlhf.data.conversation import ChatTemplate, Frame, Message, Span
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.errors import ConfigError, DataError, did_you_mean
+from rlhf.data.steps import StepEnds, decoder_of
+from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
 from rlhf.types import Row, Turn
 
@@ -28,6 +30,7 @@ class Template:
         self._bos = _begin_ids(tokenizer)
         self._frame: Frame | None = None
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
+        self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
     # ------------------------------------------------------------------------------------ rollouts
 
@@ -119,7 +122,50 @@ class Template:
             else:
                 sequence = self._conversation([*self._prompt_messages(row), *self._answer(row, column)])
             sequences.append(replace(sequence, role=role))
-        return Example(row, sequences)
+        values = {} if self.section.margin is None else {"margin": margin(row, self.section.margin)}
+        return Example(row, sequences, values)
+
+    def encode_label(self, row: Row) -> Example:
+        """The row's prompt and answer, as a demonstration, with ``values["label"]``: whether it is desirable."""
+        return Example(row, self.encode_demonstration(row).sequences, {"label": hard_label(row, self.section.label)})
+
+    def encode_steps(self, row: Row) -> Example:
+        """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
+        ``values["steps"]``: where each step ends (:class:`rlhf.data.steps.StepEnds`) and its label in 0 .. 1.
+
+        The solution stands where the policy's answer would start and is left open: no end token follows, as nothing
+        after a step tells whether it is right.
+        """
+        section = self.section
+        texts = texts_of(row, section.steps)
+        labels = soft_labels(row, section.step_labels)
+        if len(texts) != len(labels):
+            raise DataError(
+                f"{len(texts)} steps in column {section.steps!r}, but {len(labels)} labels in column "
+                f"{section.step_labels!r}; every step has one"
+            )
+        for number, text in enumerate(texts, 1):
+            if (count := self._step_ends.count(text + section.step_separator)) != 1:
+                what = "contains" if count else "has no text before"
+                raise DataError(
+                    f"column {section.steps!r}: step {number} {what} data.step_separator = "
+                    f"{section.step_separator!r}, so where it ends could not be told from its tokens: {text[:60]!r}"
+                )
+        if self.chat is None:
+            bos, prompt = self._bos, self._plain_prompt(row)
+        else:
+            bos, prompt = [], self.chat.text(self._prompt_messages(row), answer=True)
+        solution = "".join(text + section.step_separator for text in texts)
+        ids, mask = self._masked(prompt + solution, [(len(prompt), len(prompt) + len(solution))])
+        ids, mask = [*bos, *ids], [*(False for _ in bos), *mask]
+        first = mask.index(True)
+        ends = [first + i for i in self._step_ends(ids[first:])]
+        if len(set(ends)) != len(texts):
+            raise DataError(
+                f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not give "
+                f"data.step_separator = {section.step_separator!r} back; choose another"
+            )
+        return Example(row, [TokenSequence(ids, mask)], {"steps": list(zip(ends, labels, strict=True))})
 
     # -------------------------------------------------------------------------------------- inside
 
@@ -150,7 +196,7 @@ class Template:
         if whole is not None and column not in row.columns:
             messages = self._messages(row, whole)  # a conversation without its last answer
             return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
-        if isinstance(_cell(row, column), list):
+        if isinstance(cell(row, column), list):
             messages = self._messages(row, column)
         else:
             messages = self._with_system([{"role": "user", "content": self._string(row, column)}], column)
@@ -159,12 +205,12 @@ class Template:
         return messages
 
     def _answer(self, row: Row, column: str) -> list[Message]:
-        if isinstance(_cell(row, column), list):
-            return _messages(row, column)
+        if isinstance(cell(row, column), list):
+            return messages_of(row, column)
         return [{"role": "assistant", "content": self._string(row, column)}]
 
     def _messages(self, row: Row, column: str) -> list[Message]:
-        return self._with_system(_messages(row, column), column)
+        return self._with_system(messages_of(row, column), column)
 
     def _with_system(self, messages: list[Message], column: str) -> list[Message]:
         if self.section.system is None:
@@ -176,7 +222,7 @@ class Template:
         return [{"role": "system", "content": self.section.system}, *messages]
 
     def _string(self, row: Row, column: str) -> str:
-        value = _cell(row, column)
+        value = cell(row, column)
         if not isinstance(value, str):
             allowed = "text" if self.chat is None else "text or a list of {role, content} messages"
             raise DataError(f"column {column!r}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}")
@@ -262,24 +308,3 @@ def _begin_ids(tokenizer: Any) -> list[int]:
     """The begin token where the tokenizer puts one before a text."""
     ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
     return [i for i in ids[:1] if i == tokenizer.bos_token_id]
-
-
-def _cell(row: Row, column: str) -> Any:
-    if column not in row.columns:
-        raise DataError(
-            f"no column {column!r}; columns present: {', '.join(row.columns)}.{did_you_mean(column, row.columns)}"
-        )
-    return row.columns[column]
-
-
-def _messages(row: Row, column: str) -> list[Message]:
-    value = _cell(row, column)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"column {column!r}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"column {column!r}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise DataError(f"column {column!r}, message {i}: content must be text, got {str(content)[:60]!r}")
-    return list(value)

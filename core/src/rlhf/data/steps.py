@@ -1,0 +1,84 @@
+"""Which tokens end the steps of a solution: one rule for training rows and for the tokens that a policy sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""Stands in decoded text for a character of which not all bytes are there yet."""
+
+
+class StepEnds:
+    """The rule, on token ids alone: a step is text that is not blank, up to the first separator after it, and ends at
+    the token in which that separator ends.
+
+    So two separators in a row, as two tokens or as one, end one step, and text before the first separator belongs to
+    the first step. Where one token holds the ends of two steps, it is named once for each. How a text was cut into
+    tokens does not enter: tokens of a training row and those of a policy are treated alike.
+
+    Args:
+        decode: text of token ids, special tokens kept (:func:`decoder_of`), as a separator may be one.
+        separator: text after each step; not empty.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], separator: str) -> None:
+        if not separator:
+            raise ValueError("the separator of steps is empty; a step ends after some text, e.g. '\\n'")
+        self.decode, self.separator = decode, separator
+        self._pieces: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[int]:
+        """Positions in ``ids``, in order, of the tokens that end a step. Text after the last separator is no step."""
+        found: list[int] = []
+        start = taken = 0  # the step at hand starts `taken` characters into the text of ids[start:]
+        for i, token in enumerate(ids):
+            if not self._may_end(token):
+                continue
+            text = self.decode(ids[start : i + 1])
+            while (end := self._end(text, taken)) is not None:
+                found.append(i)
+                taken = end
+            if found and found[-1] == i and taken == len(text):
+                start, taken = i + 1, 0
+        return found
+
+    def count(self, text: str) -> int:
+        """Steps that end in a text."""
+        found = taken = 0
+        while (end := self._end(text, taken)) is not None:
+            found, taken = found + 1, end
+        return found
+
+    def _end(self, text: str, taken: int) -> int | None:
+        """Where the first separator after something that is not blank ends."""
+        while (at := text.find(self.separator, taken)) >= 0:
+            end = at + len(self.separator)
+            if text[taken:at].strip():
+                return end
+            taken = end
+        return None
+
+    def _may_end(self, token: int) -> bool:
+        """Whether the separator could end in this token; decoding is spared for all others."""
+        if self.separator[-1] == " ":  # many tokenizers drop the space in front of a token that is decoded alone
+            return True
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self.decode([token])
+        return self.separator[-1] in piece or _BROKEN in piece or not piece
+
+
+def step_ends(ids: Sequence[int], decode: Callable[[Sequence[int]], str], separator: str) -> list[int]:
+    """:class:`StepEnds` for one list of tokens; keep an instance where there are many."""
+    return StepEnds(decode, separator)(ids)
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """``decode(ids)`` of a tokenizer with special tokens kept and nothing cleaned up."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
