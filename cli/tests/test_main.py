@@ -24,7 +24,16 @@ def imported(*words):
 
 
 @pytest.mark.parametrize(
-    "words", [("--help",), ("--version",), ("plugins", "--help"), ("plugins", "list"), ("plugins", "list", "--json")]
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("plugins", "--help"),
+        ("plugins", "list"),
+        ("plugins", "list", "--json"),
+        ("data", "--help"),
+        ("data", "preview", "--help"),
+    ],
 )
 def test_light_commands_import_nothing_heavy(words):
     code, heavy, out = imported(*words)

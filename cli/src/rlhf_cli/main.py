@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE ...",
     "eval": "score a model's answers on data",
     "generate": "sample answers from a model",
+    "data": "show rows as the model will see them",
     "plan": "show placement and memory, and whether a run fits",
     "plugins": "list, show, check and create plugins",
     "doctor": "check this installation, this machine, and what a run needs",
@@ -64,20 +65,24 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise ConfigError(f"no command {name!r}; commands are {', '.join(COMMANDS)}.{did_you_mean(name, COMMANDS)}")
-    command: Any = importlib.import_module(f"rlhf_cli.{name}")
+    return call(f"rlhf {name}", importlib.import_module(f"rlhf_cli.{name}"), rest)
+
+
+def call(prog: str, command: Any, words: list[str]) -> int:
+    """Parse a command's words and run it; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog=f"rlhf {name}",
+        prog=prog,
         description=(command.__doc__ or "").strip().split("\n\n")[0],
         epilog="--traceback shows where an error was raised",
         allow_abbrev=False,
     )
     command.add_arguments(parser)
     if getattr(command, "OVERRIDES", False):
-        rest, dotted = split_dotted(rest)
-        args, unknown = parser.parse_known_args(rest)
+        words, dotted = split_dotted(words)
+        args, unknown = parser.parse_known_args(words)
         args.overrides = dotted + unknown
     else:
-        args = parser.parse_args(rest)
+        args = parser.parse_args(words)
     return int(command.run(args))
 
 
