@@ -197,6 +197,15 @@ class RoleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Role ``to`` computes with the output head of role ``role`` (:attr:`Head.lent`), a language model that is not
+    trained. It is handed over once, after the models are loaded."""
+
+    role: str
+    to: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What an algorithm cannot do without, as a function of its config."""
 
@@ -206,6 +215,10 @@ class Needs:
     features: tuple[str, ...] = ()
     rows_min: int = 1
     """Smallest ``data.batch_size``."""
+    reward: bool = True
+    """Data form ``prompts``: False where it learns from samples that nobody scored; they reach ``assemble`` with
+    ``Trajectory.reward = None``."""
+    lent: tuple[Lent, ...] = ()
 
 
 How = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant", "seq_mean", "unit_mean"]
@@ -245,7 +258,8 @@ class Head:
 
     ``fn(logits_CV, ids_C, columns, constants) -> [C, ...]`` gets tempered fp32 logits (for scalar and classes
     heads: the head's fp32 outputs, not tempered), the chunk's token ids, and the chunk's slice of each column
-    in ``columns``. It is recomputed in the backward pass.
+    in ``columns``. It is recomputed in the backward pass. ``constants[role]`` of each role in ``lent`` is its
+    :class:`rlhf.ops.heads.OutputHead`.
     """
 
     name: str
@@ -256,6 +270,10 @@ class Head:
     at. ``at``: read off after token t, from which nothing was drawn yet: never tempered."""
     columns: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
+    reads: Literal["logits", "hidden"] = "logits"
+    """``hidden``: the fp32 hidden states [C, H] that the output head would read, in place of the logits."""
+    lent: tuple[str, ...] = ()
+    """Roles whose output heads it computes with (:class:`Lent`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from rlhf.types import Needs, RoleSpec
 
 CORRECTION = "correction"
 """In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
+LENDING = "lend:head"
+"""Capability of trainers: what ``Needs.lent`` asks for."""
 
 
 def check(
@@ -44,6 +46,11 @@ def check(
         problems.append(
             f"{algorithm.name} needs at least {needs.rows_min} rows a step, got data.batch_size = "
             f"{run.data.batch_size}; set --data.batch_size {needs.rows_min} or more."
+        )
+    if needs.lent and trainer is not None and LENDING not in trainer.capabilities:
+        problems.append(
+            f"{algorithm.name} has roles compute with each other's output heads, which trainer {trainer.name!r} cannot "
+            f"(it lacks {LENDING!r}). Use another --trainer.use."
         )
     if algorithm.data == "prompts":
         problems += _online(run, algorithm, needs, rollout_needs_env, scored)
@@ -111,10 +118,12 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
             "does (e.g. multi_turn), or remove it."
         )
-    if scored and not run.reward and run.env is None:
+    if scored and needs.reward and not run.reward and run.env is None:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
     f = run.stream.filter
     if f is not None:
+        if scored and not needs.reward and not run.reward and run.env is None:
+            problems.append("stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME.")
         if f.low is None and f.high is None and f.min_std is None:
             problems.append("stream.filter: neither low, high nor min_std is set, so it would filter nothing.")
         if f.low is not None and f.high is not None and f.low >= f.high:

@@ -12,6 +12,7 @@ from rlhf.config import to_toml
 from rlhf.controller.answering import answering, evaluation_settings, training_settings
 from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf.controller.learn import Metrics
+from rlhf.controller.lending import lend
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.parts import section_of
@@ -77,7 +78,9 @@ def launch_roles(
             found[name] = precomputed(prepared.specs[name], load)
         else:
             found[name] = _base_of(name, prepared, found) or load()
-    return {name: found[name] for name in prepared.specs}
+    roles = {name: found[name] for name in prepared.specs}
+    lend(prepared.algorithm.needs().lent, roles)
+    return roles
 
 
 def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
@@ -159,6 +162,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
                 filter=config.stream.filter,
                 on_failed_sample=config.stream.on_failed_sample,
                 group_min=algorithm.needs().group_min,
+                scored=algorithm.needs().reward,
             )
     if rows and not prepared.online:
         examples = data.examples(rows)

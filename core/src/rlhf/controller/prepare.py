@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.components import Selection, select
 from rlhf.config_errors import raise_problems
+from rlhf.controller import lending
 from rlhf.controller.episodes import Episodes
 from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
@@ -81,6 +82,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     trained = [name for name, role in roles.items() if role.trained]
     asked = [name for name in roles if section_of(config, name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
+    raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
     places = places_of(made, choose_device("auto").type)
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
     check_vocabularies(specs["policy"], tokenizer, specs.values())

@@ -13,7 +13,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
 from rlhf.modeling.prefix import unit_prefixes
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import LANGUAGE_MODEL_ONLY, resolve_head
+from rlhf.ops.heads import gives, resolve_head
 from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
 from rlhf.types import Annotation, Head, Update
@@ -118,7 +118,7 @@ class Role:
             head = resolve_head(output, over)
         except KeyError as unknown:
             raise TrainingError(str(unknown.args[0])) from None
-        if isinstance(output, str) and (output in LANGUAGE_MODEL_ONLY) != (spec.role.head == "lm"):
+        if isinstance(output, str) and not gives(spec.role.head, output):
             raise TrainingError(
                 f"role {spec.role.name!r} has a {spec.role.head!r} head, which does not give {output!r}"
             )

@@ -52,10 +52,13 @@ class Stream:
         filter: FilterSection | None = None,
         on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort",
         group_min: int = 1,
+        scored: bool = True,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
         self.filter, self.on_failed_sample, self.group_min = filter, on_failed_sample, group_min
+        self.scored = scored
+        """Samples without a reward are left out."""
         self.generated = 0
         """Batches generated so far."""
         self.next_number = 0
@@ -100,7 +103,8 @@ class Stream:
         if failed and self.on_failed_sample == "drop_group":
             counts["failed_groups"] += 1
             return None
-        kept = [t for t in group.trajectories if t.status != "failed" and t.reward is not None]
+        live = [t for t in group.trajectories if t.status != "failed"]
+        kept = [t for t in live if t.reward is not None or not self.scored]
         if len(kept) < max(1, self.group_min):
             counts["failed_groups"] += 1
             return None

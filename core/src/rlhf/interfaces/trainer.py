@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.ops.batch import Batch
+    from rlhf.ops.heads import OutputHead
     from rlhf.sync.bucket import Bucket
     from rlhf.sync.link import Link, Outlet, Shipment
 
@@ -86,8 +87,8 @@ class Trainer(Component):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """``export:module`` (a generator in this process may sample from the module), ``export:tensors``,
-    ``ranks:many``, ``ema``, ``bf16``, ..."""
+    """``export:module`` (a generator in this process may sample from the module), ``export:tensors``, ``lend:head``
+    (:meth:`lend_head` and :meth:`borrow_head`), ``ranks:many``, ``ema``, ``bf16``, ..."""
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
 
@@ -207,6 +208,16 @@ class Trainer(Component):
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
         """:meth:`load_weights` of a whole model that came in buckets."""
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        """The output head of a language model that is not trained, once and whole, for another role to compute with
+        (:class:`rlhf.types.Lent`). Every rank calls it; rank 0 yields. It may share memory with the model."""
+        raise NotImplementedError(f"trainer {self.name!r} lacks the capability 'lend:head'")
+
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        """From now on ``constants[role]`` of heads that name ``role`` in ``Head.lent`` is ``head``, on this trainer's
+        device."""
+        raise NotImplementedError(f"trainer {self.name!r} lacks the capability 'lend:head'")
 
     def offload(self) -> None:
         """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it

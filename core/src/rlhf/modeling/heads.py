@@ -43,8 +43,9 @@ def compute(
 ) -> dict[str, Tensor]:
     """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
 
-    Heads that share mask and position share their logits. Where a group has more than ``chunk`` tokens, each chunk's
-    logits are dropped after use and computed again in the backward pass.
+    Heads that share mask and position share their logits; where all of them read hidden states none are computed. Where
+    a group has more than ``chunk`` tokens, each chunk's logits are dropped after use and computed again in the backward
+    pass.
 
     Args:
         logits: [C, H] -> [C, V].
@@ -73,7 +74,7 @@ def compute(
         run = _Chunk(group, logits, head_fp32)
         arguments = (take_rows(hidden_NH, source_A), batch.ids_N[index_A], temperature_A)
         tokens = int(index_A.numel())
-        whole = tokens <= chunk
+        whole = tokens <= chunk or not run.reads_logits
         results = run(*arguments, columns) if whole else _in_chunks(run, arguments, columns, tokens, chunk)
         out.update(zip((h.name for h in group), results, strict=True))
     return {name: out[name] for name in names}
@@ -92,26 +93,33 @@ class _Chunk:
 
     def __init__(self, heads: Sequence[Head], logits: Callable[[Tensor], Tensor], head_fp32: bool) -> None:
         self.heads, self.logits, self.head_fp32 = heads, logits, head_fp32
+        self.reads_logits = any(head.reads == "logits" for head in heads)
 
     def __call__(
         self, hidden_CH: Tensor, ids_C: Tensor, temperature_C: Tensor | None, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        if self.head_fp32:
-            with torch.autocast(hidden_CH.device.type, enabled=False):
-                logits_CV = self.logits(hidden_CH.float())
-        else:
-            logits_CV = self.logits(hidden_CH).float()
-        if temperature_C is not None:
-            logits_CV = logits_CV / temperature_C[:, None]
+        read = {"hidden": hidden_CH.float()}
+        if self.reads_logits:
+            read["logits"] = self._logits(hidden_CH, temperature_C)
         with torch.autocast(hidden_CH.device.type, enabled=False):
             values = []
             for head in self.heads:
-                value = head.fn(logits_CV, ids_C, {name: columns[name] for name in head.columns}, head.constants)
+                of_head = {name: columns[name] for name in head.columns}
+                value = head.fn(read[head.reads], ids_C, of_head, head.constants)
                 if not isinstance(value, Tensor) or value.shape[:1] != ids_C.shape:
                     got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise TrainingError(f"head {head.name!r} must return [{ids_C.numel()}, ...], got {got}")
                 values.append(value)
         return tuple(values)
+
+    def _logits(self, hidden_CH: Tensor, temperature_C: Tensor | None) -> Tensor:
+        """fp32 [C, V], tempered."""
+        if self.head_fp32:
+            with torch.autocast(hidden_CH.device.type, enabled=False):
+                logits_CV = self.logits(hidden_CH.float())
+        else:
+            logits_CV = self.logits(hidden_CH).float()
+        return logits_CV if temperature_C is None else logits_CV / temperature_C[:, None]
 
 
 def _in_chunks(

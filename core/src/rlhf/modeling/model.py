@@ -26,6 +26,7 @@ from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.modeling.fused import fuse_layers, restore_layers
+from rlhf.ops.heads import OutputHead
 from rlhf.seeds import derive_seed
 
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
@@ -58,6 +59,12 @@ class LoadedModel:
         with packed(lens, kernel=self.attention):
             out = self.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
         return out.last_hidden_state[0]
+
+    @property
+    def output_head(self) -> OutputHead:
+        """The head by itself; it shares memory with the model, whose head must be whole."""
+        bias = self.head.bias
+        return OutputHead(self.head.weight.detach(), None if bias is None else bias.detach(), self.softcap)
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """[C, vocabulary] or [C, outputs of the head], in the precision of ``hidden_CH``."""

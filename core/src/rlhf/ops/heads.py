@@ -1,11 +1,13 @@
-"""Built-in heads: log-probs, entropy, values and scores are functions of logits like any plugin's."""
+"""Built-in heads: log-probs, entropy, values, scores and hidden states are functions like any plugin's."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rlhf.types import Head
 
@@ -23,14 +25,60 @@ def _scalar(outputs_C1: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
     return outputs_C1[:, 0]
 
 
+def _hidden(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
+    return hidden_CH
+
+
 LOGPROBS = Head("logprobs", _logprobs)
 ENTROPY = Head("entropy", _entropy)
 VALUES = Head("values", _scalar)
 SCORES = Head("scores", _scalar, over="last_token", at="at")
 """Per sequence [B]: read off after the last token; the trainer supplies the mask ``last_token``."""
+HIDDEN = Head("hidden", _hidden, reads="hidden")
+"""[A, H]: what the output head reads where it predicts the token. Through :class:`OutputHead` it gives the logits."""
 
-BUILTIN: dict[str, Head] = {h.name: h for h in (LOGPROBS, ENTROPY, VALUES, SCORES)}
+BUILTIN: dict[str, Head] = {h.name: h for h in (LOGPROBS, ENTROPY, VALUES, SCORES, HIDDEN)}
 LANGUAGE_MODEL_ONLY = frozenset({"logprobs", "entropy"})
+ANY_MODEL = frozenset({"hidden"})
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """A language model's output head by itself: whole, without gradient. V vocabulary, H hidden size.
+
+    Another role computes with it on its own device (:class:`rlhf.types.Lent`), so that the logits of a model that lives
+    elsewhere exist for a chunk of tokens at a time.
+    """
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    """Logits become ``softcap * tanh(logits / softcap)``."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the weight."""
+        return int(self.weight_VH.shape[0])
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """fp32 [C, V]; the product is computed in the precision of the weight."""
+        logits_CV = F.linear(hidden_CH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V).float()
+        if self.softcap is not None:
+            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+        return logits_CV
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> OutputHead:
+        """Itself where it already is so; otherwise a copy."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
+        return replace(self, weight_VH=self.weight_VH.to(device, dtype), bias_V=bias_V)
+
+    def first(self, rows: int) -> OutputHead:
+        """Its first ``rows`` rows; they share memory."""
+        return replace(
+            self,
+            weight_VH=self.weight_VH[:rows],
+            bias_V=None if self.bias_V is None else self.bias_V[:rows],
+        )
 
 
 def resolve_head(output: str | Head, over: str | None = None) -> Head:
@@ -42,4 +90,9 @@ def resolve_head(output: str | Head, over: str | None = None) -> Head:
     head = BUILTIN[output]
     if over is None or head.over == "last_token":
         return head
-    return Head(head.name, head.fn, over, head.at, head.columns, head.constants)
+    return replace(head, over=over)
+
+
+def gives(kind: str, output: str) -> bool:
+    """Whether a model with head ``kind`` (:attr:`rlhf.types.RoleSpec.head`) has the built-in ``output``."""
+    return output in ANY_MODEL or (output in LANGUAGE_MODEL_ONLY) == (kind == "lm")

@@ -8,8 +8,8 @@ Columns of the batch:
 ``gen_logprobs``   token  float32, as the generator reported (only where every sampled turn has them)
 ``temperature``    token  float32, what the token was sampled with (1 where not sampled)
 ``step_reward``    token  float32, weighted rewards of sources with ``credit = "step"``
-``reward``         unit   float64, ``Trajectory.reward``, before shaping
-``score``          unit   float64, what the dynamic filter read
+``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
+``score``          unit   float64, what the dynamic filter read (only with ``scored``)
 ``group, sample``  unit   int64, the trajectory's index
 ``own_tokens``     unit   int64, tokens that the policy sampled
 ``truncated``      unit   bool, the last sampled turn ended because its budget was used up
@@ -34,7 +34,9 @@ ENV = "env"
 """Key of ``step_sources`` for the rewards that an environment gives to its turns."""
 
 
-def assemble(groups: Sequence[Group], step_sources: Mapping[str, float] | None = None) -> Batch | None:
+def assemble(
+    groups: Sequence[Group], step_sources: Mapping[str, float] | None = None, scored: bool = True
+) -> Batch | None:
     """Scored groups as a batch; None where no trajectory has a reward and a sampled token.
 
     Trajectories that failed, or to which no reward source applied, do not enter; their siblings do. A turn marked
@@ -46,15 +48,17 @@ def assemble(groups: Sequence[Group], step_sources: Mapping[str, float] | None =
             are placed at their (turn, token), times the weight; ``Trajectory.reward`` must not contain them. The key
             ``"env"`` places ``Turn.reward`` at the last token of its turn. The steps of all other sources are in
             ``Trajectory.reward`` already.
+        scored: False where rewards play no part (``Needs.reward = False``): trajectories without one enter too.
 
     Raises:
         TrainingError: a reward, log-prob or step that is not a finite number, or a step at a token that does not exist.
     """
-    kept = [t for g in groups for t in g.trajectories if t.status != "failed" and t.reward is not None]
+    live = [t for g in groups for t in g.trajectories if t.status != "failed"]
+    kept = [t for t in live if t.reward is not None or not scored]
     if not any(t.sampled_tokens for t in kept):
         return None
     with_logprobs = all(turn.logprobs is not None for t in kept for turn in t.turns if turn.sampled)
-    batch = pack([_unit(t, step_sources or {}, with_logprobs) for t in kept])
+    batch = pack([_unit(t, step_sources or {}, with_logprobs, scored) for t in kept])
     last_N = torch.zeros(batch.tokens, dtype=torch.bool)
     action_index = batch.tok["loss_mask"].nonzero()[:, 0]
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, batch.unit_N[action_index], action_index, "amax")
@@ -87,9 +91,12 @@ def _places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return unit_A, torch.arange(unit_A.numel()) - (torch.cumsum(count_U, 0) - count_U)[unit_A], count_U
 
 
-def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logprobs: bool) -> UnitData:
-    reward = _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
-    score = reward if trajectory.score is None else _finite(trajectory, "score", float(trajectory.score))
+def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logprobs: bool, scored: bool) -> UnitData:
+    given: dict[str, float] = {}
+    if scored:
+        reward = _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
+        score = reward if trajectory.score is None else _finite(trajectory, "score", float(trajectory.score))
+        given = {"reward": reward, "score": score}
     steps = _step_rewards(trajectory, step_sources)
     contexts: list[list[int]] = []
     for number, turn in enumerate(trajectory.turns):
@@ -108,8 +115,7 @@ def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logpro
     return UnitData(
         taught,
         {
-            "reward": reward,
-            "score": score,
+            **given,
             "group": trajectory.index[0],
             "sample": trajectory.index[1],
             "own_tokens": trajectory.sampled_tokens,

@@ -60,7 +60,7 @@ class AlgorithmContract(Contract):
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed)
         needs = algorithm.needs()
-        options = {"samples": max(4, needs.group_min), **options}
+        options = {"samples": max(4, needs.group_min), "scored": needs.reward, **options}
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:
@@ -95,6 +95,10 @@ class AlgorithmContract(Contract):
                     role.like is None or role.like in names,
                     f"{about} role {role.name!r} is like {role.like!r}, which is no role: {names}",
                 )
+            frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
+            for each in needs.lent:
+                fine = each.role in frozen and each.to in names
+                expect(fine, f"{about} {each}: lenders are language models that are not trained, {frozen}")
 
     def test_steps(self) -> None:
         """Whole steps run with nothing but the declared needs: roles, columns, generator log-probs, group size."""
@@ -130,23 +134,27 @@ class AlgorithmContract(Contract):
             expect(not bad, f"{about} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
 
     def test_nothing_to_learn_from(self) -> None:
-        """Samples without a reward and failed samples stay out; when none is left, ``assemble`` returns None."""
+        """Samples without a reward (but for ``Needs.reward = False``) and failed samples stay out; when none is left,
+        ``assemble`` returns None."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
             about, algorithm = self.about(config), self.build(config)
             groups: list[Group] = self.data(algorithm)
+            scored = algorithm.needs().reward
             groups[0].trajectories[0].reward = groups[0].trajectories[0].score = None
             groups[1].trajectories[-1].status = "failed"
             groups[1].trajectories[-1].turns = []
             batch = self.step(config, algorithm=algorithm, data=groups).batch
-            kept = sum(len(g.trajectories) for g in groups) - 2
-            expect(batch.units <= kept, f"{about} {batch.units} units of {kept} samples that have a reward")
+            kept = sum(len(g.trajectories) for g in groups) - (2 if scored else 1)
+            expect(batch.units <= kept, f"{about} {batch.units} units of {kept} samples to learn from")
             for group in groups:
                 for trajectory in group.trajectories:
                     trajectory.reward = trajectory.score = None
+                    trajectory.status = trajectory.status if scored else "failed"
             got = algorithm.assemble(groups)
-            expect(got is None, f"{about} assemble() must return None when no sample has a reward, got {type(got)}")
+            why = "no sample has a reward" if scored else "every sample failed"
+            expect(got is None, f"{about} assemble() must return None when {why}, got {type(got)}")
 
     def test_masked_positions(self) -> None:
         """NaN in every column at positions that the policy did not choose changes no credit and no gradient."""

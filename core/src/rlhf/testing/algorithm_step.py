@@ -53,10 +53,13 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
         poison: NaN at positions outside ``loss_mask`` in every float token column, before credit and before updates.
         layout: how the optimizer batch is split (:func:`rlhf.testing.compare.layouts`); one micro-batch where empty.
     """
+    needs = algorithm.needs()
     trainers = {
-        role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1))
-        for index, role in enumerate(algorithm.needs().roles)
+        role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
     }
+    for each in needs.lent:
+        [head] = _named(trainers, each.role, "needs().lent names", "the roles are").lend_head()
+        _named(trainers, each.to, "needs().lent names", "the roles are").borrow_head(each.role, head)
     batch = algorithm.assemble(data)
     expect(
         isinstance(batch, Batch), f"assemble() returned {type(batch).__name__} for data with something to learn from"

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf.ops.batch import Batch
+    from rlhf.ops.heads import OutputHead
 
 VOCABULARY = 29
 """Token ids of fabricated data lie in 1 .. VOCABULARY - 1; 0 is the end token of sampled turns."""
+HIDDEN = 8
+"""Size of fabricated hidden states."""
 
 
 def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
@@ -36,6 +39,7 @@ def groups(
     logprobs: bool = True,
     multi_turn: bool = True,
     equal_rewards: bool = False,
+    scored: bool = True,
 ) -> list[Group]:
     """Scored groups, as a controller hands them to ``Algorithm.assemble``.
 
@@ -45,6 +49,7 @@ def groups(
     Args:
         logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
         equal_rewards: every trajectory of a group gets the same reward.
+        scored: False gives no rewards (``Needs.reward``).
     """
     rng = random.Random(seed)
     made = []
@@ -63,9 +68,9 @@ def groups(
                     turns,
                     (number, sample),
                     "truncated" if sample % 4 == 1 else "ok",
-                    {"fabricated": RewardResult(reward)},
-                    reward,
-                    reward,
+                    {"fabricated": RewardResult(reward)} if scored else {},
+                    reward if scored else None,
+                    reward if scored else None,
                 )
             )
         made.append(Group(data, number, trajectories))
@@ -176,6 +181,14 @@ def values(name: str, size: int, seed: int) -> Tensor:
     if "entropy" in name:
         return 0.5 + 2 * torch.rand(size, generator=generator)
     return torch.randn(size, generator=generator)
+
+
+def output_head(role: str, seed: int) -> OutputHead:
+    """The output head of a role that lends it: [VOCABULARY, HIDDEN]. Equal names and seeds give equal values."""
+    from rlhf.ops.heads import OutputHead
+
+    flat = values(f"{role}/head", VOCABULARY * HIDDEN, seed)
+    return OutputHead(flat.view(VOCABULARY, HIDDEN))
 
 
 def is_logprob(name: str) -> bool:

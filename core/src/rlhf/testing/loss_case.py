@@ -95,9 +95,9 @@ class LossCase:
         return batch.with_column(level, name, values, over=self.over)  # type: ignore[arg-type]
 
     def _leaf(self, head: Head, batch: Batch) -> Tensor:
-        if head.name not in BUILTIN:  # logits over a small vocabulary; the head itself is applied in outputs()
-            size = fabricate.VOCABULARY
-            values = fabricate.values(head.name + "/logits", batch.tokens * size, self.seed).view(-1, size)
+        if head.name not in BUILTIN or head.reads == "hidden":  # what the head reads; it is applied in outputs()
+            size = fabricate.VOCABULARY if head.reads == "logits" else fabricate.HIDDEN
+            values = fabricate.values(f"{head.name}/{head.reads}", batch.tokens * size, self.seed).view(-1, size)
             if self.extreme is not None:
                 values = values * abs(self.extreme[0])
         else:
@@ -163,7 +163,8 @@ class LossCase:
             leaf = micro.tok[LEAF + head.name][mask_N]
             if head.name not in BUILTIN:
                 columns = {c: micro.tok[c][mask_N] for c in head.columns}
-                leaf = head.fn(leaf, micro.ids_N[mask_N], columns, head.constants)
+                lent = {role: fabricate.output_head(role, self.seed) for role in head.lent}
+                leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **lent})
             made[head.name] = leaf
         return made
 

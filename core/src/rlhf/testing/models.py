@@ -12,10 +12,11 @@ from rlhf.testing.tiny import tiny_model
 
 
 @functools.cache
-def model_path(architecture: str = "qwen3", head: str = "lm", seed: int = 0, **sizes: int) -> Path:
+def model_path(architecture: str = "qwen3", head: str = "lm", seed: int = 0, **sizes: int | bool) -> Path:
     """A folder in Hugging Face format with a tokenizer of one token per character. Do not write into it.
 
-    ``sizes``: of :func:`~rlhf.testing.tiny.tiny_model`, where others than its own are needed (``head_dim=32``).
+    ``sizes``: of :func:`~rlhf.testing.tiny.tiny_model`, where others than its own are needed (``head_dim=32``,
+    ``tied=False``).
     """
     folder = Path(tempfile.mkdtemp(prefix="rlhf-testing-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import resolve_head
+from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.testing import fabricate
 from rlhf.types import Head
@@ -29,7 +29,7 @@ class PlainTrainer(Trainer):
     """One process, fp32, AdamW without a schedule."""
 
     name = "plain"
-    capabilities = frozenset({"export:module", "export:tensors"})
+    capabilities = frozenset({"export:module", "export:tensors", "lend:head"})
 
     class Config(ComponentConfig):
         lr: float = 1e-3
@@ -41,6 +41,7 @@ class PlainTrainer(Trainer):
         self.language_model = spec.role.head == "lm"
         self.module: Any = self.load_module().float()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=self.config.lr)
+        self.borrowed: dict[str, OutputHead] = {}
 
     # ---------------------------------------------------------------------------------- the model
 
@@ -58,9 +59,24 @@ class PlainTrainer(Trainer):
         """[T] -> fp32 [T, V]: what stands after each token (or [T, labels] of a classification head)."""
         if self.language_model:
             return self.module(ids_T[None], use_cache=False).logits[0].float()
+        return self.module.score(self.hidden(ids_T)).float()
+
+    def hidden(self, ids_T: Tensor) -> Tensor:
+        """[T] -> fp32 [T, H]: what the output head reads."""
         base: Any = getattr(self.module, self.module.base_model_prefix)
-        hidden = base(ids_T[None], use_cache=False).last_hidden_state
-        return self.module.score(hidden)[0].float()
+        return base(ids_T[None], use_cache=False).last_hidden_state[0].float()
+
+    def output_head(self) -> OutputHead:
+        """Of a language model."""
+        head: Any = self.module.get_output_embeddings()
+        softcap = getattr(self.module.config, "final_logit_softcapping", None)
+        return OutputHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), softcap)
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        yield self.output_head()
+
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        self.borrowed[role] = head
 
     def outputs(self, micro: Batch, heads: Sequence[Head]) -> dict[str, Tensor]:
         """{head: [tokens under its mask, ...]}, ``scores`` [B], with gradient."""
@@ -68,17 +84,21 @@ class PlainTrainer(Trainer):
         for b in range(micro.sequences):
             index = torch.arange(int(micro.starts_B[b]), int(micro.starts_B[b] + micro.lens_B[b]))
             ids_T = micro.ids_N[index]
-            logits_TV = self.logits(ids_T)
+            read = {"logits": self.logits(ids_T)}
+            if any(head.reads == "hidden" for head in heads):
+                read["hidden"] = self.hidden(ids_T)
             for head in heads:
                 if head.over == "last_token":
                     at = torch.tensor([len(index) - 1])
                 else:
                     at = micro.tok[head.over][index].nonzero()[:, 0]
-                source = logits_TV[at - 1 if head.at == "before" else at]
-                if self.language_model and head.at == "before" and "temperature" in micro.tok:
+                source = read[head.reads][at - 1 if head.at == "before" else at]
+                tempered = self.language_model and head.reads == "logits" and head.at == "before"
+                if tempered and "temperature" in micro.tok:
                     source = source / micro.tok["temperature"][index][at][:, None]
                 columns = {c: micro.tok[c][index][at] for c in head.columns}
-                parts[head.name].append(head.fn(source, ids_T[at], columns, head.constants))
+                constants = {**head.constants, **{role: self.borrowed[role] for role in head.lent}}
+                parts[head.name].append(head.fn(source, ids_T[at], columns, constants))
         return {name: torch.cat(values) for name, values in parts.items()}
 
     # ------------------------------------------------------------------------- the interface
@@ -178,17 +198,20 @@ class _Embedding(nn.Module):
         self.mix = nn.Linear(2 * width, width)
         self.head = nn.Linear(width, outputs)
 
-    def forward(self, ids_T: Tensor) -> Tensor:
+    def hidden(self, ids_T: Tensor) -> Tensor:
         own_TH = self.embedding(ids_T)
         mean_TH = own_TH.cumsum(0) / torch.arange(1, len(ids_T) + 1)[:, None]
-        return self.head(torch.tanh(self.mix(torch.cat([own_TH, mean_TH], 1))))
+        return torch.tanh(self.mix(torch.cat([own_TH, mean_TH], 1)))
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.head(self.hidden(ids_T))
 
 
 class EmbeddingTrainer(PlainTrainer):
     """The plain trainer over a tiny model of fabricated tokens; equal seeds give equal weights."""
 
     name = "embedding"
-    capabilities = frozenset({"export:tensors"})
+    capabilities = frozenset({"export:tensors", "lend:head"})
 
     def load_module(self) -> nn.Module:
         outputs = {"lm": fabricate.VOCABULARY, "scalar": 1}.get(self.spec.role.head)
@@ -200,6 +223,12 @@ class EmbeddingTrainer(PlainTrainer):
 
     def logits(self, ids_T: Tensor) -> Tensor:
         return self.module(ids_T)
+
+    def hidden(self, ids_T: Tensor) -> Tensor:
+        return self.module.hidden(ids_T)
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.module.head.weight.detach(), self.module.head.bias.detach())
 
     def export(self, path: Path, view: str = "live") -> None:
         raise NotImplementedError("the embedding model has no Hugging Face format")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhf.interfaces.loss import Loss
+from rlhf.ops.heads import OutputHead
 from rlhf.ops.losses import LossInput
 from rlhf.types import Head, LossOutput, Reduce
 
@@ -59,6 +60,29 @@ class ValueLoss(Loss):
 
     def __call__(self, x: LossInput) -> LossOutput:
         return LossOutput({"value": (x["values"] - x["targets"]).square()})
+
+
+def _cross_entropy(
+    logits_CV: torch.Tensor, ids_C: torch.Tensor, columns: dict[str, torch.Tensor], constants: dict[str, OutputHead]
+) -> torch.Tensor:
+    lent_CV = constants["lender"].logits(columns["lent_hidden"])
+    shared = lent_CV.shape[1]
+    return -(lent_CV.softmax(1) * logits_CV[:, :shared].log_softmax(1)).sum(1)
+
+
+class LentLoss(Loss):
+    """Cross-entropy to the role ``lender``, whose hidden states come as the column ``lent_hidden``."""
+
+    name = "suite_lent"
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        return (Head("cross_entropy", _cross_entropy, columns=("lent_hidden",), lent=("lender",)),)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"cross_entropy": Reduce("token_mean")}
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        return LossOutput({"cross_entropy": x["cross_entropy"]})
 
 
 class ScoreLoss(Loss):

@@ -25,13 +25,14 @@ from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.losses import finish_sums
+from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import GRADIENT, distance, layouts, same_bits
 from rlhf.testing.contract import Contract, expect
 from rlhf.testing.models import model_path
 from rlhf.testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
 from rlhf.testing.plain import PlainTrainer
-from rlhf.testing.suite_losses import MARGIN, ScoreLoss, TokenLoss, ValueLoss
+from rlhf.testing.suite_losses import MARGIN, LentLoss, ScoreLoss, TokenLoss, ValueLoss
 from rlhf.testing.trainer_state import TrainerStateChecks
 from rlhf.types import RoleSpec
 
@@ -39,8 +40,8 @@ OUTPUT = 1e-5
 """Absolute, on log-probs, entropies and values of size 1: fp32 matrix products in another order."""
 
 HEADS: tuple[tuple[str, tuple[Any, ...], type[Loss]], ...] = (
-    ("lm", ("logprobs", "entropy", MARGIN), TokenLoss),
-    ("scalar", ("values", "scores"), ValueLoss),
+    ("lm", ("logprobs", "entropy", MARGIN, "hidden"), TokenLoss),
+    ("scalar", ("values", "scores", "hidden"), ValueLoss),
 )
 """(head, outputs to compare, loss to train with)."""
 
@@ -137,6 +138,37 @@ class TrainerContract(TrainerStateChecks, Contract):
                                 abs(sums.get(name, float("nan")) - value) <= 1e-5 * max(size, abs(value)),
                                 f"{about} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
                             )
+
+    def test_lent_head(self) -> None:
+        """A role computes with the output head of another model, wider and with a head of its own, from the hidden
+        states that the other gave (capability ``lend:head``)."""
+        if "lend:head" not in self.cls.capabilities:
+            return
+        for config in self.grid():
+            for architecture in self.architectures:
+                about, loss = f"{self.about(config)} {architecture}, {LentLoss.name}:", LentLoss()
+                path = model_path(architecture, seed=7, hidden=48, tied=False)
+                trainer = self.make(config, architecture=architecture)
+                lender = self.make(config, path=path, trained=False)
+                plain, plain_lender = self.plain(architecture=architecture), self.plain(path=path)
+                base = fabricate.batch(4)
+                results = []
+                for of, source in ((plain, plain_lender), (trainer, lender)):
+                    hidden = source.forward([base], ("hidden",))[0]["hidden"]
+                    batch = weigh(base.with_column("tok", "lent_hidden", hidden), loss.reduce())
+                    for head in source.lend_head():
+                        of.borrow_head("lender", head)
+                    calls = [[[u] for u in range(base.units)], [list(range(base.units))]]
+                    results.append(learned(of, batch, loss, [calls[of is plain]]))
+                (want, want_sums, _), (got, sums, _) = results
+                expect(
+                    abs(sums["loss"] - want_sums["loss"]) <= 1e-5 * abs(want_sums["loss"]),
+                    f"{about} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
+                )
+                full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                silent = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
+                apart = distance(full, silent)
+                expect(apart <= GRADIENT, f"{about} the gradient differs from the plain one by {apart:.1e}")
 
     def test_masked_positions(self) -> None:
         """NaN in the columns at masked positions changes no output and no gradient, bit for bit."""

@@ -19,6 +19,7 @@ from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
 from rlhf.ops.batch import Batch
+from rlhf.ops.heads import OutputHead
 from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.types import Head
 from torch import Tensor
@@ -45,7 +46,7 @@ class DeepSpeedTrainer(PackedTrainer):
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
     Config = DeepSpeedTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "ema", "bf16", "fp32", "resume:exact"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},
@@ -228,6 +229,23 @@ class DeepSpeedTrainer(PackedTrainer):
         with self._guard("weights"), self._view(view):
             first = self.spec.rank == 0 or self.everywhere
             yield from self.tensors.stream(gather, first, self.config.bucket, view != "base")
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        """In stages 0 to 2 it shares memory with the model, in stage 3 it is a copy, gathered whole."""
+        head = None
+        with self._guard("lend_head"), self._head_gathered():
+            if self.spec.rank == 0:
+                head = self.loaded.output_head
+                if self.config.stage == 3:
+                    bias_V = None if head.bias_V is None else head.bias_V.clone()
+                    head = OutputHead(head.weight_VH.clone(), bias_V, head.softcap)
+        if head is not None:
+            yield head
+
+    def _head_gathered(self) -> AbstractContextManager[Any]:
+        if self.zero is None or self.config.stage < 3:
+            return nullcontext()
+        return self.zero.gathered(list(self.loaded.head.parameters()))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Every rank is given whole tensors and keeps its part."""

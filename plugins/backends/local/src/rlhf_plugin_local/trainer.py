@@ -42,7 +42,7 @@ class TorchTrainer(PackedTrainer):
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
     Config = TorchTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"export:module", "export:tensors", "ema", "bf16", "fp32", "resume:exact"}
+        {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
 
     def __init__(self, config: TorchTrainerConfig | None, spec: ModelSpec) -> None:
