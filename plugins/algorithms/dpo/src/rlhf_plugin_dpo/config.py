@@ -1,0 +1,108 @@
+"""Options of the loss ``dpo``, and which of them concern which loss type."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from rlhf.interfaces import ComponentConfig
+
+from rlhf_plugin_dpo.objectives import Divergence
+
+LossType = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+"""Loss types that read ``label_smoothing``."""
+MARGIN_ONLY = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+"""Loss types that other divergences than the reverse KL are defined for."""
+SORTED = ("aot", "aot_unpaired")
+"""Loss types that compare the sorted values of the whole optimizer batch."""
+
+
+class DPOConfig(ComponentConfig):
+    """What is minimised: one type, or several with weights."""
+
+    type: LossType | tuple[LossType, ...] = "sigmoid"
+    """``sigmoid``, ``ipo``, ``hinge``, ``robust``, ``exo_pair``, ``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``,
+    ``aot_unpaired``, ``apo_zero``, ``apo_down``, ``discopop``, ``sft``, ``sigmoid_norm``; a list adds several."""
+    weights: tuple[float, ...] | None = None
+    """One factor per type; 1 each where absent."""
+    beta: float = Field(default=0.1, gt=0)
+    """How much staying near the reference counts; for ``ipo`` the paper's tau."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """How often a preference is believed to be wrong: ``sigmoid`` (conservative DPO), ``robust``, ``aot``,
+    ``aot_unpaired`` and ``exo_pair``, which needs it (e.g. 1e-3)."""
+    reference_free: bool = False
+    """The reference counts as uniform: its log-probs are 0 and no reference model is loaded."""
+    ipo: Literal["mean", "sum"] = "mean"
+    """``ipo`` compares log-ratios averaged over an answer's tokens (paper, TRL) or their sums (OpenRLHF)."""
+    discopop_tau: float = Field(default=0.05, gt=0, le=1)
+    """Temperature of the blend in ``discopop``."""
+    bco_shift: Literal["none", "running"] = "none"
+    """What ``bco_pair`` subtracts from rewards: nothing (TRL 1.16), or their running mean over all earlier steps."""
+    f_divergence: Divergence = "reverse_kl"
+    """Of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``."""
+    f_alpha: float = 0.5
+    """alpha of the alpha-divergence."""
+    nll_coef: float = Field(default=0.0, ge=0)
+    """Factor of a further term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
+    ``nll_loss_coef``). TRL's way is the type ``sft``: the mean over all chosen tokens."""
+
+    @field_validator("type", "weights", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
+
+    @property
+    def types(self) -> dict[LossType, float]:
+        """{loss type: weight}."""
+        names = (self.type,) if isinstance(self.type, str) else self.type
+        return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = (self.type,) if isinstance(self.type, str) else self.type
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"type needs at least one loss type and each once, got {list(names)}")
+        if self.weights is not None and len(self.weights) != len(names):
+            raise ValueError(f"weights needs one number for each of {list(names)}, got {list(self.weights)}")
+        if "exo_pair" in names and self.label_smoothing == 0:
+            raise ValueError("exo_pair needs label_smoothing above 0 (its paper's is 1e-3): it takes its logarithm")
+        others = [n for n in names if n not in MARGIN_ONLY]
+        if self.f_divergence != "reverse_kl" and others:
+            raise ValueError(
+                f"f_divergence = {self.f_divergence!r} is defined for losses of the margin alone "
+                f"({', '.join(MARGIN_ONLY)}); {', '.join(others)} need reverse_kl"
+            )
+        self._refuse_idle(names)
+        return self
+
+    def _refuse_idle(self, names: tuple[str, ...]) -> None:
+        """No option without an effect."""
+        readers = {
+            "label_smoothing": SMOOTHED,
+            "ipo": ("ipo",),
+            "discopop_tau": ("discopop",),
+            "bco_shift": ("bco_pair",),
+        }
+        for option, wanted in readers.items():
+            given = getattr(self, option)
+            if given != type(self).model_fields[option].default and not set(wanted) & set(names):
+                raise ValueError(f"{option} = {given!r} is read by {', '.join(wanted)} only, not by {', '.join(names)}")
+        if self.f_alpha != 0.5 and self.f_divergence != "alpha_divergence":
+            raise ValueError(f"f_alpha = {self.f_alpha:g} is read with f_divergence = 'alpha_divergence' only")

@@ -1,0 +1,39 @@
+"""Direct preference optimisation on given pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+
+from rlhf_plugin_dpo.pairwise import Pairwise
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+
+
+class DPO(Pairwise):
+    """One optimizer step per step, over all its pairs.
+
+    A pair of which a side has no token to train on is left out and counted (``pairs/left_out``): its log-ratio would be
+    0 whatever the policy does.
+    """
+
+    name = "dpo"
+    source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
+    data = "pairs"
+    _left_out = 0
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
+        units = [
+            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+            for example in examples
+            if all(any(s.loss_mask[1:]) for s in example.sequences)
+        ]
+        self._left_out = len(examples) - len(units)
+        return self.counted(pack(units) if units else None)
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}

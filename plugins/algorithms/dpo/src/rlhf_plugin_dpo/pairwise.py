@@ -1,0 +1,99 @@
+"""What learning from given pairs and from sampled pairs share: roles, the reference's snapshots, the running shift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
+from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+
+
+class PairwiseConfig(ComponentConfig):
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+
+
+class Pairwise(Algorithm):
+    """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
+
+    Any loss over pairs fits the slot; the reference is there where the loss reads ``ref_logprobs``.
+    """
+
+    Config = PairwiseConfig
+    slots = {"loss": Slot("loss", "dpo")}
+
+    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config, parts)
+        self.loss: Loss = self.parts["loss"]
+        self._shift, self._rewards = 0.0, 0
+        """Running mean of rewards, and how many it is of: what ``bco_pair`` subtracts."""
+        self._pairs = 0
+        """Of the batch in work."""
+        if self.config.snapshot_every is not None and not self.reads_reference:
+            raise ConfigError(
+                f"algorithm.snapshot_every = {self.config.snapshot_every} copies the policy to the reference, which "
+                f"the loss {self.loss.name!r} configured like this does not read; leave it out, or use a reference"
+            )
+
+    @property
+    def reads_reference(self) -> bool:
+        return "ref_logprobs" in self.loss.columns()
+
+    @property
+    def _running(self) -> bool:
+        return getattr(self.loss.config, "bco_shift", "none") == "running"
+
+    def needs(self) -> Needs:
+        reference = (RoleSpec("reference", like="policy"),) if self.reads_reference else ()
+        return Needs((RoleSpec("policy", trained=True), *reference))
+
+    def annotations(self, step: int) -> list[Annotation]:
+        return [Annotation("reference", "logprobs", "ref_logprobs")] if self.reads_reference else []
+
+    def updates(self, step: int) -> list[Update | Snapshot]:
+        """The update, and behind it, when due, the snapshot: the next step's ``ref_logprobs`` are annotated before its
+        updates, so they are the new reference's."""
+        return [self.update(), *self._snapshot(step)]
+
+    def update(self) -> Update:
+        return Update("policy", "loss", coef=self.coef())
+
+    def coef(self) -> dict[str, float]:
+        return {"bco_shift": self._shift} if self._running else {}
+
+    def counted(self, batch: Batch | None) -> Batch | None:
+        """``batch``, its pairs noted for the running shift."""
+        self._pairs = 0 if batch is None else batch.units
+        return batch
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take the step's rewards into the running mean. The loss reads that of earlier steps, so an evaluation
+        changes nothing."""
+        pairs, self._pairs = self._pairs, 0
+        if not self._running:
+            return {}
+        used = self._shift
+        if pairs and "policy/chosen_reward" in metrics:  # absent where the only update was skipped
+            mean = (metrics["policy/chosen_reward"] + metrics["policy/rejected_reward"]) / 2
+            self._rewards += 2 * pairs
+            self._shift += (mean - self._shift) * 2 * pairs / self._rewards
+        return {"bco_shift": used}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shift": self._shift, "rewards": self._rewards} if self._running else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._running:
+            self._shift, self._rewards = float(state["shift"]), int(state["rewards"])
+        else:
+            super().load_state_dict(state)
+
+    def _snapshot(self, step: int) -> list[Snapshot]:
+        every = self.config.snapshot_every
+        return [Snapshot("reference", "policy")] if every is not None and (step + 1) % every == 0 else []
