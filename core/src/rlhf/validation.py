@@ -120,6 +120,11 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
         )
     if scored and needs.reward and not run.reward and run.env is None:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
+    if run.stream.round > 1 and run.stream.staleness > 0:
+        problems.append(
+            f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both say with which "
+            "weights a batch is generated. Set --stream.staleness 0 for rounds, or --stream.round 1."
+        )
     f = run.stream.filter
     if f is not None:
         if scored and not needs.reward and not run.reward and run.env is None:

@@ -38,6 +38,7 @@ def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
         ({"data__batch_size": 16}, "data.batch_size"),
         ({"run__seed": 2}, "run.seed"),
         ({"stream__staleness": 2}, "stream.staleness"),
+        ({"stream__round": 2}, "stream.round"),
         ({"reward__0__weight": 0.5}, "reward.0.weight"),
     ],
 )

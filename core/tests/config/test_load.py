@@ -94,6 +94,7 @@ def test_an_algorithm_is_required_and_the_message_says_how():
         ("data.batch_size", "x", "should be a valid integer, got string 'x'"),
         ("sampling.temperature", "nan", "should be a finite number"),
         ("stream.staleness", "-1", "should be greater than or equal to 0"),
+        ("stream.round", "0", "should be greater than 0"),
     ],
 )
 def test_ranges(key, raw, expected):

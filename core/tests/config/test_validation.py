@@ -101,6 +101,11 @@ def test_truncated_sampling_needs_a_correction(key, value):
         ([("stream.filter.max_rounds", "3")], {}, "neither low, high nor min_std is set"),
         ([("stream.filter.low", "0.9"), ("stream.filter.high", "0.1")], {}, "low = 0.9 must be below high = 0.1"),
         ([("stream.filter.min_std", "0.1")], {}, "one sample per prompt has no deviation"),
+        (
+            [("stream.round", "4"), ("stream.staleness", "1")],
+            {},
+            "stream.round = 4 and stream.staleness = 1: both say with which weights a batch is generated",
+        ),
     ],
 )
 def test_online_combinations(flags, given, expected):

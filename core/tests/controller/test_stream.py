@@ -71,6 +71,49 @@ def test_batch_k_is_generated_with_version_max_0_k_minus_s(staleness):
     assert s.generated == 6, "nothing is generated beyond the last step"
 
 
+@pytest.mark.parametrize(
+    ("round", "versions", "calls"),
+    [
+        (1, [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]),
+        (2, [0, 0, 2, 2, 4, 4], [2, 2, 4, 4, 6, 6]),
+        (4, [0, 0, 0, 0, 4, 4], [4, 4, 4, 4, 6, 6]),
+        (9, [0, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]),
+    ],
+)
+def test_a_round_is_generated_at_its_first_step_with_the_weights_of_then(round, versions, calls):
+    rollouts = Recorded()
+    s = stream(rollouts, round=round)
+    taken, generated = [], []
+    for step in range(6):
+        s.start(step)
+        taken.append(s.take(step))
+        generated.append(len(rollouts.calls))
+        if s.samples_with(step + 1):  # what nobody samples with is not sent
+            rollouts.generator.version = step + 1
+    assert [ready.version for ready in taken] == versions == [round * (k // round) for k in range(6)]
+    assert generated == calls, "nothing in the middle of a round, nothing beyond the last step"
+    assert [g.number for ready in taken for g in ready.groups] == list(range(24))
+
+
+def test_a_round_goes_on_with_its_own_samples_after_a_resume():
+    rollouts = Recorded()
+    s = stream(rollouts, round=3)
+    s.start(0)
+    s.take(0)
+    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    again_rollouts = Recorded()
+    again = stream(again_rollouts, round=3)
+    again.load_state_dict(saved, groups)
+    again_rollouts.generator.version = 1  # a start brings the weights of now to the generator, whatever the round
+    taken = []
+    for step in range(1, 6):
+        again.start(step)
+        taken.append(again.take(step))
+        again_rollouts.generator.version = step + 1
+    assert [(b.version, b.groups[0].number) for b in taken] == [(0, 4), (0, 8), (3, 12), (3, 16), (3, 20)]
+    assert [version for version, _, _ in again_rollouts.calls] == [3, 3, 3], "the round's batches are not drawn again"
+
+
 def test_a_generator_with_the_wrong_weights_is_an_error():
     rollouts = Recorded()
     s = stream(rollouts)

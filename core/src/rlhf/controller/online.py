@@ -15,8 +15,8 @@ def online(run: Run) -> None:
     stream = run.stream
     assert stream is not None, "an online run is built with a stream"
     for step in run.steps():  # resumes where the last checkpoint stood; ends early on a signal or early stop
-        with run.timed("generate"):
-            stream.start(step)  # every batch up to step + staleness is generated and scored
+        with run.generating():
+            stream.start(step)  # every batch of this round (or up to step + staleness) is generated and scored
         ready = stream.take(step)  # this step's groups: filtered, refilled, in submission order
         batch = run.algorithm.assemble(ready.groups) if ready.groups else None
         if batch is None:
@@ -25,5 +25,5 @@ def online(run: Run) -> None:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         with run.timed("sync"):
-            metrics |= run.sync(version=step + 1)  # trainer -> generator
+            metrics |= run.sync(version=step + 1)  # trainer -> generator, where anybody will sample with it
         run.finish(step, metrics, ready)  # observe, evaluate, checkpoint

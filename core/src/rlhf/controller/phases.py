@@ -22,6 +22,7 @@ class Phases:
         self.active = bool(shared)
         self._aside = False
         """Whether it is."""
+        self._together = False
         if self.active:
             generator.sleep()
 
@@ -36,6 +37,17 @@ class Phases:
         try:
             yield
         finally:
+            if not self._together:
+                self.begin_learning()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Between the times of generating inside, nobody takes turns; where there are none, nobody wakes."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
             self.begin_learning()
 
     def begin_sync(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,12 @@ class Run:
             self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
 
     @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The phase that draws and scores samples: batch after batch, refills among them."""
+        with self.timed("generate"), self.phases.together() if self.phases is not None else nullcontext():
+            yield
+
+    @contextmanager
     def learning(self) -> Iterator[None]:
         """The phase that changes weights."""
         self._intact = None
@@ -122,8 +128,12 @@ class Run:
             yield
 
     def sync(self, version: int) -> Metrics:
-        """Weights of the policy go to the generator; it samples with ``version`` from now on."""
+        """Weights of the policy go to the generator, which samples with ``version`` from now on; nothing moves where
+        nobody would sample with them: inside a round, without an evaluation."""
         assert self.weights is not None
+        used = self.stream is None or self.stream.samples_with(version) or self._evaluates(version)
+        if not used and version != self.first_step:  # a start always syncs: the generator has no weights of the run yet
+            return {}
         if self.phases is not None:
             self.phases.begin_sync()
         return self.weights.push(version)
@@ -161,7 +171,8 @@ class Run:
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
         is_best = False
-        if self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps):
+        if self._evaluates(done):
+            assert self.evaluate is not None
             with self.timed("evaluate"):
                 found = self.evaluate()
             self.algorithm.evaluated(found)
@@ -240,6 +251,10 @@ class Run:
                 closing.callback(self._observe, "run_ended", self.status)
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _evaluates(self, done: int) -> bool:
+        """Whether there is an evaluation after so many steps."""
+        return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
 
     def _take_devices_back(self) -> None:
         """Trainers learn, and save, with everything where it belongs."""

@@ -1,7 +1,8 @@
 """The stream of training batches: generated in order, filtered, refilled, and taken in order.
 
-Staleness S is a definition: batch k is generated with the weights of version max(0, k - S). The batches that are
-generated and not yet trained on are in the checkpoint, so a resumed run trains on the very same samples.
+Which weights a batch is generated with is a definition. Staleness S: batch k is generated with version max(0, k - S).
+Rounds of R steps: with version R * (k // R), so a round's batches are all generated at its first step. The batches that
+are generated and not yet trained on are in the checkpoint, so a resumed run trains on the very same samples.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class Stream:
         batch_size: int,
         total_steps: int,
         staleness: int = 0,
+        round: int = 1,
         filter: FilterSection | None = None,
         on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort",
         group_min: int = 1,
         scored: bool = True,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
-        self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
+        self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
         self.filter, self.on_failed_sample, self.group_min = filter, on_failed_sample, group_min
         self.scored = scored
         """Samples without a reward are left out."""
@@ -66,16 +68,30 @@ class Stream:
         self.ready: deque[ReadyBatch] = deque()
 
     def start(self, step: int) -> None:
-        """Generate up to and including batch ``step + staleness``, each with the weights its definition asks for."""
-        while self.generated < min(step + 1 + self.staleness, self.total_steps):
-            expected, got = max(0, self.generated - self.staleness), self.rollouts.generator.version
+        """Generate what is missing of ``step``'s round and of the ``staleness`` batches behind it, each batch with
+        the weights its definition asks for."""
+        end = self._round_of(step) + self.round + self.staleness
+        while self.generated < min(end, self.total_steps):
+            expected, got = self.version_of(self.generated), self.rollouts.generator.version
             if got != expected:
                 raise TrainingError(
-                    f"batch {self.generated} must be generated with weight version {expected} (staleness "
-                    f"{self.staleness}), but the generator holds version {got}"
+                    f"batch {self.generated} must be generated with weight version {expected} (round {self.round}, "
+                    f"staleness {self.staleness}), but the generator holds version {got}"
                 )
             self.ready.append(self._generate())
             self.generated += 1
+
+    def version_of(self, batch: int) -> int:
+        """Version of the weights that batch number ``batch`` is generated with."""
+        return max(0, self._round_of(batch) - self.staleness)
+
+    def samples_with(self, version: int) -> bool:
+        """Whether training samples are drawn with the weights of ``version``; inside a round none are."""
+        return version % self.round == 0
+
+    def _round_of(self, step: int) -> int:
+        """First step of the round."""
+        return step - step % self.round
 
     def take(self, step: int) -> ReadyBatch:
         """The batch of ``step``: scored, filtered, refilled, in submission order."""

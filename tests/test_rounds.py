@@ -1,0 +1,66 @@
+"""Rounds: several steps train on samples of one policy. Runs killed inside a round, and a generator with a copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks
+from tests.runs import Finished, Workshop, assert_same_run
+from tests.test_resume import STEPS, Runs, config
+
+OWN_COPY = Path(__file__).parents[1] / "plugins" / "backends" / "ray" / "tests" / "components.py"
+"""A generator that holds weights of its own, in this process."""
+
+
+def synced(run: Finished) -> list[float | None]:
+    """Per step, the version of the weights that were sent after it; None where none were."""
+    return [line.get("sync/version") for line in run.lines()]
+
+
+def versions(run: Finished) -> list[set[int]]:
+    """Per step, the versions of the weights that its samples say they were drawn with, turn by turn."""
+    return [
+        {
+            version
+            for line in text.decode().splitlines()
+            for turn in json.loads(line)["turns"]
+            for _, version in turn["versions"]
+        }
+        for text in run.rollouts().values()
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("event", ["saved 2", "step 4"])  # both inside a round, before and after its checkpoint
+def test_killed_inside_a_round(forks: Forks, shop: Workshop, algorithm: str, event: str) -> None:
+    runs = Runs(forks, shop)
+    rounds = {"stream": {"round": 3}}
+    whole, broken = (config(shop, algorithm, name, **rounds) for name in ("whole", "broken"))
+    reference = runs.start(whole)
+    output = runs.die_at(broken, event)
+    checkpoint = max((output / "checkpoints").glob("step-*")) / "ready.jsonl"
+    assert checkpoint.read_text().count("\n") == 4 * 3, "the round's last batch, generated and not trained on"
+    finished, expected = runs.resume(broken), runs.result(whole, reference)
+    assert expected.code == 0, expected.err
+    assert [line["stream/version"] for line in finished.lines()] == [0, 0, 0, 3, 3]
+    assert len(finished.lines()) == STEPS
+    assert_same_run(finished, expected)
+
+
+def test_weights_are_sent_where_somebody_samples_with_them(shop: Workshop) -> None:
+    """Once a round and before an evaluation; every sample says truly which weights drew it."""
+    own = {"generator": {"use": f"file:{OWN_COPY}:OwnCopy"}, "launcher": {"use": "local"}, "run": {"steps": 6}}
+    changes = {**own, "stream": {"round": 3}}
+    held_out = {"data": {"eval": [{"path": str(shop.data), "max_rows": 2}]}, "eval": {"every": 2, "samples": 1}}
+    module = shop.train("grpo", "module", stream={"round": 3}, run={"steps": 6})
+    copy = shop.train("grpo", "copy", **changes)
+    evaluated = shop.train("grpo", "evaluated", **{**changes, **held_out})
+    assert synced(copy) == synced(module) == [None, None, 3, None, None, 6]
+    assert synced(evaluated) == [None, 2, 3, 4, None, 6]
+    assert all("sync/canary" in line for line in copy.lines() if "sync/version" in line)
+    for run in (module, copy, evaluated):
+        assert versions(run) == [{0}] * 3 + [{3}] * 3
+    assert copy.weights == module.weights == evaluated.weights
