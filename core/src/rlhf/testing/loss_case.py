@@ -210,3 +210,7 @@ class Padded:
             column = batch.tok[name]
             return padded(column.double() if column.is_floating_point() else column, self._rows, self._width)
         return batch.column(name).double()
+
+    def read_by(self, name: str) -> Tensor:
+        """[B, T, V]: the logits that the declared head ``name`` reads ([B, T, H], where it reads hidden states)."""
+        return padded(self._batch.tok[LEAF + name].double(), self._rows, self._width)

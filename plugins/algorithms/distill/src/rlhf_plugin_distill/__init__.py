@@ -1,0 +1,111 @@
+"""White-box distillation from a teacher of the same tokenizer: on given answers, and on the student's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
+from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, Update
+
+from rlhf_plugin_distill.divergence import HIDDEN, TEACHER
+from rlhf_plugin_distill.loss import Distill
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
+    from torch import Tensor
+
+
+def _in_bf16(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
+    return hidden_CH.bfloat16()
+
+
+class _Distillation(Algorithm):
+    """A policy, a teacher that is not trained, and the teacher's hidden states at the tokens under the loss mask."""
+
+    class Config(ComponentConfig):
+        hidden: Literal["fp32", "bf16"] = "fp32"
+        """Precision in which the teacher's hidden states are kept and sent: 4 or 2 bytes x tokens x hidden size."""
+
+    def needs(self) -> Needs:
+        roles = (RoleSpec("policy", trained=True), RoleSpec(TEACHER))
+        return Needs(roles, reward=self.data != "prompts", lent=(Lent(TEACHER, to="policy"),))
+
+    def annotations(self, step: int) -> list[Annotation]:
+        output = "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
+        return [Annotation(TEACHER, output, HIDDEN)]
+
+    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+        return [Update("policy", "loss")]
+
+
+class DistillDemonstrations(_Distillation):
+    """The student learns demonstrations, and at each of their tokens the teacher's whole distribution.
+
+    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; its hidden size, its head and the padding
+    of its vocabulary are its own. It runs over the rows once a step; rows in which no token is trained on are left out.
+    """
+
+    name = "distill"
+    source = "Hinton et al. 2015, https://arxiv.org/abs/1503.02531; GKD, https://arxiv.org/abs/2306.13649"
+    data = "demonstrations"
+    slots = {"loss": Slot("loss", "distill")}
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        from rlhf.ops.batch import SequenceData, UnitData, pack
+
+        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
+        units = [
+            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+            for example in examples
+            if any(any(s.loss_mask[1:]) for s in example.sequences)
+        ]
+        return pack(units) if units else None
+
+
+class DistillOnPolicy(_Distillation):
+    """The student answers prompts and learns the teacher's distribution at each token of its own answers.
+
+    No reward is needed; where a run has one it is reported and filters, and is not learnt from. No gradient flows
+    through the sampling. The whole vocabulary is compared, at ``loss.temperature``, whatever temperature the answers
+    were sampled at.
+    """
+
+    name = "distill_on_policy"
+    source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
+    data = "prompts"
+    slots = {"loss": Slot("loss", "distill", {"divergence": "reverse_kl", "alpha": 1.0})}
+
+    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config, parts)
+        alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
+        if alpha < 1:
+            raise ConfigError(
+                f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by {1 - alpha:g}; "
+                "its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given answers."
+            )
+
+    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+        from rlhf.ops.trajectories import assemble
+
+        batch = assemble(examples, scored=False)
+        # without the column temperature: heads read the student's logits as they are
+        return None if batch is None else batch.only(("loss_mask", "own_tokens", "truncated"))
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        from rlhf.ops.pipeline import length_metrics
+
+        return batch, length_metrics(batch)
+
+
+@hookimpl
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
+    return [DistillDemonstrations, DistillOnPolicy]
+
+
+@hookimpl
+def rlhf_register_loss() -> list[type[Loss]]:
+    return [Distill]

@@ -1,0 +1,74 @@
+"""Divergences of two distributions over the vocabulary, and the head that takes them chunk by chunk.
+
+With the teacher's distribution p, the student's q and m = beta p + (1 - beta) q (arXiv:2306.13649, sections 2 and 3):
+
+====================  ==========================================
+forward_kl            KL(p || q)
+reverse_kl            KL(q || p)
+jsd                   beta KL(p || m) + (1 - beta) KL(q || m)
+====================  ==========================================
+
+jsd is at most ln 2; divided by beta it becomes the forward KL as beta goes to 0, divided by 1 - beta the reverse KL as
+beta goes to 1.
+
+Shape suffixes: C tokens of a chunk, V vocabulary, H hidden size of the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from rlhf.types import Head
+from torch import Tensor
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+TEACHER = "teacher"
+HIDDEN = "teacher_hidden"
+"""Token column: the teacher's hidden states."""
+
+
+def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), in nats, [C]."""
+    return (logp_CV.exp() * (logp_CV - logq_CV)).sum(1)
+
+
+def divergence(teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: float, temperature: float) -> Tensor:
+    """[C], in nats, of the distributions at ``temperature``.
+
+    Args:
+        teacher_CV, student_CV: logits.
+        beta: in (0, 1), the teacher's share of m; read for ``jsd`` only.
+        temperature: > 0, divides the logits of both.
+    """
+    logp_CV = torch.log_softmax(teacher_CV / temperature, 1)
+    logq_CV = torch.log_softmax(student_CV / temperature, 1)
+    if kind == "forward_kl":
+        return kl(logp_CV, logq_CV)
+    if kind == "reverse_kl":
+        return kl(logq_CV, logp_CV)
+    logm_CV = torch.logaddexp(logp_CV + math.log(beta), logq_CV + math.log1p(-beta))
+    return beta * kl(logp_CV, logm_CV) + (1 - beta) * kl(logq_CV, logm_CV)
+
+
+def divergence_head(kind: Divergence, beta: float, temperature: float) -> Head:
+    """[A, 2]: the divergence where each token is predicted, and 1 where both models hold the same token likeliest.
+
+    It reads the teacher's hidden states (column ``teacher_hidden``) and multiplies them by the output head that the
+    teacher lends, so the teacher's logits exist for one chunk of tokens, as the student's do. Where one vocabulary is
+    padded further than the other, tokens that both have are compared, each distribution over these alone.
+    """
+    constants = {"kind": kind, "beta": beta, "temperature": temperature}
+    return Head("divergence", _compared, columns=(HIDDEN,), constants=constants, lent=(TEACHER,))
+
+
+def _compared(student_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Mapping[str, Any]) -> Tensor:
+    head = constants[TEACHER]
+    teacher_CV = head.logits(columns[HIDDEN])
+    student_CV = student_CV[:, : head.vocabulary]
+    d_C = divergence(teacher_CV, student_CV, constants["kind"], constants["beta"], constants["temperature"])
+    agree_C = (teacher_CV.argmax(1) == student_CV.detach().argmax(1)).to(d_C.dtype)
+    return torch.stack([d_C, agree_C], 1)

@@ -1,0 +1,70 @@
+"""The loss of distillation: cross-entropy to the data beside a divergence to the teacher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import Head, LossOutput, Reduce
+
+from rlhf_plugin_distill.divergence import HIDDEN, Divergence, divergence_head
+
+if TYPE_CHECKING:
+    from rlhf.ops.losses import LossInput
+
+
+class DistillConfig(ComponentConfig):
+    divergence: Divergence = "forward_kl"
+    """``forward_kl``: KL(teacher || student), ``reverse_kl``: KL(student || teacher), ``jsd``: generalised
+    Jensen-Shannon."""
+    beta: float | None = Field(default=None, gt=0, lt=1)
+    """``jsd`` only: the teacher's share of the mixture; 0.5 where absent."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of both models before they are compared; the cross-entropy is not tempered."""
+    alpha: float = Field(default=0.5, gt=0, le=1)
+    """(1 - alpha) cross-entropy + alpha divergence; 1 = the teacher alone."""
+    reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    """``token_mean``: every trained token of the batch counts the same. ``seq_mean_token_mean``: every row does."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DistillConfig:
+        if self.beta is not None and self.divergence != "jsd":
+            raise ValueError(
+                f"beta = {self.beta} is read by divergence = 'jsd' only, got {self.divergence!r}: leave it out"
+            )
+        return self
+
+
+class Distill(Loss):
+    """(1 - alpha) CE + alpha D(teacher, student) at a temperature, where tokens under the loss mask are predicted.
+
+    Deviations: (1) no factor temperature^2 on D (Hinton et al. 2015, arXiv:1503.02531, multiply by it). (2) D(beta) of
+    ``jsd`` is as published, not divided by beta or 1 - beta.
+
+    Metrics: ``divergence`` (nats a token), ``agreement`` (share of tokens where both models hold the same token
+    likeliest), ``nll`` where alpha < 1.
+    """
+
+    name = "distill"
+    source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
+    Config = DistillConfig
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        head = divergence_head(self.config.divergence, self.config.beta or 0.5, self.config.temperature)
+        return ("logprobs", head) if self.config.alpha < 1 else (head,)
+
+    def columns(self) -> tuple[str, ...]:
+        return (HIDDEN,)
+
+    def reduce(self) -> dict[str, Reduce]:
+        alpha, how = self.config.alpha, self.config.reduce
+        terms = {"divergence": Reduce(how, coef=alpha)}
+        return {"nll": Reduce(how, coef=1 - alpha), **terms} if alpha < 1 else terms
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        d_A, agree_A = x["divergence"].unbind(1)
+        terms, metrics = {"divergence": d_A}, {"divergence": d_A, "agreement": agree_A}
+        if self.config.alpha < 1:
+            terms["nll"] = metrics["nll"] = -x["logprobs"]
+        return LossOutput(terms, {name: ("token", values) for name, values in metrics.items()})

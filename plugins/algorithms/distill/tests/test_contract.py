@@ -1,0 +1,56 @@
+"""The conformance suites of both algorithms and the loss."""
+
+import torch
+from rlhf.testing import fabricate
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf.testing.loss import LossContract
+from rlhf_plugin_distill import Distill, DistillDemonstrations, DistillOnPolicy
+
+
+class TestDistill(AlgorithmContract):
+    algorithm = DistillDemonstrations
+    configs = (DistillDemonstrations.Config(), DistillDemonstrations.Config(hidden="bf16"))
+
+
+class TestDistillJensenShannon(AlgorithmContract):
+    algorithm = DistillDemonstrations
+    parts = {"loss": lambda: Distill(Distill.Config(divergence="jsd", alpha=1.0, reduce="seq_mean_token_mean"))}
+
+
+class TestDistillOnPolicy(AlgorithmContract):
+    algorithm = DistillOnPolicy
+
+
+class TestLoss(LossContract):
+    loss = Distill
+    data = "demonstrations"
+    configs = (
+        Distill.Config(),
+        Distill.Config(divergence="reverse_kl", alpha=1.0, temperature=2.0),
+        Distill.Config(divergence="jsd", beta=0.1, alpha=0.3, reduce="seq_mean_token_mean"),
+    )
+
+    def column(self, name, size, seed):
+        assert name == "teacher_hidden"
+        return fabricate.values(name, size * fabricate.HIDDEN, seed).view(size, fabricate.HIDDEN)
+
+    def statement(self, x_BT):
+        """With the probabilities themselves, in float64."""
+        c, head, mask_BT = x_BT.config, fabricate.output_head("teacher", 0), x_BT.mask_BT
+        student_BTV = x_BT.read_by("divergence") / c.temperature
+        teacher_BTV = x_BT["teacher_hidden"] @ head.weight_VH.double().T / c.temperature
+        p, q = teacher_BTV.softmax(2), student_BTV.softmax(2)
+        beta = c.beta or 0.5
+        m = beta * p + (1 - beta) * q
+        d_BT = {
+            "forward_kl": (p * (p / q).log()).sum(2),
+            "reverse_kl": (q * (q / p).log()).sum(2),
+            "jsd": beta * (p * (p / m).log()).sum(2) + (1 - beta) * (q * (q / m).log()).sum(2),
+        }[c.divergence]
+        value_BT = c.alpha * d_BT
+        if c.alpha < 1:
+            value_BT = value_BT - (1 - c.alpha) * x_BT["logprobs"]
+        value_BT = torch.where(mask_BT, value_BT, torch.zeros_like(value_BT))
+        if c.reduce == "token_mean":
+            return value_BT.sum() / mask_BT.sum()
+        return (value_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).sum() / mask_BT.any(1).sum()
