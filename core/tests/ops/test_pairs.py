@@ -60,7 +60,7 @@ def test_metrics_of_a_pair():
     values = {name: (level, v.tolist()) for name, (level, v) in metrics.items()}
     assert values == {
         "accuracy": ("unit", [1.0, 0.0]),
-        "margin": ("unit", [0.5, 0.0]),
+        "reward_margin": ("unit", [0.5, 0.0]),
         "chosen_reward": ("unit", [1.0, 0.0]),
         "rejected_reward": ("unit", [0.5, 0.0]),
     }

@@ -48,11 +48,11 @@ def hinge_loss(margin_U: Tensor) -> Tensor:
 
 
 def pair_metrics(chosen_reward_U: Tensor, rejected_reward_U: Tensor) -> dict[str, tuple[Level, Any]]:
-    """``accuracy`` (the chosen reward is the larger one; a tie is wrong), ``margin``, ``chosen_reward`` and
+    """``accuracy`` (the chosen reward is the larger one; a tie is wrong), ``reward_margin``, ``chosen_reward`` and
     ``rejected_reward``, of the implicit rewards of each pair."""
     return {
         "accuracy": ("unit", (chosen_reward_U > rejected_reward_U).float()),
-        "margin": ("unit", chosen_reward_U - rejected_reward_U),
+        "reward_margin": ("unit", chosen_reward_U - rejected_reward_U),
         "chosen_reward": ("unit", chosen_reward_U),
         "rejected_reward": ("unit", rejected_reward_U),
     }

@@ -1,0 +1,75 @@
+"""The ORPO loss: the chosen answers' likelihood, and the log-odds of chosen against rejected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import LossOutput, Reduce
+
+if TYPE_CHECKING:
+    from rlhf.ops.losses import LossInput
+
+TEXT_MASK = "text_mask"
+"""Token mask of ``nll_on = "all"``: the whole chosen text (but its first token) and the rejected answer."""
+
+
+class ORPOConfig(ComponentConfig):
+    beta: float = Field(default=0.1, ge=0)
+    """Coefficient of the odds ratio: lambda of the paper, ``beta`` of TRL."""
+    nll_on: Literal["completion", "all"] = "completion"
+    """Which tokens of the chosen sequence the likelihood is of: the answer's, or the prompt's too (as in TRL)."""
+
+
+class ORPOLoss(Loss):
+    """NLL(chosen) + beta x -log sigma(log odds(chosen) - log odds(rejected)) (Hong et al. 2024, eq. 6 and 7).
+
+    odds = P / (1 - P), log P the mean log-prob of an answer's tokens. The likelihood's mean is over tokens, that of the
+    odds ratio over pairs.
+
+    Terms: ``nll`` and ``odds`` (times beta). Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
+    ``rejected_reward`` of the rewards beta x log P; ``chosen_logprobs`` and ``rejected_logprobs`` (log P);
+    ``log_odds``, of chosen against rejected.
+
+    Deviations: (1) Log P counts as at most -1e-6, so that no odds are infinite; the gradient passes the bound. (2) The
+    means are over the optimizer batch.
+    """
+
+    name = "orpo"
+    source = "Hong et al. 2024, arXiv:2403.07691, equations 6 and 7"
+    Config = ORPOConfig
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("logprobs",)
+
+    def columns(self) -> tuple[str, ...]:
+        return () if self.config.nll_on == "completion" else ("loss_mask",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        over = "loss_mask" if self.config.nll_on == "completion" else TEXT_MASK
+        return {
+            "nll": Reduce("token_mean", over, roles=(0,)),
+            "odds": Reduce("unit_mean", over, coef=self.config.beta),
+        }
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        from rlhf.ops.pairs import logistic_loss, pair_metrics
+
+        from rlhf_plugin_orpo.odds import log_odds
+
+        logprobs_A, beta = x["logprobs"], self.config.beta
+        if self.config.nll_on == "completion":
+            mean_S = x.mean_per_sequence(logprobs_A)
+        else:
+            answer_A = x["loss_mask"].to(logprobs_A.dtype)
+            mean_S = x.sum_per_sequence(logprobs_A * answer_A) / x.sum_per_sequence(answer_A).clamp(min=1)
+        chosen_U, rejected_U = x.of_role(mean_S, 0), x.of_role(mean_S, 1)
+        odds_U = log_odds(chosen_U) - log_odds(rejected_U)
+        metrics = pair_metrics(beta * chosen_U, beta * rejected_U)
+        metrics |= {
+            "chosen_logprobs": ("unit", chosen_U),
+            "rejected_logprobs": ("unit", rejected_U),
+            "log_odds": ("unit", odds_U),
+        }
+        return LossOutput({"nll": -logprobs_A, "odds": logistic_loss(odds_U)}, metrics)

@@ -1,0 +1,75 @@
+"""The SimPO loss: a logistic (or hinge) loss of the difference of mean log-probs, less a target margin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import LossOutput, Reduce
+
+if TYPE_CHECKING:
+    from rlhf.ops.losses import LossInput
+
+
+class SimPOConfig(ComponentConfig):
+    beta: float = Field(default=2.0, gt=0)
+    """Scale of the reward, beta x the mean log-prob of an answer's tokens. SimPO wants 2 to 10 where losses on sums of
+    log-probs want 0.1."""
+    gamma: float = Field(default=0.5, ge=0)
+    """Target margin between the two rewards, as in the paper: on the scale of beta x log-prob, not divided by beta."""
+    loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
+    """``sigmoid``: -log sigma(m), the paper's; ``hinge``: max(0, 1 - m)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs taken to be the wrong way round (``sigmoid`` only)."""
+    nll_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the chosen answers' negative log-likelihood, the mean over their tokens; 0 = off."""
+
+    @model_validator(mode="after")
+    def _smoothing(self) -> Self:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing:g} has no effect with loss_type = {self.loss_type!r}; "
+                'set it to 0 or use loss_type = "sigmoid"'
+            )
+        return self
+
+
+class SimPOLoss(Loss):
+    """-log sigma(beta (mean lp_chosen - mean lp_rejected) - gamma), the mean over pairs (Meng et al. 2024, eq. 6).
+
+    Terms: ``simpo`` and, with ``nll_coef``, ``nll``. Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
+    ``rejected_reward`` of the rewards beta x mean log-prob (gamma not subtracted); ``chosen_logprobs`` and
+    ``rejected_logprobs``, the means per token of an answer.
+
+    Deviations: (1) gamma is that of the paper; the authors' code takes gamma / beta. (2) The mean is over all pairs of
+    the optimizer batch, and that of the likelihood over all tokens of its chosen answers.
+    """
+
+    name = "simpo"
+    source = "Meng et al. 2024, arXiv:2405.14734, equation 6"
+    Config = SimPOConfig
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("logprobs",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        terms = {"simpo": Reduce("unit_mean")}
+        if self.config.nll_coef:
+            terms["nll"] = Reduce("token_mean", roles=(0,), coef=self.config.nll_coef)
+        return terms
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        from rlhf.ops.pairs import hinge_loss, logistic_loss, pair_metrics
+
+        c = self.config
+        mean_S = x.mean_per_sequence(x["logprobs"])
+        chosen_U, rejected_U = x.of_role(mean_S, 0), x.of_role(mean_S, 1)
+        margin_U = c.beta * (chosen_U - rejected_U) - c.gamma
+        smoothed = c.loss_type == "sigmoid"
+        terms = {"simpo": logistic_loss(margin_U, c.label_smoothing) if smoothed else hinge_loss(margin_U)}
+        if c.nll_coef:
+            terms["nll"] = -x["logprobs"]
+        metrics = pair_metrics(c.beta * chosen_U, c.beta * rejected_U)
+        metrics |= {"chosen_logprobs": ("unit", chosen_U), "rejected_logprobs": ("unit", rejected_U)}
+        return LossOutput(terms, metrics)
