@@ -270,7 +270,7 @@ def suite(made, **attributes):
         (TrainsReference, {}, "test_updates", "declared untrained"),
         (LiveTwice, {}, "test_updates", "must be annotated beforehand"),
         (StdOfOne, {}, "test_smallest_group", "not finite"),
-        (KeepsFailed, {}, "test_nothing_to_learn_from", "must return None|units of"),
+        (KeepsFailed, {}, "test_nothing_to_learn_from", "a failed sample or one without a reward takes part"),
     ],
 )
 def test_broken_algorithm_fails_the_right_check(made, config, check, message):
@@ -281,6 +281,25 @@ def test_broken_algorithm_fails_the_right_check(made, config, check, message):
 def test_broken_part_shows_in_the_gradients():
     with pytest.raises(Nonconformance, match="the gradient of 'policy/loss' changes"):
         suite(Simple, parts={**PARTS, "loss": PerMicroBatch}).test_split_invariance()
+
+
+def test_equal_rewards_may_hold_nothing_to_learn_from():
+    class Contrast(Simple):
+        """Learns from groups whose rewards differ."""
+
+        def assemble(self, examples):
+            return assemble([g for g in examples if len({t.reward for t in g.trajectories}) > 1], self.step_sources)
+
+    suite(Contrast).test_smallest_group()
+
+    class BrokenContrast(Contrast, StdOfOne):
+        """Fails where the rewards differ."""
+
+        def credit(self, batch):
+            return super().credit(batch.with_column("unit", "reward", batch.unit["reward"] * 0))
+
+    with pytest.raises(Nonconformance, match="not finite"):
+        suite(BrokenContrast).test_smallest_group()
 
 
 def test_undeclared_coefficient_is_named():

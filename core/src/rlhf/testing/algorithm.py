@@ -119,13 +119,16 @@ class AlgorithmContract(Contract):
             )
 
     def test_smallest_group(self) -> None:
-        """Groups of ``group_min`` samples and equal rewards give finite credit and gradients."""
+        """Groups of ``group_min`` samples and equal rewards give finite credit and gradients, or nothing to learn from;
+        groups of ``group_min`` samples with other rewards are enough then."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
             about, algorithm = self.about(config), self.build(config)
             smallest = algorithm.needs().group_min
             data = self.data(algorithm, samples=smallest, equal_rewards=True)
+            if algorithm.assemble(data) is None:
+                data = self.data(algorithm, samples=smallest)
             step = self.step(config, algorithm=algorithm, data=data)
             for name, values in step.batch.tok.items():
                 ok = not values.is_floating_point() or bool(torch.isfinite(values).all())
@@ -145,9 +148,13 @@ class AlgorithmContract(Contract):
             groups[0].trajectories[0].reward = groups[0].trajectories[0].score = None
             groups[1].trajectories[-1].status = "failed"
             groups[1].trajectories[-1].turns = []
-            batch = self.step(config, algorithm=algorithm, data=groups).batch
-            kept = sum(len(g.trajectories) for g in groups) - (2 if scored else 1)
-            expect(batch.units <= kept, f"{about} {batch.units} units of {kept} samples to learn from")
+            usable = [[t for t in g.trajectories if t.turns and (t.reward is not None or not scored)] for g in groups]
+            rest = [replace(group, trajectories=own) for group, own in zip(groups, usable, strict=True)]
+            batch, without = self.step(config, algorithm=algorithm, data=groups).batch, algorithm.assemble(rest)
+            expect(
+                without is not None and torch.equal(batch.ids_N, without.ids_N),
+                f"{about} a failed sample{' or one without a reward' * scored} takes part in the batch",
+            )
             for group in groups:
                 for trajectory in group.trajectories:
                     trajectory.reward = trajectory.score = None
