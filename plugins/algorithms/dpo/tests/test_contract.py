@@ -6,7 +6,7 @@ import torch
 from rlhf.testing import fabricate
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.loss import LossContract
-from rlhf_plugin_dpo import DPO, DPOLoss
+from rlhf_plugin_dpo import DPO, DPOLoss, OnlineDPO
 
 Config = DPOLoss.Config
 
@@ -193,3 +193,13 @@ class TestDPOWithRunningShift(AlgorithmContract):
 class TestDPOWithoutReference(AlgorithmContract):
     algorithm = DPO
     parts = part(reference_free=True)
+
+
+class TestOnlineDPO(AlgorithmContract):
+    algorithm = OnlineDPO
+    configs = (OnlineDPO.Config(), OnlineDPO.Config(pairs="all", min_gap=0.1, minibatches=2, snapshot_every=2))
+
+
+class TestOnlineDPOWithSortedLoss(AlgorithmContract):
+    algorithm = OnlineDPO
+    parts = part(type="aot_unpaired")

@@ -7,11 +7,12 @@ from rlhf.interfaces import Algorithm, Loss
 
 from rlhf_plugin_dpo.loss import DPOLoss
 from rlhf_plugin_dpo.offline import DPO
+from rlhf_plugin_dpo.online import OnlineDPO
 
 
 @hookimpl
 def rlhf_register_algorithm() -> list[type[Algorithm]]:
-    return [DPO]
+    return [DPO, OnlineDPO]
 
 
 @hookimpl

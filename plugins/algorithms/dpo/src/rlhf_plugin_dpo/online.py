@@ -1,0 +1,74 @@
+"""Direct preference optimisation on pairs of the policy's own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+from rlhf.ops.trajectories import assemble
+from rlhf.types import Needs, Update
+
+from rlhf_plugin_dpo.pairing import PairChoice, Pairing, as_pairs, pair_samples
+from rlhf_plugin_dpo.pairwise import Pairwise, PairwiseConfig
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.types import Group
+
+
+class OnlineDPOConfig(PairwiseConfig):
+    pairs: PairChoice = "best_worst"
+    """Of each prompt's samples: the best against the worst, or ``all`` that differ (a prompt with many weighs more)."""
+    min_gap: float = Field(default=0.0, ge=0)
+    """Two samples whose scores differ by no more than this are no pair; 0 leaves out ties only."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each step's pairs."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass; fewer where a step has fewer pairs."""
+
+
+class OnlineDPO(Pairwise):
+    """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: rounds with a reference each.
+
+    The best of a prompt's samples is chosen and its worst rejected, the first of several equals; equal scores and equal
+    answers give no pair. Metrics: ``pairs/made``, ``pairs/groups``, ``pairs/tied_groups`` (no two scores differ),
+    ``pairs/equal_answers``, ``pairs/chosen_score``, ``pairs/rejected_score``.
+
+    Deviations: (1) log-probs are those of the distribution that was sampled from (``sampling.temperature``), for policy
+    and reference, as in TRL's online DPO. (2) OpenRLHF's iterative DPO keeps one reference for all rounds (leave out
+    ``snapshot_every``) and pairs equal samples too.
+    """
+
+    name = "online_dpo"
+    source = "Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792"
+    Config = OnlineDPOConfig
+    _pairing = Pairing()
+
+    def needs(self) -> Needs:
+        # "correction": pairs may come from any distribution, so sampling with top_p needs no importance weights.
+        return replace(super().needs(), group_min=2, features=("correction",))
+
+    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+        samples = assemble(examples, self.step_sources)
+        if samples is None:
+            return self.counted(None)
+        self._pairing = pair_samples(samples, self.config.pairs, self.config.min_gap)
+        return self.counted(as_pairs(samples, self._pairing.pairs) if self._pairing.pairs else None)
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        p = self._pairing
+        return batch, {
+            "pairs/made": float(len(p.pairs)),
+            "pairs/groups": float(p.groups),
+            "pairs/tied_groups": float(p.tied_groups),
+            "pairs/equal_answers": float(p.equal_answers),
+            "pairs/chosen_score": float(batch.unit["chosen_score"].mean()),
+            "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
+        }
+
+    def update(self) -> Update:
+        """At most as many minibatches as there are pairs: how many a step has is not known beforehand."""
+        minibatches = min(self.config.minibatches, self._pairs or self.config.minibatches)
+        return Update("policy", "loss", self.config.epochs, minibatches, coef=self.coef())

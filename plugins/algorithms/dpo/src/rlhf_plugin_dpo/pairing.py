@@ -1,0 +1,93 @@
+"""Samples of a prompt become pairs: which two, and how a batch of samples is laid out as one of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from rlhf.ops.batch import Batch
+from torch import Tensor
+
+PairChoice = Literal["best_worst", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One scored answer of a group."""
+
+    unit: int
+    """Its place in the batch of samples."""
+    number: int
+    """Its number in the group: ties are broken by it, so nothing depends on the order of samples."""
+    score: float
+    answer: tuple[int, ...]
+    """The tokens that were sampled."""
+
+
+@dataclass(slots=True)
+class Pairing:
+    """Pairs (chosen, rejected), and what gave none."""
+
+    pairs: list[tuple[Sample, Sample]] = field(default_factory=list)
+    groups: int = 0
+    tied_groups: int = 0
+    """Groups without two samples whose scores differ by more than the gap."""
+    equal_answers: int = 0
+    """Pairs left out because both answers are the same tokens."""
+
+    def add(self, group: Sequence[Sample], choice: PairChoice, min_gap: float) -> None:
+        """Take the pairs of one group. ``best_worst``: the first of the best and the first of the worst. ``all``: every
+        two samples. In both only where the scores differ by more than ``min_gap``."""
+        ranked = sorted(group, key=lambda s: (-s.score, s.number))
+        worst = min(group, key=lambda s: (s.score, s.number), default=None)
+        if choice == "best_worst":
+            candidates = [(ranked[0], worst)] if worst is not None else []
+        else:
+            candidates = [(a, b) for n, a in enumerate(ranked) for b in ranked[n + 1 :]]
+        apart = [(a, b) for a, b in candidates if a.score - b.score > min_gap]
+        taken = [(a, b) for a, b in apart if a.answer != b.answer]
+        self.groups += 1
+        self.tied_groups += not apart
+        self.equal_answers += len(apart) - len(taken)
+        self.pairs += taken
+
+
+def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
+    """The pairs of a batch of samples (:func:`rlhf.ops.trajectories.assemble`), groups in the batch's order.
+
+    A sample's score is its reward and, where some are given step by step, their sum. Samples in which the policy chose
+    no token take part in nothing.
+    """
+    score_U = scores(batch).tolist()
+    mask_N, unit_N = batch.tok["loss_mask"], batch.unit_N
+    answers = torch.split(batch.ids_N[mask_N], torch.bincount(unit_N[mask_N], minlength=batch.units).tolist())
+    groups: dict[int, list[Sample]] = {}
+    for unit, (group, number) in enumerate(
+        zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)
+    ):
+        members = groups.setdefault(group, [])
+        if answers[unit].numel():
+            members.append(Sample(unit, number, score_U[unit], tuple(answers[unit].tolist())))
+    found = Pairing()
+    for members in groups.values():
+        found.add(members, choice, min_gap)
+    return found
+
+
+def scores(batch: Batch) -> Tensor:
+    """float64 [U]: the reward of each sample with its step rewards."""
+    step_U = torch.zeros(batch.units, dtype=torch.float64)
+    return batch.unit["reward"] + step_U.index_add(0, batch.unit_N, batch.tok["step_reward"].double())
+
+
+def as_pairs(batch: Batch, pairs: Sequence[tuple[Sample, Sample]]) -> Batch:
+    """A unit for each pair: the sequences of the chosen sample with role 0, those of the rejected with role 1.
+
+    Token columns ``loss_mask`` and ``temperature``; unit columns ``chosen_score`` and ``rejected_score`` (float64).
+    """
+    sides = batch.only(["loss_mask", "temperature"]).select([s.unit for pair in pairs for s in pair])
+    scores_U2 = torch.tensor([[s.score for s in pair] for pair in pairs], dtype=torch.float64)
+    unit = {"chosen_score": scores_U2[:, 0], "rejected_score": scores_U2[:, 1]}
+    return replace(sides, unit_B=sides.unit_B // 2, role_B=sides.unit_B % 2, unit=unit)
