@@ -1,0 +1,79 @@
+"""A frozen role whose columns are computed before the first step: the run is the one that computes them along."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.runs import Finished, Workshop
+
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
+
+
+@pytest.fixture
+def options(shop: Workshop) -> dict[str, Any]:
+    data = shop.rows("pairs.jsonl", PAIRS)
+    held_out = shop.rows("held_out.jsonl", [{"prompt": "5+1=", "chosen": "6", "rejected": "7"}])
+    return {
+        "run": {"steps": 5},
+        "data": {"train": str(data), "eval": str(held_out)},
+        "eval": {"every": 2},
+        "checkpoint": {"every": 2},
+        "sampling": None,
+        "reward": None,
+    }
+
+
+def numbers(run: Finished) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if isinstance(v, float)} for line in run.lines()]
+
+
+def alike(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
+    """Equal but for rounding: the reference computes other micro-batches (1e-6 in a log-prob of a few nats)."""
+    assert [line.keys() for line in a] == [line.keys() for line in b]
+    for one, other in zip(a, b, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_a_precomputed_reference_changes_no_number(shop, options):
+    along = shop.train("dpo", "along", **options)
+    before = shop.train("dpo", "before", "--reference.precompute", "true", **options)
+    alike(numbers(before), numbers(along))
+    assert "reference: precomputing ref_logprobs of 26 sequences" in before.said
+    with safe_open(before.path / "precomputed" / "reference.safetensors", "pt") as file:
+        assert len(file.get_tensor("keys")) == 26
+    assert not (along.path / "precomputed").exists()
+
+
+def test_a_resumed_run_loads_no_reference(shop, options):
+    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    cut = {**options, "run": {"steps": 5}}
+    first = shop.run("dpo", "cut", "--reference.precompute", "true", "--run.steps", "2", **cut)
+    assert first.code == 0, first.said
+    again = shop.train("dpo", "cut", "--reference.precompute", "true", "--resume", **cut)
+    assert "precomputing" not in again.said
+    assert again.lines()[-1]["policy/loss"] == pytest.approx(whole.lines()[-1]["policy/loss"], rel=1e-6)
+
+
+def test_a_reference_that_follows_the_policy_is_refused(shop, options):
+    options = {**options, "algorithm": {"snapshot_every": 2}}
+    run = shop.run("dpo", "follows", "--reference.precompute", "true", **options)
+    assert run.code == 2
+    assert re.search(r"reference.precompute = true, but dpo\s+replaces its weights on the way", run.said)
+
+
+@pytest.mark.slow
+def test_on_ray_the_reference_is_gone_before_the_policy_comes(shop, options):
+    pytest.importorskip("ray")
+    pytest.importorskip("deepspeed")
+    embedded = shop.train("dpo", "embedded", "--reference.precompute", "true", **options)
+    cluster = {
+        "launcher": {"use": "ray", "cpus": 4},
+        "trainer": {"use": "deepspeed", "stage": 3},
+        "placement": {"policy": {"ranks": 2}, "reference": {"ranks": 2, "share": "policy"}},
+    }
+    on_ray = shop.train("dpo", "ray", "--reference.precompute", "true", **{**options, **cluster})
+    alike(numbers(on_ray), numbers(embedded))
