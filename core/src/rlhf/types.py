@@ -319,8 +319,9 @@ class LossOutput:
     """Values per token [A], sequence [S] or unit [U] for each declared term; no masks, denominators or sums."""
 
     terms: dict[str, Any]
-    metrics: dict[str, tuple[Level, Any]] = field(default_factory=dict)
-    """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch."""
+    metrics: Mapping[str, tuple[Level, Any] | tuple[Level, Any, Any]] = field(default_factory=dict)
+    """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch; {name:
+    (level, values, where)}: over those where the bool ``where`` is True, and left out where none is."""
 
 
 DataForm = Literal["prompts", "demonstrations", "pairs", "labels", "steps"]

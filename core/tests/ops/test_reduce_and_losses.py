@@ -84,7 +84,12 @@ class Squares(Loss):
         per_unit = torch.zeros(x.units).index_add(0, x.unit_A, lp) * x["bonus"].float()
         return LossOutput(
             {"per_token": lp**2, "per_answer": x.mean_per_sequence(lp), "per_unit": per_unit},
-            {"lp": ("token", lp), "length": ("sequence", x.sum_per_sequence(torch.ones_like(lp)))},
+            {
+                "lp": ("token", lp),
+                "length": ("sequence", x.sum_per_sequence(torch.ones_like(lp))),
+                "large": ("token", lp, lp > 2),
+                "huge": ("token", lp, lp > 9),
+            },
         )
 
 
@@ -106,6 +111,8 @@ def test_evaluate_is_split_invariant(parts):
     assert metrics["loss/per_answer"] == pytest.approx(1.25)
     assert metrics["lp"] == 2.5
     assert metrics["length"] == pytest.approx(4 / 3)
+    assert metrics["large"] == 3.5, "the mean of those that count"
+    assert "huge" not in metrics, "none counts: no number, rather than a zero"
 
 
 def case(call, columns=(), terms=None, live=None, b=None):
@@ -132,6 +139,11 @@ def case(call, columns=(), terms=None, live=None, b=None):
         (lambda x: LossOutput({"other": x["logprobs"]}), (), r"declares the terms \['t'\].*returned \['other'\]"),
         (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), r"needs \(4,\) values, got \(\)"),
         (lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("unit", x["logprobs"])}), (), r"metric 'm'.*needs \[3\]"),
+        (
+            lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("token", x["logprobs"], x["logprobs"])}),
+            (),
+            "as many bools",
+        ),
     ],
 )
 def test_a_loss_that_breaks_its_declarations(call, columns, message):

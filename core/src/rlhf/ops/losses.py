@@ -151,11 +151,17 @@ def evaluate(
         sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
     assert total is not None
     sums["loss"] = (float(total.detach()), 0.0)
-    for name, (level, values) in () if FILLER in batch.unit else result.metrics.items():
+    for name, (level, values, *where) in () if FILLER in batch.unit else result.metrics.items():
         expected = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}[level]
-        if values.shape != (expected,):
-            raise TrainingError(f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values")
-        sums[name] = (float(values.detach().float().sum()), float(expected))
+        if values.shape != (expected,) or any(w.shape != (expected,) or w.dtype != torch.bool for w in where):
+            raise TrainingError(
+                f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and as many bools where "
+                "it says which of them count"
+            )
+        if where and not bool(where[0].any()):
+            continue
+        counted = values[where[0]] if where else values
+        sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
     return total, sums
 
 
