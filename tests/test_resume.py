@@ -92,7 +92,7 @@ def config(shop: Workshop, name: str, output: str, staleness: int = 0, **changes
         checkpoint={"every": 2, "keep": 2},
         observer=[{"use": f"file:{shop.file('killer.py', KILLER)}"}],
     )
-    made = merged(merged(base, VARIANTS[name]), changes)
+    made = merged(merged(base, VARIANTS.get(name, {})), changes)
     if "eval" in made:
         made["data"]["eval"] = [{"path": str(shop.data), "max_rows": 3, "name": "held_out"}]
     if name == "rloo":

@@ -33,7 +33,7 @@ def versions(run: Finished) -> list[set[int]]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "rejection_sampling"])
 @pytest.mark.parametrize("event", ["saved 2", "step 4"])  # both inside a round, before and after its checkpoint
 def test_killed_inside_a_round(forks: Forks, shop: Workshop, algorithm: str, event: str) -> None:
     runs = Runs(forks, shop)

@@ -1,0 +1,124 @@
+"""Rejection sampling: conformance, which samples are kept, and that they are trained on as demonstrations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import TrainingError
+from rlhf.testing.algorithm import AlgorithmContract
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_plugin_rejection_sampling import RejectionSampling
+
+Config = RejectionSampling.Config
+
+
+class TestRejectionSampling(AlgorithmContract):
+    algorithm = RejectionSampling
+    configs = (Config(), Config(keep=2, epochs=2, minibatches=2), Config(min_reward=-0.5))
+
+
+def build(**config):
+    return TestRejectionSampling().build(Config(**config))
+
+
+def group(number, rewards, temperature=1.0):
+    """Sample s of group g answers with the token 10 g + s, twice."""
+    row = Row({}, "rows", number)
+    trajectories = []
+    for sample, reward in enumerate(rewards):
+        token = 10 * number + sample
+        turns = [Turn([5, 6], False), Turn([token, token], True, [-1.0, -1.0], temperature=temperature)]
+        trajectories.append(Trajectory(row, turns, (number, sample), reward=reward, score=reward))
+    return Group(row, number, trajectories)
+
+
+def kept(batch):
+    """The answers' tokens, in order."""
+    return batch.ids_N[batch.tok["loss_mask"]].tolist()[::2] if batch is not None else []
+
+
+@pytest.mark.parametrize(
+    ("config", "rewards", "answers", "ties"),
+    [
+        ({}, [[0.1, 0.7, 0.3], [5.0, 2.0, 4.0]], [1, 10], 0),
+        ({"keep": 2}, [[0.1, 0.7, 0.3], [5.0, 2.0, 4.0]], [1, 2, 10, 12], 0),
+        ({}, [[0.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [1, 10], 2),  # the first of equals, and of an all-equal group
+        ({"keep": 2}, [[0.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [1, 2, 10, 11], 1),
+        ({"min_reward": 1.0}, [[0.0, 0.5, 0.9], [0.0, 1.0, 1.0]], [11], 1),
+        ({"keep": 3, "min_reward": 0.5}, [[0.0, 0.5, 0.9], [0.0, 1.0, 1.0]], [2, 1, 11, 12], 0),
+        ({"min_reward": 9.0}, [[1.0], [2.0]], [], 0),
+    ],
+)
+def test_the_best_are_kept(config, rewards, answers, ties):
+    algorithm = build(**config)
+    batch = algorithm.assemble([group(n, r) for n, r in enumerate(rewards)])
+    assert kept(batch) == answers
+    if batch is None:
+        return
+    _, metrics = algorithm.credit(batch)
+    flat = [r for group in rewards for r in group]
+    assert metrics == {
+        "reward/mean": pytest.approx(sum(flat) / len(flat)),
+        "reward/best": pytest.approx(sum(rewards[a // 10][a % 10] for a in answers) / len(answers)),
+        "rejection/kept": len(answers),
+        "rejection/empty_groups": sum(not any(a // 10 == n for a in answers) for n in range(len(rewards))),
+        "rejection/ties": ties,
+    }
+
+
+def test_ties_do_not_depend_on_the_order_in_which_samples_come():
+    whole = group(0, [1.0, 2.0, 2.0, 2.0, 0.0])
+    for seed in range(5):
+        mixed = list(whole.trajectories)
+        random.Random(seed).shuffle(mixed)
+        assert kept(build(keep=2).assemble([replace(whole, trajectories=mixed)])) == [1, 2]
+
+
+def test_samples_without_a_reward_or_a_token_do_not_take_part():
+    made = group(0, [9.0, 8.0, 7.0, 1.0])
+    made.trajectories[0].status = "failed"
+    made.trajectories[1].reward = None
+    made.trajectories[2].turns[1] = Turn([], True, [])
+    algorithm = build()
+    batch = algorithm.assemble([made])
+    assert kept(batch) == [3]
+    assert algorithm.credit(batch)[1]["reward/mean"] == 1.0
+    made.trajectories[3].reward = float("nan")
+    with pytest.raises(TrainingError, match="its reward is nan"):
+        algorithm.assemble([made])
+
+
+def test_rewards_of_steps_count():
+    """A source with credit = "step" is not in the trajectory's reward; its steps are added, times their weight."""
+    made = group(0, [1.0, 1.0])
+    for trajectory, value in zip(made.trajectories, (0.5, 0.25), strict=True):
+        trajectory.rewards["judge"] = RewardResult(None, steps=((1, 0, value), (1, 1, value)))
+    algorithm = build(keep=2)
+    algorithm.step_sources = {"judge": -1.0}
+    batch = algorithm.assemble([made])
+    assert kept(batch) == [1, 0]
+    assert algorithm.credit(batch)[1]["reward/best"] == pytest.approx((1 - 0.5 + 1 - 1) / 2)
+
+
+def test_what_is_kept_is_a_demonstration():
+    """The tokens that were sampled, under the mask, at temperature 1; the prompt and nothing else before them."""
+    batch = build().assemble([group(0, [0.0, 1.0], temperature=0.7)])
+    assert batch.ids_N.tolist() == [5, 6, 1, 1]
+    assert batch.tok["loss_mask"].tolist() == [False, False, True, True]
+    assert set(batch.tok) == {"loss_mask"}, "no temperature: log-probs are those at 1"
+
+
+def test_needs():
+    needs = build(keep=3).needs()
+    assert [(r.name, r.trained) for r in needs.roles] == [("policy", True)]
+    assert (needs.group_min, needs.generator_logprobs) == (3, False)
+
+
+def test_no_minibatch_is_empty():
+    algorithm = build(minibatches=4, epochs=2)
+    assert algorithm.updates(0)[0].minibatches == 4  # before the first step: what the schedule counts on
+    algorithm.assemble([group(0, [1.0]), group(1, [1.0])])
+    (update,) = algorithm.updates(0)
+    assert (update.role, update.loss, update.epochs, update.minibatches) == ("policy", "loss", 2, 2)
