@@ -106,67 +106,79 @@ class TestSigmoid(DPOContract):
 
 
 class TestSigmoidNorm(DPOContract):
-    configs = (Config(type="sigmoid_norm", beta=2.0), Config(type="sigmoid_norm", f_divergence="js_divergence"))
+    configs = (
+        Config(loss_type="sigmoid_norm", beta=2.0),
+        Config(loss_type="sigmoid_norm", f_divergence="js_divergence"),
+    )
 
 
 class TestIPO(DPOContract):
     configs = (
-        Config(type="ipo"),
-        Config(type="ipo", beta=0.3, ipo="sum"),
-        Config(type="ipo", f_divergence="alpha_divergence"),
+        Config(loss_type="ipo"),
+        Config(loss_type="ipo", beta=0.3, ipo="sum"),
+        Config(loss_type="ipo", f_divergence="alpha_divergence"),
     )
 
 
 class TestHinge(DPOContract):
-    configs = (Config(type="hinge"), Config(type="hinge", beta=1.0, f_divergence="js_divergence"))
+    configs = (Config(loss_type="hinge"), Config(loss_type="hinge", beta=1.0, f_divergence="js_divergence"))
 
 
 class TestRobust(DPOContract):
-    configs = (Config(type="robust"), Config(type="robust", label_smoothing=0.2))
+    configs = (Config(loss_type="robust"), Config(loss_type="robust", label_smoothing=0.2))
 
 
 class TestEXO(DPOContract):
-    configs = (Config(type="exo_pair", label_smoothing=1e-3), Config(type="exo_pair", label_smoothing=0.2, beta=1.0))
+    configs = (
+        Config(loss_type="exo_pair", label_smoothing=1e-3),
+        Config(loss_type="exo_pair", label_smoothing=0.2, beta=1.0),
+    )
 
 
 class TestDiscoPOP(DPOContract):
-    configs = (Config(type="discopop"), Config(type="discopop", discopop_tau=1.0))
+    configs = (Config(loss_type="discopop"), Config(loss_type="discopop", discopop_tau=1.0))
 
 
 class TestNCA(DPOContract):
-    configs = (Config(type="nca_pair"), Config(type="nca_pair", reference_free=True))
+    configs = (Config(loss_type="nca_pair"), Config(loss_type="nca_pair", reference_free=True))
 
 
 class TestBCO(DPOContract):
     coef = {"bco_shift": 0.3}
-    configs = (Config(type="bco_pair"), Config(type="bco_pair", bco_shift="running"))
+    configs = (Config(loss_type="bco_pair"), Config(loss_type="bco_pair", bco_shift="running"))
 
 
 class TestSPPO(DPOContract):
-    configs = (Config(type="sppo_hard"), Config(type="sppo_hard", beta=1.0))
+    configs = (Config(loss_type="sppo_hard"), Config(loss_type="sppo_hard", beta=1.0))
 
 
 class TestAPO(DPOContract):
-    configs = (Config(type="apo_zero"), Config(type="apo_down"), Config(type="apo_down", beta=1.0))
+    configs = (Config(loss_type="apo_zero"), Config(loss_type="apo_down"), Config(loss_type="apo_down", beta=1.0))
 
 
 class TestAOT(DPOContract):
-    configs = (Config(type="aot"), Config(type="aot", label_smoothing=0.2), Config(type="aot", reference_free=True))
+    configs = (
+        Config(loss_type="aot"),
+        Config(loss_type="aot", label_smoothing=0.2),
+        Config(loss_type="aot", reference_free=True),
+    )
 
 
 class TestAOTUnpaired(DPOContract):
     configs = (
-        Config(type="aot_unpaired"),
-        Config(type="aot_unpaired", label_smoothing=0.2, beta=1.0),
-        Config(type="aot_unpaired", reference_free=True),
+        Config(loss_type="aot_unpaired"),
+        Config(loss_type="aot_unpaired", label_smoothing=0.2, beta=1.0),
+        Config(loss_type="aot_unpaired", reference_free=True),
     )
 
 
 class TestSeveral(DPOContract):
     configs = (
-        Config(type=("sigmoid", "bco_pair", "sft"), weights=(0.8, 0.2, 1.0)),
-        Config(type=("aot", "ipo", "aot_unpaired", "robust"), label_smoothing=0.1, weights=(1.0, 0.1, 2.0, -0.5)),
-        Config(type="sft", reference_free=True),
+        Config(loss_type=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0)),
+        Config(
+            loss_type=("aot", "ipo", "aot_unpaired", "robust"), label_smoothing=0.1, loss_weights=(1.0, 0.1, 2.0, -0.5)
+        ),
+        Config(loss_type="sft", reference_free=True),
     )
 
 
@@ -181,12 +193,12 @@ class TestDPO(AlgorithmContract):
 
 class TestDPOWithSortedLoss(AlgorithmContract):
     algorithm = DPO
-    parts = part(type=("aot", "aot_unpaired"), nll_coef=0.1)
+    parts = part(loss_type=("aot", "aot_unpaired"), nll_coef=0.1)
 
 
 class TestDPOWithRunningShift(AlgorithmContract):
     algorithm = DPO
-    parts = part(type="bco_pair", bco_shift="running")
+    parts = part(loss_type="bco_pair", bco_shift="running")
     steps = 3
 
 
@@ -202,4 +214,4 @@ class TestOnlineDPO(AlgorithmContract):
 
 class TestOnlineDPOWithSortedLoss(AlgorithmContract):
     algorithm = OnlineDPO
-    parts = part(type="aot_unpaired")
+    parts = part(loss_type="aot_unpaired")

@@ -37,10 +37,10 @@ SORTED = ("aot", "aot_unpaired")
 class DPOConfig(ComponentConfig):
     """What is minimised: one type, or several with weights."""
 
-    type: LossType | tuple[LossType, ...] = "sigmoid"
+    loss_type: LossType | tuple[LossType, ...] = "sigmoid"
     """``sigmoid``, ``ipo``, ``hinge``, ``robust``, ``exo_pair``, ``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``,
     ``aot_unpaired``, ``apo_zero``, ``apo_down``, ``discopop``, ``sft``, ``sigmoid_norm``; a list adds several."""
-    weights: tuple[float, ...] | None = None
+    loss_weights: tuple[float, ...] | None = None
     """One factor per type; 1 each where absent."""
     beta: float = Field(default=0.1, gt=0)
     """How much staying near the reference counts; for ``ipo`` the paper's tau."""
@@ -63,7 +63,7 @@ class DPOConfig(ComponentConfig):
     """Factor of a further term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
     ``nll_loss_coef``). TRL's way is the type ``sft``: the mean over all chosen tokens."""
 
-    @field_validator("type", "weights", mode="before")
+    @field_validator("loss_type", "loss_weights", mode="before")
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
@@ -71,16 +71,16 @@ class DPOConfig(ComponentConfig):
     @property
     def types(self) -> dict[LossType, float]:
         """{loss type: weight}."""
-        names = (self.type,) if isinstance(self.type, str) else self.type
-        return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        return dict(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        names = (self.type,) if isinstance(self.type, str) else self.type
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"type needs at least one loss type and each once, got {list(names)}")
-        if self.weights is not None and len(self.weights) != len(names):
-            raise ValueError(f"weights needs one number for each of {list(names)}, got {list(self.weights)}")
+            raise ValueError(f"loss_type needs at least one loss type and each once, got {list(names)}")
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            raise ValueError(f"loss_weights needs one number for each of {list(names)}, got {list(self.loss_weights)}")
         if "exo_pair" in names and self.label_smoothing == 0:
             raise ValueError("exo_pair needs label_smoothing above 0 (its paper's is 1e-3): it takes its logarithm")
         others = [n for n in names if n not in MARGIN_ONLY]

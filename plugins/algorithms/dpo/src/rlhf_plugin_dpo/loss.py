@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf.interfaces import Loss
+from rlhf.ops.pairs import pair_metrics
 from rlhf.types import Annotation, Level, LossOutput, Reduce
 from torch import Tensor
 
@@ -145,12 +146,8 @@ class DPOLoss(Loss):
         logprobs_S = x.sum_per_sequence(logprobs_A)
         chosen_U, rejected_U = beta * p.chosen_U.detach(), beta * p.rejected_U.detach()
         values_U = {
-            "chosen_reward": chosen_U,
-            "rejected_reward": rejected_U,
-            "reward_margin": chosen_U - rejected_U,
-            "accuracy": (chosen_U > rejected_U).float(),
             "chosen_logprobs": x.of_role(logprobs_S, CHOSEN),
             "rejected_logprobs": x.of_role(logprobs_S, REJECTED),
             "nll": x.of_role(x.mean_per_sequence(-logprobs_A), CHOSEN),
         }
-        return {name: ("unit", values) for name, values in values_U.items()}
+        return pair_metrics(chosen_U, rejected_U) | {name: ("unit", values) for name, values in values_U.items()}

@@ -14,6 +14,7 @@ import math
 from typing import Literal
 
 import torch
+from rlhf.ops.pairs import hinge_loss, logistic_loss
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -27,9 +28,7 @@ def sigmoid(h_U: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
     eps = 0: Rafailov et al. 2023, DPO, arXiv:2305.18290, eq. 7. eps > 0: conservative DPO (Mitchell 2023, "A note on
     DPO with noisy preferences and relationship to IPO"), which believes that a label is wrong with probability eps.
     """
-    if label_smoothing == 0.0:
-        return -logsigmoid(beta * h_U)
-    return -(1 - label_smoothing) * logsigmoid(beta * h_U) - label_smoothing * logsigmoid(-beta * h_U)
+    return logistic_loss(beta * h_U, label_smoothing)
 
 
 def robust(h_U: Tensor, beta: float, label_smoothing: float) -> Tensor:
@@ -45,7 +44,7 @@ def robust(h_U: Tensor, beta: float, label_smoothing: float) -> Tensor:
 def hinge(h_U: Tensor, beta: float) -> Tensor:
     """max(0, 1 - beta h): Zhao et al. 2023, SLiC-HF, arXiv:2305.10425, on log-ratios as Liu et al. 2023, RSO,
     arXiv:2309.06657."""
-    return torch.relu(1 - beta * h_U)
+    return hinge_loss(beta * h_U)
 
 
 def ipo(h_U: Tensor, beta: float) -> Tensor:

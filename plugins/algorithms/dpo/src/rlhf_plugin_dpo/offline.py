@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.pairs import pack_pairs
 
 from rlhf_plugin_dpo.pairwise import Pairwise
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
 
 
 class DPO(Pairwise):
@@ -26,14 +27,9 @@ class DPO(Pairwise):
     _left_out = 0
 
     def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
-        units = [
-            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
-            for example in examples
-            if all(any(s.loss_mask[1:]) for s in example.sequences)
-        ]
-        self._left_out = len(examples) - len(units)
-        return self.counted(pack(units) if units else None)
+        batch = pack_pairs(examples)
+        self._left_out = len(examples) - (batch.units if batch is not None else 0)
+        return self.counted(batch)
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
