@@ -55,6 +55,15 @@ def test_a_frozen_role_holds_weights_only(shape):
     assert "optimizer" not in moments["forward"].rows["policy"]
 
 
+def test_a_precomputed_role_is_gone_before_the_others_come(shape):
+    early = replace(policy(shape), name="reference", trained=False, precomputed=True)
+    moments = only(Layout((policy(shape, annotated=()), early), None, CPU))
+    assert list(moments) == ["precompute", "load", "train"]
+    assert set(moments["precompute"].rows) == {"reference", "process"}
+    assert moments["precompute"].rows["reference"]["logits"] > 0
+    assert all("reference" not in moments[phase].rows for phase in ("load", "train"))
+
+
 def test_one_trains_while_the_other_rests(shape):
     roles = (policy(shape), replace(policy(shape), name="critic", micro_tokens=1024))
     moments = only(Layout(roles, None, CPU))

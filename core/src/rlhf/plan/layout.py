@@ -36,6 +36,8 @@ class RoleLayout:
     """It scores samples, so it computes while they are generated."""
     repeats: float = 1.0
     """Tokens of a micro-batch's sequences for each one that is computed: more than 1 where they share prefixes."""
+    precomputed: bool = False
+    """It computes before any other role is loaded, and goes."""
 
     @property
     def trained_parameters(self) -> int:

@@ -10,8 +10,8 @@ from rlhf.plan import formulas, heap
 from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, device_groups
 
-PHASES = ("load", "generate", "sync", "forward", "train")
-"""load: models are read; generate: samples are drawn and scored; sync: weights go to engines that hold their own;
+PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
+"""precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync: weights go to engines that hold their own;
 forward: the batch is annotated; train: forward, backward and step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
 """logits: the log-prob peak; cache: keys and values of the generator; working: temporaries, gathered weights, casts and
@@ -144,12 +144,14 @@ def plan_groups(layout: Layout) -> list[GroupPlan]:
 
 def phases_of(layout: Layout) -> list[str]:
     engines = layout.engines
+    roles = [r for r in layout.roles if not r.precomputed]
     have = {
+        "precompute": len(roles) < len(layout.roles),
         "load": True,
         "generate": engines is not None,
         "sync": engines is not None and engines.footprint.weight_bytes > 0,
-        "forward": any(bool(r.annotated) for r in layout.roles),
-        "train": any(r.trained for r in layout.roles),
+        "forward": any(bool(r.annotated) for r in roles),
+        "train": any(r.trained for r in roles),
     }
     return [phase for phase in PHASES if have[phase]]
 
@@ -167,6 +169,8 @@ def _works(layout: Layout, name: str, phase: str) -> bool:
     if name == GENERATOR:
         return phase == "generate"
     role = layout.role(name)
+    if role.precomputed or phase == "precompute":
+        return role.precomputed and phase == "precompute"
     return {
         "load": True,
         "generate": role.rewards,
@@ -180,6 +184,9 @@ def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -
     rows: dict[str, Parts] = {}
     host = 0
     for name, ranks in group.holds.items():
+        early = name != GENERATOR and layout.role(name).precomputed
+        if early != (phase == "precompute"):
+            continue
         if name == GENERATOR:
             assert layout.engines is not None
             parts, away = _engine_parts(layout, layout.engines, phase, name in busy), 0
@@ -213,7 +220,7 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     if busy and phase == "train":
         added, away = training(role, machine.device)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
-    if busy and phase in ("forward", "generate"):
+    if busy and phase in ("precompute", "forward", "generate"):
         return _add(parts, forwarding(role, machine.device)), host
     if busy and phase == "sync":
         assert layout.engines is not None

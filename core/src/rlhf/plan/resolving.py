@@ -65,6 +65,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
         tuple(sorted(annotated)),
         rewards,
         _repeats(made, micro, longest) if sharding.shares_prefixes else 1.0,
+        section_of(config, name).precompute,
     )
 
 
