@@ -45,8 +45,8 @@ class _Distillation(Algorithm):
 class DistillDemonstrations(_Distillation):
     """The student learns demonstrations, and at each of their tokens the teacher's whole distribution.
 
-    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; its hidden size, its head and the padding
-    of its vocabulary are its own. It runs over the rows once a step; rows in which no token is trained on are left out.
+    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; size, head and the padding of the
+    vocabulary are its own. It runs over the rows once a step; rows in which no token is trained on are left out.
     """
 
     name = "distill"
@@ -84,8 +84,9 @@ class DistillOnPolicy(_Distillation):
         alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
         if alpha < 1:
             raise ConfigError(
-                f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by {1 - alpha:g}; "
-                "its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given answers."
+                f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
+                f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
+                "answers."
             )
 
     def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
