@@ -60,7 +60,7 @@ def test_a_precomputed_role_is_gone_before_the_others_come(shape):
     moments = only(Layout((policy(shape, annotated=()), early), None, CPU))
     assert list(moments) == ["precompute", "load", "train"]
     assert set(moments["precompute"].rows) == {"reference", "process"}
-    assert moments["precompute"].rows["reference"]["logits"] > 0
+    assert moments["precompute"].rows["reference"].keys() >= {"weights", "working"}
     assert all("reference" not in moments[phase].rows for phase in ("load", "train"))
 
 
