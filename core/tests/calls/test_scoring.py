@@ -6,11 +6,12 @@ import asyncio
 import math
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from rlhf.controller.scoring import ActiveReward, Scorer, combine
 from rlhf.errors import ConfigError, RewardError
-from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, RoleSpec
 
@@ -279,11 +280,15 @@ def test_a_role_backed_reward_gets_the_role_and_others_do_not(make_group) -> Non
     async def score_with_role(role, ids):
         return [float(len(i)) for i in ids]
 
-    group = make_group("a")
-    score([active(Judge), active(Plain)], group, score_with_role=score_with_role, seed=5)
+    async def read_role(role, head, ids, positions):
+        raise NotImplementedError
+
+    group, tokens = make_group("a"), Tokens(lambda text: [], lambda ids: "")
+    judge, plain = active(Judge), replace(active(Plain), credit="step")
+    score([judge, plain], group, score_with_role=score_with_role, read_role=read_role, tokens=tokens, seed=5)
     assert group.trajectories[0].reward == 3.0
-    assert contexts["plain"].score_with_role is None
-    assert contexts["judge"].seed == 5
+    assert contexts["judge"] == RewardContext(score_with_role, 5, read_role, tokens, "outcome")
+    assert contexts["plain"] == RewardContext(None, 5, None, tokens, "step")
 
 
 WORKER_REWARD = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import ModelError
+from rlhf.data.tokenizer import load_tokenizer, tokens_of
+from rlhf.errors import ConfigError, ModelError
 from rlhf.testing.tiny import tiny_tokenizer
 
 
@@ -44,3 +44,18 @@ def test_no_end_token(tmp_path):
     config.pop("eos_token")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert "has no end token" in refused(tmp_path)
+
+
+def test_what_plugins_get_of_a_tokenizer(tmp_path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+")))
+    tokens = tokens_of(tokenizer)
+    assert tokens.encode("ab<eos>") == [3, 4, 1]
+    assert tokens.decode([3, 1, 4]) == "a<eos>b"
+    assert tokens.single("+", "label") == 5
+
+
+@pytest.mark.parametrize(("text", "shown"), [("ba", r"2 \(4 'b', 3 'a'\)"), ("", r"0 \(none\)")])
+def test_a_text_that_is_not_one_token(tmp_path, text, shown):
+    tokens = tokens_of(load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+"))))
+    with pytest.raises(ConfigError, match=rf"^the label: {text!r} must be one token .* but is {shown}\. Choose"):
+        tokens.single(text, "the label")

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
+from rlhf.controller.reading import read_role, score_with_role
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.controller.scoring import Scorer
 from rlhf.controller.sync import HOLDS_NOTHING, WeightSync
-from rlhf.data.tokenizer import Decoder
+from rlhf.data.tokenizer import Decoder, tokens_of
 from rlhf.errors import RolloutError
 from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Launcher
-from rlhf.interfaces.reward import ScoreWithRole
-from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.ops.heads import SCORES
 from rlhf.runfile import RunFile
 from rlhf.types import GenerationRequest, Sampling, Turn
 
@@ -58,7 +56,13 @@ def answering(
         generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
         launcher.link(policy.group, generator, config.sync.timeout)
     main = MainThread()
-    scorer = Scorer(prepared.rewards, score_with_role=_score_with_role(roles, main), seed=prepared.config.run.seed)
+    scorer = Scorer(
+        prepared.rewards,
+        score_with_role=score_with_role(roles, main),
+        read_role=read_role(roles, main),
+        tokens=tokens_of(prepared.tokenizer),
+        seed=prepared.config.run.seed,
+    )
     episodes = prepared.episodes
     closers = [scorer.close, main.close]
     if episodes is not None:
@@ -121,12 +125,3 @@ def evaluation_settings(config: RunFile) -> RolloutSettings:
         config.stream.rollout_deadline,
         abort_on_failure=False,
     )
-
-
-def _score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRole:
-    async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
-        batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
-        outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
-        return [float(v) for v in outputs["scores"].tolist()]
-
-    return score

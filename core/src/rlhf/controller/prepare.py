@@ -18,7 +18,7 @@ from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, se
 from rlhf.controller.precompute import problems_of
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import choose_device
@@ -74,6 +74,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         observers[choice.label] = select(plugins, "observer", choice, f"observer.{number}", config.origins)
     policy = model_of(config, roles, "policy")
     tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
+    algorithm.use_tokens(tokens_of(tokenizer))
     data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()

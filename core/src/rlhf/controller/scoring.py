@@ -23,8 +23,8 @@ from rlhf.controller.calls import DeadlineExpired, cause, within
 from rlhf.controller.results import InvalidResult, check_results, results_from_json
 from rlhf.controller.workers import WorkerPool
 from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
-from rlhf.interfaces import Component, ComponentConfig, Reward, RewardContext
-from rlhf.interfaces.reward import ScoreWithRole
+from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
+from rlhf.interfaces.tokens import Tokens
 from rlhf.plugins import Resolved
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
@@ -77,11 +77,13 @@ class Scorer:
         rewards: Sequence[ActiveReward],
         *,
         score_with_role: ScoreWithRole | None = None,
+        read_role: ReadRole | None = None,
+        tokens: Tokens | None = None,
         seed: int = 0,
         workers: int | None = None,
     ) -> None:
         self.rewards, self.counts = tuple(rewards), ScoreCounts()
-        self._score_with_role, self._seed = score_with_role, seed
+        self._score_with_role, self._read_role, self._tokens, self._seed = score_with_role, read_role, tokens, seed
         size = workers or min(4, os.cpu_count() or 1)
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
@@ -99,7 +101,8 @@ class Scorer:
         """Set every reward up and start a worker of each that needs one, so that one which cannot start stops the run
         before anything is generated."""
         for reward in self.rewards:
-            context = RewardContext(self._score_with_role if reward.instance.roles() else None, self._seed)
+            ask = (self._score_with_role, self._read_role) if reward.instance.roles() else (None, None)
+            context = RewardContext(ask[0], self._seed, ask[1], self._tokens, reward.credit)
             with boundary(RewardError, f"{reward}: setup()"):
                 await reward.instance.setup(context)
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.data.steps import decoder_of
 from rlhf.errors import ModelError
+from rlhf.interfaces.tokens import Tokens
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -44,6 +46,16 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
             "tokenizer_config.json"
         )
     return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> Tokens:
+    """What plugins are given of a tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return Tokens(encode, decoder_of(tokenizer))
 
 
 @dataclass

@@ -9,8 +9,9 @@ from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
 from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.observer import Observer, RunInfo
-from rlhf.interfaces.reward import Reward, RewardContext
+from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.rollout import Rollout, RolloutContext
+from rlhf.interfaces.tokens import Tokens
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer, TrainerFacts
 
 KINDS: dict[str, type[Component]] = {
@@ -30,6 +31,7 @@ KINDS: dict[str, type[Component]] = {
 
 __all__ = [
     "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env",
-    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Proof", "Reward",
-    "RewardContext", "Rollout", "RolloutContext", "RunInfo", "Slot", "Sums", "Trainer", "TrainerFacts", "WorkerGroup",
+    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Proof", "ReadRole",
+    "Reward", "RewardContext", "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens",
+    "Trainer", "TrainerFacts", "WorkerGroup",
 ]  # fmt: skip

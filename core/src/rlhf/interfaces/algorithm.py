@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.interfaces.tokens import Tokens
 from rlhf.types import Annotation, DataForm, Group, Needs, Snapshot, Update
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Algorithm(Component):
     @abstractmethod
     def needs(self) -> Needs:
         """Roles, smallest group, generator log-probs: a function of the config and the parts."""
+
+    def use_tokens(self, tokens: Tokens) -> None:
+        """Once, before a model is loaded: whatever depends on the policy's tokenizer. Raises ConfigError where that
+        does not have what the options ask for."""
+        return
 
     @abstractmethod
     def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> Batch | None:

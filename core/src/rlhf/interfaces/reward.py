@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from rlhf.interfaces.component import Component
-from rlhf.types import Group, RewardResult, RoleSpec
+from rlhf.interfaces.tokens import Tokens
+from rlhf.types import Group, Head, RewardResult, RoleSpec
 
 
 class ScoreWithRole(Protocol):
@@ -17,13 +18,33 @@ class ScoreWithRole(Protocol):
     def __call__(self, role: str, ids: Sequence[Sequence[int]], /) -> Awaitable[list[float]]: ...
 
 
+class ReadRole(Protocol):
+    """``await read(role, head, ids, positions) -> values``: anything that a head reads off a model held by the run.
+
+    ``positions[b]``, increasing, are the tokens of ``ids[b]`` that the head is over (with ``at="at"`` it reads what
+    stands after them, with ``"before"`` what predicts them), ``values[b]`` what it gave there: numbers, or lists of
+    them. The head's own ``over`` is only a name here; its ``columns`` must be empty.
+    """
+
+    def __call__(
+        self, role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], /
+    ) -> Awaitable[list[list[Any]]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RewardContext:
     """What a reward gets before the run starts."""
 
     score_with_role: ScoreWithRole | None = None
-    """Runs a role this reward declared; None where the reward declared none."""
+    """The scores of a role this reward declared (its head is ``scalar``); None where the reward declared none."""
     seed: int = 0
+    read_role: ReadRole | None = None
+    """Other outputs of a role this reward declared; None where the reward declared none."""
+    tokens: Tokens | None = None
+    """The policy's tokenizer, for rewards that look at ``Turn.ids``; a run always gives it."""
+    credit: Literal["outcome", "step"] = "outcome"
+    """``step``: the run places ``RewardResult.steps`` at their tokens. ``outcome``: it adds them to ``value``, so a
+    source that sums its steps up in ``value`` gives none."""
 
 
 class Reward(Component):

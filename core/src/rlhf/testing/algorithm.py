@@ -41,7 +41,9 @@ class AlgorithmContract(Contract):
 
     def build(self, config: Any) -> Any:
         parts = {name: self._part(name, slot) for name, slot in self.cls.slots.items()}
-        return self.cls(config, {**parts, **{n: make() for n, make in self.parts.items() if n not in parts}})
+        algorithm = self.cls(config, {**parts, **{n: make() for n, make in self.parts.items() if n not in parts}})
+        algorithm.use_tokens(fabricate.TOKENS)
+        return algorithm
 
     def _part(self, name: str, slot: Any) -> Any:
         if name in self.parts:

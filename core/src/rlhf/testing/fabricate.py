@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.types import DataForm, Group, RewardResult, Row, Trajectory, Turn
+from rlhf.interfaces.tokens import Tokens
+from rlhf.types import DataForm, Group, Head, RewardResult, RoleSpec, Row, Trajectory, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,10 @@ VOCABULARY = 29
 """Token ids of fabricated data lie in 1 .. VOCABULARY - 1; 0 is the end token of sampled turns."""
 HIDDEN = 8
 """Size of fabricated hidden states."""
+TOKENS = Tokens(
+    lambda text: [1 + byte % (VOCABULARY - 1) for byte in text.encode()], lambda ids: "".join(chr(96 + i) for i in ids)
+)
+"""A tokenizer of the fabricated vocabulary: one token a byte."""
 
 
 def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
@@ -189,6 +194,27 @@ def output_head(role: str, seed: int) -> OutputHead:
 
     flat = values(f"{role}/head", VOCABULARY * HIDDEN, seed)
     return OutputHead(flat.view(VOCABULARY, HIDDEN))
+
+
+def read(
+    role: RoleSpec, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+) -> list[list[Any]]:
+    """What a head gives at these positions (as ``RewardContext.read_role``) of a model whose outputs after a prefix are
+    a fixed function of the role and the prefix: 256 logits of a language model, N of a head ``classes:N``."""
+    import torch
+
+    size = {"lm": 256, "scalar": 1}.get(role.head) or int(role.head.partition(":")[2])
+    found: list[list[Any]] = []
+    for sequence, read in zip(ids, positions, strict=True):
+        if list(read) != sorted(set(read)) or (read and not 0 <= read[0] <= read[-1] < len(sequence)):
+            raise ValueError(
+                f"positions {list(read)} of a sequence of {len(sequence)} tokens: they must increase, inside"
+            )
+        prefixes = [list(sequence[: p + (head.at == "at")]) for p in read]
+        outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]
+        own = torch.tensor([sequence[p] for p in read])
+        found.append(head.fn(torch.stack(outputs), own, {}, head.constants).tolist() if read else [])
+    return found
 
 
 def is_logprob(name: str) -> bool:

@@ -17,13 +17,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from rlhf.interfaces.reward import RewardContext
+from rlhf.interfaces import RewardContext, Tokens
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
 from rlhf.testing.contract import Contract, expect, missing
-from rlhf.types import Group, RewardResult, RoleSpec
+from rlhf.types import Group, Head, RewardResult, RoleSpec
 
 Case = tuple[Mapping[str, Any], str, float | None]
 
@@ -40,6 +40,8 @@ class RewardContract(Contract):
     answers: Sequence[str] = ("4", "the answer is 4", "", "five", "\N{SNOWMAN} " * 50)
     deterministic: bool = True
     """False for a judge that samples; then nothing is compared between two calls."""
+    credit: Literal["outcome", "step"] = "outcome"
+    """Of the reward's section in the run file."""
     limit: float = 30.0
     """Seconds for one group."""
 
@@ -53,18 +55,27 @@ class RewardContract(Contract):
         return [single, several]
 
     def ready(self, config: Any) -> Any:
-        """An instance after ``setup``, with its roles answered by a fixed number per sequence of tokens."""
+        """An instance after ``setup``. Its roles answer with a fixed number per sequence of tokens, its heads read
+        fixed outputs after each prefix; tokens are the bytes of texts."""
         reward = self.build(config)
-        roles = tuple(r.name for r in reward.roles())
+        roles = {r.name: r for r in reward.roles()}
+
+        def declared(role: str) -> RoleSpec:
+            named = sorted(roles)
+            expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {named}")
+            return roles[role]
 
         async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
-            expect(
-                role in roles,
-                f"{self.about(config)} scores with role {role!r}, which roles() does not declare: {roles}",
-            )
-            return [_number(role, sequence) for sequence in ids]
+            return [_number(declared(role).name, sequence) for sequence in ids]
 
-        call(reward.setup, RewardContext(score if roles else None, seed=0), limit=self.limit)
+        async def read(
+            role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+        ) -> list[list[Any]]:
+            return fabricate.read(declared(role), head, ids, positions)
+
+        tokens = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
+        ask = (score, read) if roles else (None, None)
+        call(reward.setup, RewardContext(ask[0], 0, ask[1], tokens, self.credit), limit=self.limit)
         return reward
 
     def score(self, reward: Any, group: Group) -> list[RewardResult]:

@@ -1,0 +1,35 @@
+"""The policy's tokenizer, as far as plugins need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Text to token ids and back."""
+
+    encode: Callable[[str], list[int]]
+    """The ids of a text, with nothing put around it."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of ids, special tokens kept."""
+
+    def single(self, text: str, what: str) -> int:
+        """The id of a text that must be one token.
+
+        Args:
+            what: it is for, in the error.
+
+        Raises ConfigError: it is several tokens, or none.
+        """
+        ids = self.encode(text)
+        if len(ids) == 1:
+            return ids[0]
+        parts = ", ".join(f"{i} {self.decode([i])!r}" for i in ids) or "none"
+        raise ConfigError(
+            f"{what}: {text!r} must be one token of the policy's tokenizer, but is {len(ids)} ({parts}). Choose a text "
+            "that is one token, or add it to the tokenizer as one."
+        )

@@ -1,0 +1,113 @@
+"""What rewards read off a role: the numbers of the plain model at exactly the tokens they name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from rlhf.controller.mainthread import MainThread
+from rlhf.controller.reading import read_role, score_with_role
+from rlhf.controller.roles import Role
+from rlhf.errors import RewardError
+from rlhf.interfaces import ModelSpec, WorkerGroup
+from rlhf.ops.heads import LOGPROBS, VALUES
+from rlhf.testing.plain import EmbeddingTrainer
+from rlhf.types import Head, RoleSpec
+
+IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]
+
+
+def _both(logits_CV, ids_C, columns, constants):
+    return logits_CV[:, list(constants["ids"])]
+
+
+BOTH = Head("both", _both, over="anything", at="at", constants={"ids": (4, 2)})
+ONE = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", at="at")
+
+
+class Ranks(WorkerGroup):
+    """Two ranks with equal weights, in this process."""
+
+    size = 2
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.workers = [EmbeddingTrainer(None, spec) for _ in range(self.size)]
+
+    def call(self, method, per_rank):
+        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
+
+    def stream(self, method, *arguments, timeout=None):
+        raise NotImplementedError
+
+
+class Model:
+    def __init__(self, head: str) -> None:
+        spec = ModelSpec(RoleSpec("judge", head=head), "", seed=3)
+        self.role = Role(spec, Ranks(spec), budget=6)
+        self.trainer = EmbeddingTrainer(None, spec)
+
+    def ask(self, what, *arguments):
+        main = MainThread()
+        try:
+            return main.run(what({"judge": self.role}, main)("judge", *arguments))
+        finally:
+            main.close()
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.trainer.logits(torch.tensor(ids))
+
+
+def test_a_head_at_given_tokens() -> None:
+    model = Model("lm")
+    places = [[1, 3], [], [0, 4]]
+    expected = [[model.logits(ids)[p, [4, 2]].tolist() for p in read] for ids, read in zip(IDS, places, strict=True)]
+    found = model.ask(read_role, BOTH, IDS, places)
+    assert [len(v) for v in found] == [2, 0, 2]
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
+    assert torch.allclose(torch.tensor(found[2]), torch.tensor(expected[2]))
+    assert model.ask(read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
+
+
+def test_what_predicts_a_token_is_read_before_it() -> None:
+    model = Model("lm")
+    logits_TV = torch.log_softmax(model.logits(IDS[2]), 1)
+    found = model.ask(read_role, LOGPROBS, IDS, [[], [], [1, 4]])
+    assert found == [[], [], pytest.approx([float(logits_TV[0, 4]), float(logits_TV[3, 10])])]
+
+
+def test_values_and_scores_of_a_scalar_head() -> None:
+    model = Model("scalar")
+    scores = model.ask(score_with_role, IDS)
+    assert scores == pytest.approx([float(model.logits(ids)[-1, 0]) for ids in IDS])
+    after = Head("after", VALUES.fn, over="steps", at="at")
+    last = model.ask(read_role, after, IDS, [[len(ids) - 1] for ids in IDS])
+    assert [v[0] for v in last] == pytest.approx(scores)
+
+
+def test_nothing_is_computed_where_nothing_is_read() -> None:
+    model = Model("lm")
+    calls = []
+    model.role.group.call = lambda method, per_rank: calls.append(method)  # type: ignore[method-assign]
+    assert model.ask(read_role, ONE, IDS, [[], [], []]) == [[], [], []]
+    assert calls == []
+
+
+@pytest.mark.parametrize("at", [[4], [-1], [2, 1], [1, 1]])
+def test_positions_that_are_not_there_are_refused(at: list[int]) -> None:
+    with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
+        Model("lm").ask(read_role, ONE, IDS[:1], [at])
+
+
+def test_nothing_predicts_a_first_token() -> None:
+    with pytest.raises(RewardError, match=r"1 \.\. 3"):
+        Model("lm").ask(read_role, LOGPROBS, IDS[:1], [[0]])
+
+
+def test_what_a_reward_cannot_give_is_refused() -> None:
+    columns = Head("needy", LOGPROBS.fn, columns=("targets",))
+    with pytest.raises(RewardError, match="'needy' needs columns"):
+        asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="3 sequences at 1 lists"):
+        Model("lm").ask(read_role, ONE, IDS, [[1]])
