@@ -7,11 +7,12 @@ import torch
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Slot
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.groups import group_center
+from rlhf.ops.heads import LOGPROBS
 from rlhf.ops.returns import return_to_go
 from rlhf.ops.trajectories import assemble, compress, expand
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.contract import Nonconformance
-from rlhf.types import Annotation, LossOutput, Needs, Reduce, RoleSpec, Update
+from rlhf.types import Annotation, Head, LossOutput, Needs, Reduce, RoleSpec, Update
 
 
 class Centered(Advantage):
@@ -111,6 +112,85 @@ class TestSimple(AlgorithmContract):
     registered = False
     parts = PARTS
     configs = [Simple.Config(), Simple.Config(penalty=0.1), Simple.Config(epochs=2)]
+
+
+CONTEXT = Head("context", LOGPROBS.fn, over="context_mask")
+
+
+class Contrast(Loss):
+    """The answer's log-probs, less what the reference says of the context: an annotation over a mask of its own."""
+
+    name = "contrast"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def columns(self):
+        return ("surprise",)
+
+    def reduce(self):
+        return {"contrast": Reduce("token_mean")}
+
+    def prepare(self, batch):
+        surprise_U = torch.zeros(batch.units).index_add(0, batch.unit_N, batch.tok["ref_context"])
+        return batch.with_column("unit", "surprise", surprise_U)
+
+    def __call__(self, x):
+        return LossOutput({"contrast": x["logprobs"] * x["surprise"][x.unit_A]})
+
+
+class Contextual(Algorithm):
+    """Rows of demonstrations with the mask of what precedes the answer."""
+
+    name = "contextual"
+    data = "demonstrations"
+    slots = {"loss": Slot("loss", "contrast")}
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True), RoleSpec("reference", like="policy")))
+
+    def assemble(self, examples):
+        batch = pack(
+            [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
+        )
+        context_N = ~batch.tok["loss_mask"] & (batch.position_N > 0)
+        return batch.with_column("tok", "context_mask", context_N, over=None)
+
+    def annotations(self, step):
+        return [Annotation("reference", CONTEXT, "ref_context")]
+
+    def updates(self, step):
+        return [Update("policy", "loss")]
+
+
+class TestContextual(AlgorithmContract):
+    """``prepare`` sums the annotated column over all tokens: positions outside its own mask were zeroed."""
+
+    algorithm = Contextual
+    registered = False
+    parts = {"loss": Contrast}
+
+    def test_masked_positions(self):
+        step = self.step(Contextual.Config())
+        assert step.batch.tok["ref_context"][step.batch.tok["context_mask"]].abs().min() > 0
+        with pytest.raises(Nonconformance, match="NaN at masked positions changes the gradient"):
+            super().test_masked_positions()
+
+
+class MaskedContrast(Contrast):
+    """The same, reading the column under its mask only."""
+
+    def prepare(self, batch):
+        mask_N = batch.tok["context_mask"]
+        values = batch.tok["ref_context"][mask_N]
+        surprise_U = torch.zeros(batch.units).index_add(0, batch.unit_N[mask_N], values)
+        return batch.with_column("unit", "surprise", surprise_U)
+
+
+class TestContextualMasked(AlgorithmContract):
+    algorithm = Contextual
+    registered = False
+    parts = {"loss": MaskedContrast}
 
 
 class NLL(Loss):

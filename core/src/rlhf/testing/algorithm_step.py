@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,8 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
     """Assemble, annotate, credit and take every update's gradient.
 
     Args:
-        poison: NaN at positions outside ``loss_mask`` in every float token column, before credit and before updates.
+        poison: NaN at masked positions of every float token column (outside the mask that an annotation was made over,
+            else outside ``loss_mask``), before credit and before updates.
         layout: how the optimizer batch is split (:func:`rlhf.testing.compare.layouts`); one micro-batch where empty.
     """
     needs = algorithm.needs()
@@ -64,10 +65,12 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
     expect(
         isinstance(batch, Batch), f"assemble() returned {type(batch).__name__} for data with something to learn from"
     )
-    batch = annotate(trainers, batch, algorithm.annotations(number), "annotations()")
+    wanted = algorithm.annotations(number)
+    batch = annotate(trainers, batch, wanted, "annotations()")
+    over = {a.column: resolve_head(a.output).over for a in wanted}
     before = {*batch.tok, *batch.seq, *batch.unit}
     if poison:
-        batch = poisoned(batch)
+        batch = poisoned(batch, over)
     batch, metrics = algorithm.credit(batch)
     step = Step(batch, {*batch.tok, *batch.seq, *batch.unit} - before, algorithm.updates(number), dict(metrics))
     for update in step.updates:
@@ -75,7 +78,7 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
             continue
         loss: Loss = _named(algorithm.parts, update.loss, "updates() names the loss slot", "the parts are")
         trainer = _named(trainers, update.role, "updates() trains", "needs() declares")
-        learned, sums = learn(trainer, trainers, loss, update, poisoned(batch) if poison else batch, layout)
+        learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
         step.runs[f"{update.role}/{update.loss}"] = learned
         step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
     step.finished = dict(algorithm.finish(number, step.metrics))
@@ -118,11 +121,12 @@ def learn(
     return Learned(sums["loss"][0], recording.size, gradients), finish_sums(sums)
 
 
-def poisoned(batch: Batch) -> Batch:
-    """NaN wherever ``loss_mask`` is False, in every float token column but the temperature's."""
-    mask_N = batch.tok["loss_mask"]
+def poisoned(batch: Batch, over: Mapping[str, str]) -> Batch:
+    """NaN at masked positions of every float token column but the temperature's; ``over``: the masks of those columns
+    whose mask is not ``loss_mask``."""
     tok = {}
     for name, values in batch.tok.items():
+        mask_N = batch.tok[over.get(name, "loss_mask")]
         where_N = mask_N.view(-1, *[1] * (values.ndim - 1))
         spoil = values.is_floating_point() and name != "temperature"
         tok[name] = torch.where(where_N, values, torch.full_like(values, float("nan"))) if spoil else values

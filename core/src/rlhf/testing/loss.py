@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.ops.batch import Batch
 from rlhf.ops.losses import finish_sums
 from rlhf.testing import fabricate
 from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, layouts, norm, same_bits
@@ -44,6 +45,11 @@ class LossContract(Contract):
     def column(self, name: str, size: int, seed: int) -> Tensor:
         """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""
         return fabricate.values(name, size, seed)
+
+    def assembled(self, batch: Batch, seed: int) -> Batch:
+        """The fabricated units as the loss's algorithm lays them out; override to add what ``prepare`` reads and drops
+        (sequences of another role, their masks and columns)."""
+        return batch
 
     def case(self, config: Any, seed: int = 0, **options: Any) -> LossCase:
         """An optimizer batch with leaf outputs for one config."""

@@ -63,6 +63,7 @@ class LossCase:
         self.over = over_mask(loss)
         self.heads = [resolve_head(o, self.over) for o in loss.outputs()]
         batch = fabricate.batch(seed, form=suite.data, mask=self.over, fresh=fresh and suite.data == "prompts")
+        batch = suite.assembled(batch, seed)
         for head in self.heads:
             if head.over != "last_token" and head.over not in batch.tok:
                 batch = batch.with_column("tok", head.over, batch.tok[self.over])
