@@ -118,8 +118,14 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
             "does (e.g. multi_turn), or remove it."
         )
-    if scored and needs.reward and not run.reward and run.env is None:
+    unscored = scored and not run.reward and run.env is None
+    if unscored and needs.reward:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
+    if unscored and not needs.reward and run.data.eval and run.eval.metric is None:
+        problems.append(
+            "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
+            "length, or remove it."
+        )
     if run.stream.round > 1 and run.stream.staleness > 0:
         problems.append(
             f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both say with which "
@@ -127,7 +133,7 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
         )
     f = run.stream.filter
     if f is not None:
-        if scored and not needs.reward and not run.reward and run.env is None:
+        if unscored and not needs.reward:
             problems.append("stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME.")
         if f.low is None and f.high is None and f.min_std is None:
             problems.append("stream.filter: neither low, high nor min_std is set, so it would filter nothing.")

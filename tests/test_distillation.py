@@ -1,0 +1,158 @@
+"""Whole runs of distillation: the student nears its teacher, on given answers and on its own. Refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf.testing.tiny import tiny_model, tiny_tokenizer
+
+from tests.runs import Finished, Workshop, assert_same_run
+from tests.test_resume import Runs, config
+
+SAMPLED, GIVEN = "distill_on_policy", "distill"
+BOTH = (GIVEN, SAMPLED)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twice as wide as the student, with a head of its own."""
+    return tiny_model(tmp_path_factory.mktemp("teacher") / "model", seed=5, std=0.1, tied=False)
+
+
+def changes(algorithm: str, teacher: Path, **more: Any) -> dict[str, Any]:
+    """What makes a run file of a shop one of distillation: a teacher, and no reward."""
+    base: dict[str, Any] = {"reward": None, "roles": {"teacher": {"model": str(teacher)}}, **more}
+    return base if algorithm == SAMPLED else {"sampling": None, **base}
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_student_nears_its_teacher_on_demonstrations(shop: Workshop, teacher: Path, divergence: str) -> None:
+    run = shop.train(
+        GIVEN,
+        "run",
+        **changes(GIVEN, teacher),
+        run={"steps": 12},
+        algorithm={"loss": {"divergence": divergence, "alpha": 1.0}},
+        trainer={"lr": 1e-2},
+        data={"eval": [{"path": str(shop.data), "name": "held_out"}]},
+        eval={"every": 12, "at_start": True},
+    )
+    lines = run.lines()
+    before, after = lines[0]["eval/divergence"], lines[-1]["eval/divergence"]
+    assert after < 0.8 * before
+    assert lines[-1]["eval/agreement"] > lines[0]["eval/agreement"]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+def test_the_data_and_the_teacher_are_weighed_by_alpha(shop: Workshop, teacher: Path) -> None:
+    run = shop.train(GIVEN, "run", **changes(GIVEN, teacher), algorithm={"loss": {"alpha": 0.9}})
+    for line in run.lines():
+        mixed = 0.1 * line["policy/nll"] + 0.9 * line["policy/divergence"]
+        assert line["policy/loss"] == pytest.approx(mixed, rel=1e-5)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_the_student_nears_its_teacher_on_its_own_answers(shop: Workshop, teacher: Path, divergence: str) -> None:
+    """Nothing scores the answers. They are sampled hotter than models are compared."""
+    run = shop.train(
+        SAMPLED,
+        "run",
+        **changes(SAMPLED, teacher),
+        run={"steps": 12},
+        algorithm={"loss": {"divergence": divergence}},
+        trainer={"lr": 1e-2},
+        sampling={"temperature": 1.3},
+    )
+    lines = run.lines()
+    assert len(list(run.samples())) == 12 * 4 * 3
+    first, last = (sum(line["policy/divergence"] for line in part) for part in (lines[:3], lines[-3:]))
+    assert last < 0.8 * first
+    assert all(line["policy/loss"] == pytest.approx(line["policy/divergence"]) for line in lines)
+    assert 0 < lines[0]["length/mean"] <= 6
+
+
+def test_a_reward_is_reported_and_filters_and_teaches_nothing(shop: Workshop, teacher: Path) -> None:
+    own = {"roles": {"teacher": {"model": str(teacher)}}}
+    alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher))
+    beside = shop.train(SAMPLED, "beside", **own)
+    assert alone.weights == beside.weights
+    assert {sample["reward"] for sample in alone.samples()} == {None}
+    assert None not in {sample["reward"] for sample in beside.samples()}
+    filtered = shop.train(SAMPLED, "filtered", **own, stream={"filter": {"min_std": 0.01}})
+    assert filtered.weights != alone.weights
+
+
+def test_hidden_states_in_bf16_are_nearly_those_in_fp32(shop: Workshop, teacher: Path) -> None:
+    fp32 = shop.train(GIVEN, "fp32", **changes(GIVEN, teacher)).lines()
+    bf16 = shop.train(GIVEN, "bf16", **changes(GIVEN, teacher), algorithm={"hidden": "bf16"}).lines()
+    for one, two in zip(fp32, bf16, strict=True):
+        assert one["policy/divergence"] != two["policy/divergence"]
+        assert two["policy/divergence"] == pytest.approx(one["policy/divergence"], rel=2e-2)
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), [(GIVEN, 0), (SAMPLED, 0), (SAMPLED, 2)])
+def test_killed_and_resumed_it_ends_as_it_would_have(
+    forks: Any, shop: Workshop, teacher: Path, algorithm: str, staleness: int
+) -> None:
+    runs = Runs(forks, shop)
+    whole, broken = (
+        config(shop, algorithm, name, staleness, **changes(algorithm, teacher)) for name in ("whole", "broken")
+    )
+    reference = runs.start(whole)
+    runs.die_at(broken, "step 4")
+    finished, expected = runs.resume(broken), runs.result(whole, reference)
+    assert expected.code == 0, expected.err
+    assert_same_run(finished, expected)
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def refused(run: Finished, *said: str, code: int = 2) -> None:
+    assert run.code == code, run.said
+    for text in said:
+        assert text in run.err, run.err
+
+
+def test_a_teacher_must_be_named(shop: Workshop) -> None:
+    run = shop.run(GIVEN, "run", sampling=None, reward=None)
+    refused(run, "no model is named for the role 'teacher'", "--roles.teacher.model")
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(shop: Workshop, tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "other", chars="abc0123456789+= ")
+    other = tiny_model(tmp_path / "other")
+    run = shop.run(GIVEN, "run", **changes(GIVEN, other))
+    refused(run, "role 'teacher'", "vocabulary of 19 tokens", code=1)
+    assert not (shop.folder / "run").exists(), "before anything starts"
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_a_teacher_whose_vocabulary_is_padded_further_is_compared(
+    shop: Workshop, tmp_path: Path, algorithm: str
+) -> None:
+    """13 rows more that no token has: the student's own are compared with the teacher's over the same tokens."""
+    padded = tiny_model(tmp_path / "padded", seed=5, vocab_size=112)
+    lines = shop.train(algorithm, "run", **changes(algorithm, padded)).lines()
+    assert all(line["policy/divergence"] > 0 for line in lines)
+
+
+def test_what_would_be_ignored_or_mean_nothing_is_refused(shop: Workshop, teacher: Path) -> None:
+    base = changes(SAMPLED, teacher)
+    said = "cross-entropy to the student's own samples", "its expected gradient is zero"
+    refused(shop.run(SAMPLED, "run", **base, algorithm={"loss": {"alpha": 0.5}}), *said)
+    filtered = shop.run(SAMPLED, "run", **base, stream={"filter": {"min_std": 0.1}})
+    refused(filtered, "stream.filter reads scores, and nothing gives any")
+    evaluated = shop.run(SAMPLED, "run", **base, data={"eval": str(shop.data)})
+    refused(evaluated, "data.eval: nothing scores the answers", "--eval.metric length")
+    given = changes(GIVEN, teacher, roles={"teacher": {"model": str(teacher), "precompute": True}})
+    refused(shop.run(GIVEN, "run", **given), "output head of 'teacher'", "teacher.precompute = true keeps no model")
+
+
+def test_answers_are_evaluated_by_a_metric_that_needs_no_score(shop: Workshop, teacher: Path) -> None:
+    held_out = {"data": {"eval": str(shop.data)}, "eval": {"metric": "length"}}
+    run = shop.train(SAMPLED, "run", **changes(SAMPLED, teacher), **held_out)
+    assert run.lines()[-1]["eval/unscored"] == 1.0
