@@ -15,6 +15,13 @@ from rlhf.observe import read_metrics
 from rlhf_cli.main import main
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
+LABELS = [
+    {"prompt": f"{a}+{b}=", "response": str(a + c), "label": b == c}
+    for a in range(3)
+    for b in range(2)
+    for c in range(2)
+]
 REWARD = """
 async def score(prompt, completion, row):
     digits = sum(c in "0123456789" for c in completion)
@@ -23,7 +30,9 @@ async def score(prompt, completion, row):
 """Varies between the answers of an untrained model, so that there is something to learn."""
 
 ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
-"""Those that sample; the supervised one is ``sft``."""
+"""Those that sample and score."""
+ROWS = {"sft": PROMPTS, "dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}
+"""What those learn from that do not."""
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +73,9 @@ class Workshop:
             "policy": {"model": str(self.model), "dtype": "fp32"},
             "trainer": {"lr": 1e-3},
         }
-        if algo != "sft":
+        if algo in ROWS:
+            base["data"]["train"] = str(self.data if algo == "sft" else self.rows(f"{algo}.jsonl", ROWS[algo]))
+        else:
             base["sampling"] = {"samples_per_prompt": 3, "max_new_tokens": 6}
             base["reward"] = [{"use": f"file:{self.file('reward.py', REWARD)}"}]
         return merged(base, changes)

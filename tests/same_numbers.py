@@ -20,7 +20,7 @@ from rlhf.plugins import Plugins
 from rlhf.serialise import read_groups
 from torch import Tensor
 
-from tests.runs import Finished, Workshop
+from tests.runs import Finished, Workshop, merged
 
 Gradients = dict[str, dict[str, Tensor]]
 """{role: {parameter: gradient}}."""
@@ -36,22 +36,31 @@ class Learnt:
     """Metrics of each step."""
 
 
-def prepared(shop: Workshop, algo: str, output: str, **changes: Any) -> Prepared:
+@dataclass(frozen=True)
+class Case:
+    """An algorithm, and what its run file says besides."""
+
+    algo: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prepared(shop: Workshop, case: Case, output: str, **runtime: Any) -> Prepared:
     """A run that could start, with fresh algorithm, data order and parts."""
-    file = shop.arguments(shop.config(algo, output, **changes))[1]
+    file = shop.arguments(shop.config(case.algo, output, **merged(case.changes, runtime)))[1]
     return prepare(load(file), Plugins.discover())
 
 
 def learn_everywhere(
-    shop: Workshop, recorded: Mapping[str, Finished], folder: Path, **runtime: Any
+    shop: Workshop, cases: Mapping[str, Case], recorded: Mapping[str, Finished], folder: Path, **runtime: Any
 ) -> dict[str, Learnt]:
-    """{algorithm: what it learns from its recorded run}, all with one set of models, put back before each.
+    """{case: what it learns from its recorded run}, all with one set of models, put back before each.
 
-    The models are those of the algorithm with a critic; the others use its policy.
+    The models are those of the case ``ppo``, with a critic and a reference. Where another trains a scalar head, the
+    critic is in the policy's place.
     """
     with ExitStack() as closing:
         replay = {"use": "replay", "path": str(recorded["ppo"].path / "rollouts")}  # so that no generator is asked for
-        host = prepared(shop, "ppo", "roles", rollout=replay, **runtime)
+        host = prepared(shop, cases["ppo"], "roles", rollout=replay, **runtime)
         launcher = host.parts["launcher"].build()
         closing.callback(launcher.shutdown)
         roles = launch_roles(host, launcher)
@@ -59,10 +68,13 @@ def learn_everywhere(
             (folder / name).mkdir(parents=True)
             role.every("save", folder / name)
         learnt = {}
-        for algo, first in recorded.items():
+        for label, case in cases.items():
             for name, role in roles.items():
                 role.every("load", folder / name)
-            learnt[algo] = learn_recorded(prepared(shop, algo, f"again {algo}", run=runtime["run"]), roles, first)
+            run = prepared(shop, case, f"again {label}", run=runtime["run"])
+            scalar = run.specs["policy"].role.head == "scalar"
+            own = {"policy": roles["critic"]} if scalar else roles
+            learnt[label] = learn_recorded(run, own, recorded[label])
         return learnt
 
 
@@ -97,8 +109,10 @@ def first_gradients(run: Prepared, roles: Mapping[str, Role], batch: Batch) -> G
     algorithm.load_state_dict(state)
     found = {}
     for update in algorithm.updates(0):
-        loss = algorithm.parts[update.loss]
-        found[update.role] = roles[update.role].gradients(weigh(loss.prepare(batch), loss.reduce()), loss, update)
+        loss, own = algorithm.parts[update.loss], batch
+        for annotation in loss.prepass():
+            own = roles[annotation.role].annotate(own, [annotation])
+        found[update.role] = roles[update.role].gradients(weigh(loss.prepare(own), loss.reduce()), loss, update)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The same rollouts give the same gradients and losses embedded, on Ray, and on Ray with ZeRO over one and two ranks.
+"""The same rollouts, and rows, give the same gradients and losses embedded, on Ray, and on Ray with ZeRO over one and two ranks.
 
 Recorded once with the embedded runtime, learnt from on each. Gradients of the first step agree to 1e-5 norm-wise in
 fp32: the order of summation is all that differs. Losses of five steps agree to 1e-4: in between an AdamW step amplifies
@@ -10,24 +10,34 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rlhf.testing.tiny import tiny_model
 
-from tests.runs import Finished, Workshop
-from tests.same_numbers import Learnt, distance, learn_everywhere
+from tests.runs import Finished, Workshop, merged
+from tests.same_numbers import Case, Learnt, distance, learn_everywhere
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("ray")
 pytest.importorskip("deepspeed")
 
-ALGORITHMS = ("ppo", "grpo", "rloo", "sft")
+CASES = {
+    "ppo": Case("ppo", {"algorithm": {"kl": {"coef": 0.05}}}),
+    "grpo": Case("grpo"),
+    "rloo": Case("rloo"),
+    "sft": Case("sft"),
+    "dpo": Case("dpo"),
+    "dpo, sorted over the batch": Case("dpo", {"algorithm": {"loss": {"loss_type": "aot_unpaired"}}}),
+    "reward model": Case("reward_model"),
+}
 FIVE = {"run": {"steps": 5}}
 RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}}
 """Few tokens a micro-batch, so that ranks get several, of different sizes."""
 
 
 def on_ray(ranks: int = 1, **trainer: Any) -> dict[str, Any]:
-    """Policy and critic on the same devices, with as many ranks."""
-    placement = {"policy": {"ranks": ranks}, "critic": {"ranks": ranks, "share": "policy"}}
+    """All roles on the same devices, with as many ranks."""
+    others = {"ranks": ranks, "share": "policy"}
+    placement = {"policy": {"ranks": ranks}, "critic": others, "reference": others}
     return {"launcher": {"use": "ray", "cpus": 4}, "trainer": trainer, "placement": placement}
 
 
@@ -46,40 +56,49 @@ def shop(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="module")
-def recorded(shop: Workshop) -> dict[str, Finished]:
-    """Five embedded steps of every algorithm, with their rollouts."""
-    return {algo: shop.train(algo, f"recorded {algo}", **FIVE) for algo in ALGORITHMS}
+def cases(shop: Workshop) -> dict[str, Case]:
+    """The critic and the reward model start as one model."""
+    scalar = str(tiny_model(shop.folder / "scalar", head="scalar", hidden=16, heads=2, kv_heads=1))
+    more = {"ppo": {"critic": {"model": scalar}}, "reward model": {"policy": {"model": scalar}}}
+    return {label: Case(c.algo, merged(c.changes, more.get(label, {}))) for label, c in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def embedded(shop, recorded, tmp_path_factory) -> dict[str, Learnt]:
-    return learn_everywhere(shop, recorded, tmp_path_factory.mktemp("initial"), **RAGGED)
+def recorded(shop: Workshop, cases: dict[str, Case]) -> dict[str, Finished]:
+    """Five embedded steps of every case, with their rollouts."""
+    return {label: shop.train(c.algo, f"recorded {label}", **merged(c.changes, FIVE)) for label, c in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def embedded(shop, cases, recorded, tmp_path_factory) -> dict[str, Learnt]:
+    return learn_everywhere(shop, cases, recorded, tmp_path_factory.mktemp("initial"), **RAGGED)
 
 
 @pytest.fixture(scope="module", params=list(RUNTIMES))
-def learnt(request, shop, recorded, tmp_path_factory) -> dict[str, Learnt]:
+def learnt(request, shop, cases, recorded, tmp_path_factory) -> dict[str, Learnt]:
     """Everything on one runtime: its processes are started once."""
-    return learn_everywhere(shop, recorded, tmp_path_factory.mktemp("initial"), **{**RAGGED, **RUNTIMES[request.param]})
+    runtime = merged(RAGGED, RUNTIMES[request.param])
+    return learn_everywhere(shop, cases, recorded, tmp_path_factory.mktemp("initial"), **runtime)
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_replaying_is_the_recorded_run(algo, recorded, embedded):
-    for ours, line in zip(embedded[algo].steps, recorded[algo].lines(), strict=True):
+@pytest.mark.parametrize("label", CASES)
+def test_replaying_is_the_recorded_run(label, recorded, embedded):
+    for ours, line in zip(embedded[label].steps, recorded[label].lines(), strict=True):
         assert abs(ours["policy/loss"] - line["policy/loss"]) <= 1e-6
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_gradients_of_the_first_step_are_equal(algo, learnt, embedded):
-    assert learnt[algo].gradients.keys() == embedded[algo].gradients.keys()
-    for role, gradients in learnt[algo].gradients.items():
-        assert distance(gradients, embedded[algo].gradients[role]) <= 1e-5, role
+@pytest.mark.parametrize("label", CASES)
+def test_gradients_of_the_first_step_are_equal(label, learnt, embedded):
+    assert learnt[label].gradients.keys() == embedded[label].gradients.keys()
+    for role, gradients in learnt[label].gradients.items():
+        assert distance(gradients, embedded[label].gradients[role]) <= 1e-5, role
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_losses_of_five_steps_are_equal(algo, learnt, embedded):
-    names = [name for name in embedded[algo].steps[0] if name.endswith(("/loss", "/grad_norm"))]
-    assert len(names) == (4 if algo == "ppo" else 2)
-    assert len(learnt[algo].steps) == 5
-    for step, (ours, theirs) in enumerate(zip(learnt[algo].steps, embedded[algo].steps, strict=True)):
+@pytest.mark.parametrize("label", CASES)
+def test_losses_of_five_steps_are_equal(label, learnt, embedded):
+    names = [name for name in embedded[label].steps[0] if name.endswith(("/loss", "/grad_norm"))]
+    assert len(names) == (4 if label == "ppo" else 2)
+    assert len(learnt[label].steps) == 5
+    for step, (ours, theirs) in enumerate(zip(learnt[label].steps, embedded[label].steps, strict=True)):
         for name in names:
             assert abs(ours[name] - theirs[name]) <= 1e-4 * max(1.0, abs(theirs[name])), (step, name)
