@@ -16,12 +16,7 @@ from rlhf_cli.main import main
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
-LABELS = [
-    {"prompt": f"{a}+{b}=", "response": str(a + c), "label": b == c}
-    for a in range(3)
-    for b in range(2)
-    for c in range(2)
-]
+LABELS = [{"prompt": f"{a}+1=", "response": str(a + b), "label": b == 1} for a in range(4) for b in range(3)]
 REWARD = """
 async def score(prompt, completion, row):
     digits = sum(c in "0123456789" for c in completion)

@@ -1,4 +1,4 @@
-"""The same rollouts, and rows, give the same gradients and losses embedded, on Ray, and on Ray with ZeRO over one and two ranks.
+"""The same rollouts, or rows, give the same gradients and losses embedded, on Ray, and with ZeRO on one and two ranks.
 
 Recorded once with the embedded runtime, learnt from on each. Gradients of the first step agree to 1e-5 norm-wise in
 fp32: the order of summation is all that differs. Losses of five steps agree to 1e-4: in between an AdamW step amplifies
