@@ -48,7 +48,8 @@ ALGORITHMS = {
         ]
     ),
     *(name for m in PLUGINS for kind, name, _ in m.entry_points if kind == "algorithm"),
-}
+} - {"reward_model"}
+"""All but the one that is also the name of what it trains, which the core holds and makes small ones of."""
 
 WHERE = ("core", "cli", "plugins", "tests", "benchmarks", "examples", "docs")
 
@@ -178,7 +179,7 @@ def test_only_the_controller_imports_the_controller():
 
 def test_core_names_no_algorithm():
     """The controllers ask, never name. Comments and docstrings count: they would age first."""
-    pattern = re.compile(r"(?<![A-Za-z])(" + "|".join(sorted(ALGORITHMS)) + r")(?![A-Za-z])", re.IGNORECASE)
+    pattern = re.compile(r"(?<![A-Za-z])(" + "|".join(sorted(ALGORITHMS)) + r")(?![A-Za-z0-9])", re.IGNORECASE)
     bad = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in python_files(CORE)
