@@ -36,6 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "model", std=0.2)
     tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
+    tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
     tiny_model(
         folder / "experts",
         architecture="qwen3_moe",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss
-from rlhf.testing.suite_losses import TokenLoss, ValueLoss
+from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_local.trainer import TorchTrainer
@@ -174,6 +175,23 @@ def test_roles_that_are_not_trained(ranks):
             assert found["left"] < 1e-5
             assert found["saved"]
             assert (found["divided"] == 0) == (stage == "3")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_lent_head_is_whole_on_every_rank(ranks, stage):
+    """Also where the lender's is divided over the ranks, and is its embedding."""
+    found = ranks(f"lent-{stage}")
+    assert [rank["heads"] for rank in found] == [1, 0]
+    lender = TorchTrainer(
+        TorchTrainer.Config(device="cpu"), replace(spec(ranks.folder, trained=False), path=str(ranks.folder / "lender"))
+    )
+    one = TorchTrainer(TorchTrainer.Config(device="cpu"), spec(ranks.folder))
+    one.borrow_head("lender", *lender.lend_head())
+    whole = batch(0, LentLoss())
+    [hidden] = lender.forward([whole], ("hidden",))
+    sums = one.accumulate([whole.with_column("tok", "lent_hidden", hidden["hidden"])], LentLoss(), {}, {})
+    assert found[0]["loss"] + found[1]["loss"] == pytest.approx(sums["loss"][0], rel=1e-5)
+    assert apart(load_file(ranks.folder / f"gradients-lent-{stage}.safetensors"), one.gradients()) < GRADIENT
 
 
 def test_wrong_groups_are_refused(ranks):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rlhf.errors import RlhfError, WorkerError
 from rlhf.interfaces import ModelSpec
-from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss, ValueLoss
+from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
 from zero_pair_names import STAGES, VARIANTS
@@ -169,6 +169,25 @@ def frozen() -> Any:
             "saved": same(held(one), held(again)),
         }
     return found
+
+
+for stage in STAGES:
+
+    @case(f"lent-{stage}")
+    def lent(stage: int = stage) -> Any:
+        """A frozen role lends its head, which is its embedding; each rank computes with it on its share."""
+        lender = trainer(replace(here(trained=False), path=str(FOLDER / "lender")), stage=stage)
+        one = trainer(here(), stage=stage, logits_chunk=500)
+        heads = list(lender.lend_head())
+        whole = heads or [None]
+        torch.distributed.broadcast_object_list(whole, 0)
+        one.borrow_head("lender", whole[0])
+        micros = mine(0, LentLoss())
+        hidden = [found["hidden"] for found in lender.forward(micros, ("hidden",))]
+        micros = [m.with_column("tok", "lent_hidden", h) for m, h in zip(micros, hidden, strict=True)]
+        sums = one.accumulate(micros, LentLoss(), {}, {})
+        keep(f"gradients-lent-{stage}", one.gradients())
+        return {"heads": len(heads), "loss": sums["loss"][0]}
 
 
 @case("hpz")
