@@ -1,0 +1,127 @@
+"""Samples become pairs: which two, what gives none, and how the batch of pairs is laid out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_plugin_dpo import DPOLoss, OnlineDPO
+
+
+def group(rewards, answers=None, number=0, **fields):
+    """A group whose sample n answers ``[10 + n, 0]`` unless ``answers`` says otherwise; prompt ``[1, 2]``."""
+    made = []
+    for n, reward in enumerate(rewards):
+        ids = list(answers[n]) if answers else [10 + n, 0]
+        turns = [Turn([1, 2], sampled=False), Turn(ids, True, finish="stop", temperature=0.5)]
+        made.append(Trajectory(ROW, turns, (number, n), reward=reward, **fields))
+    return Group(ROW, number, made)
+
+
+ROW = Row({}, "data", 0)
+
+
+def algorithm(**options):
+    return OnlineDPO(OnlineDPO.Config(**options), {"loss": DPOLoss()})
+
+
+def answers(batch):
+    """[(chosen ids, rejected ids), ...] of the trained tokens."""
+    mask, found = batch.tok["loss_mask"], []
+    for unit in range(batch.units):
+        sides = []
+        for role in (0, 1):
+            tokens = (batch.unit_N == unit) & (batch.role_B[batch.seq_N] == role) & mask
+            sides.append(batch.ids_N[tokens].tolist())
+        found.append(tuple(sides))
+    return found
+
+
+def test_the_best_and_the_worst():
+    built = algorithm()
+    batch = built.assemble([group([0.1, 0.9, -1.0, 0.5]), group([1.0, 0.0], number=1)])
+    assert answers(batch) == [([11, 0], [12, 0]), ([10, 0], [11, 0])]
+    assert batch.unit["chosen_score"].tolist() == [0.9, 1.0]
+    assert batch.unit["rejected_score"].tolist() == [-1.0, 0.0]
+    assert batch.tok["temperature"][batch.tok["loss_mask"]].unique().tolist() == [0.5]
+    assert set(batch.tok) == {"loss_mask", "temperature"}
+    _, metrics = built.credit(batch)
+    assert metrics == {
+        "pairs/made": 2.0,
+        "pairs/groups": 2.0,
+        "pairs/tied_groups": 0.0,
+        "pairs/equal_answers": 0.0,
+        "pairs/chosen_score": pytest.approx(0.95),
+        "pairs/rejected_score": pytest.approx(-0.5),
+    }
+
+
+def test_the_first_of_several_equals_in_any_order():
+    """Most rewards are 0 or 1: the best is one of several then, and not the one that happens to come first."""
+    rewards = [0.0, 1.0, 1.0, 0.0]
+    samples = group(rewards).trajectories
+    for order in itertools.permutations(samples):
+        assert answers(algorithm().assemble([Group(ROW, 0, list(order))])) == [([11, 0], [10, 0])]
+
+
+def test_ties_and_equal_answers_give_no_pair_and_are_counted():
+    built = algorithm()
+    same = [[7, 0], [7, 0]]
+    groups = [group([1.0, 1.0]), group([1.0, 0.0], same, 1), group([3.0], number=2), group([2.0, 1.0], number=3)]
+    batch = built.assemble(groups)
+    assert answers(batch) == [([10, 0], [11, 0])]
+    metrics = built.credit(batch)[1]
+    assert (metrics["pairs/groups"], metrics["pairs/tied_groups"], metrics["pairs/equal_answers"]) == (4.0, 2.0, 1.0)
+    assert algorithm().assemble([group([1.0, 1.0]), group([0.0, 0.0], number=1)]) is None
+    assert algorithm().assemble([group([1.0, 0.0], same)]) is None
+
+
+def test_a_gap():
+    assert algorithm(min_gap=0.5).assemble([group([1.0, 0.5])]) is None
+    assert algorithm(min_gap=0.4).assemble([group([1.0, 0.5])]).units == 1
+
+
+def test_all_that_differ():
+    batch = algorithm(pairs="all").assemble([group([1.0, 0.0, 1.0]), group([2.0, 1.0, 0.0], number=1)])
+    assert answers(batch)[:2] == [([10, 0], [11, 0]), ([12, 0], [11, 0])]
+    assert answers(batch)[2:] == [([10, 0], [11, 0]), ([10, 0], [12, 0]), ([11, 0], [12, 0])]
+    gapped = algorithm(pairs="all", min_gap=1.0).assemble([group([2.0, 1.0, 0.0])])
+    assert answers(gapped) == [([10, 0], [12, 0])]
+
+
+def test_samples_without_reward_or_tokens_take_part_in_nothing():
+    mixed = group([5.0, 1.0, 0.0, -5.0])
+    mixed.trajectories[0].reward = None
+    mixed.trajectories[3].turns[1].ids = []
+    assert answers(algorithm().assemble([mixed])) == [([11, 0], [12, 0])]
+
+
+def test_step_rewards_count():
+    """A source with credit by step is not in the trajectory's reward; a pair is of the whole."""
+    steps = group([0.0, 0.0])
+    steps.trajectories[1].rewards["prm"] = RewardResult(None, steps=((1, 0, 1.0), (1, 1, 2.0)))
+    built = algorithm()
+    built.step_sources = {"prm": 0.5}
+    batch = built.assemble([steps])
+    assert answers(batch) == [([11, 0], [10, 0])]
+    assert batch.unit["chosen_score"].tolist() == [1.5]
+
+
+def test_a_rewritten_context_stays_one_side():
+    """A side may be several sequences: its log-prob is the sum over all of them."""
+    turns = [Turn([1, 2], False), Turn([10, 11], True), Turn([3], False, fresh=True), Turn([12], True)]
+    long = Trajectory(ROW, turns, (0, 0), reward=1.0)
+    batch = algorithm().assemble([Group(ROW, 0, [long, group([9, 0.0]).trajectories[1]])])
+    assert batch.role_B.tolist() == [0, 0, 1]
+    assert (batch.units, batch.answers) == (1, 2)
+    assert answers(batch) == [([10, 11, 12], [11, 0])]
+
+
+def test_no_more_minibatches_than_pairs():
+    built = algorithm(minibatches=4, epochs=2)
+    assert built.updates(0)[0].minibatches == 4, "what a schedule is planned with"
+    built.assemble([group([1.0, 0.0]), group([1.0, 0.0], number=1), group([0.0, 0.0], number=2)])
+    assert (built.updates(0)[0].minibatches, built.updates(0)[0].epochs) == (2, 2)
+    built.finish(0, {})
+    assert built.updates(1)[0].minibatches == 4

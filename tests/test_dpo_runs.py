@@ -1,0 +1,167 @@
+"""Whole runs that learn from pairs, given and sampled: they learn, evaluate, share a base with adapters and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Forks
+from tests.runs import Finished, Workshop, assert_same_run
+from tests.test_resume import KILLER, Runs
+
+PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(4)]
+REWARD = "async def score(prompt, completion, row):\n    return float(sum(c in '0123456789' for c in completion))\n"
+"""Whole numbers, so that some groups are tied."""
+
+
+def offline(shop: Workshop, output: str, loss: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    run = shop.config("sft", output, **{"run": {"steps": 4}, "trainer": {"lr": 1e-2}, **changes})
+    data = shop.rows("pairs.jsonl", PAIRS)
+    run["algorithm"] = {"use": "dpo", "loss": loss or {}, **changes.get("algorithm", {})}
+    run["data"] = {"train": str(data), "batch_size": 8, "max_tokens": 64, **changes.get("data", {})}
+    return run
+
+
+def online(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
+    return shop.config(
+        "grpo",
+        output,
+        **{
+            "run": {"steps": 5},
+            "algorithm": {"use": "online_dpo", **changes.pop("algorithm", {})},
+            "reward": [{"use": f"file:{shop.file('ones.py', REWARD)}"}],
+            "sampling": {"samples_per_prompt": 4},
+            **changes,
+        },
+    )
+
+
+def train(shop: Workshop, run: dict[str, Any]) -> Finished:
+    finished = shop.run_config(run)
+    assert finished.code == 0, finished.said
+    return finished
+
+
+@pytest.fixture
+def runs(forks: Forks, shop: Workshop) -> Runs:
+    return Runs(forks, shop)
+
+
+def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
+    held_out = [{"path": str(shop.rows("held_out.jsonl", PAIRS[::3])), "name": "held_out"}]
+    run = offline(shop, "run", {"beta": 0.5}, run={"steps": 16}, eval={"every": 16}, data={"eval": held_out})
+    lines = train(shop, run).lines()
+    first, last = lines[0], lines[-1]
+    assert first["policy/loss"] == pytest.approx(0.693147, abs=1e-5), "policy and reference are one model at first"
+    assert first["policy/reward_margin"] == 0
+    assert last["policy/reward_margin"] > 0.5
+    assert last["policy/accuracy"] > 0.9
+    assert last["policy/loss"] < 0.5
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/loss"] < 0.6
+    wanted = {"chosen_reward", "rejected_reward", "chosen_logprobs", "rejected_logprobs", "nll", "loss/sigmoid"}
+    assert {f"eval/{name}" for name in wanted} <= set(last)
+
+
+def test_adapters_take_their_base_as_reference(shop):
+    adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}}
+    alone = train(shop, offline(shop, "base", **adapters)).lines()
+    beside = train(shop, offline(shop, "second", placement={"reference": {}}, **adapters)).lines()
+    assert alone[0]["policy/reward_margin"] == 0
+    assert abs(alone[-1]["policy/reward_margin"]) > 1e-3
+    for one, two in zip(alone, beside, strict=True):
+        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
+        assert one["policy/reward_margin"] == pytest.approx(two["policy/reward_margin"], abs=1e-5)
+
+
+def test_micro_batches_change_nothing_for_losses_of_the_whole_batch(shop):
+    loss = {"loss_type": ["aot", "aot_unpaired", "sft"], "loss_weights": [1.0, 0.5, 0.1]}
+    whole = train(shop, offline(shop, "whole", loss)).lines()
+    split = train(shop, offline(shop, "split", loss, policy={"micro_tokens": 12})).lines()
+    for one, two in zip(whole, split, strict=True):
+        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
+
+
+def test_the_running_shift_resumes_and_ignores_evaluations(runs: Runs) -> None:
+    loss = {"loss_type": "bco_pair", "bco_shift": "running"}
+    killer = [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]
+    held_out = [{"path": str(runs.shop.rows("held_out.jsonl", PAIRS[:3])), "name": "held_out"}]
+
+    def config(name: str, **changes: Any) -> dict[str, Any]:
+        return offline(runs.shop, name, loss, run={"steps": 5}, checkpoint={"every": 2}, observer=killer, **changes)
+
+    evaluated = {"data": {"eval": held_out}, "eval": {"every": 1}}
+    whole, without = runs.end(config("whole", **evaluated)), runs.end(config("without"))
+    assert whole.code == without.code == 0, whole.err + without.err
+    shifts = [line["bco_shift"] for line in whole.lines()]
+    assert shifts[:2] == [0, 0], "the first step's rewards are 0, as the policy is its reference"
+    assert len(set(shifts)) == len(shifts) - 1
+    assert shifts == [line["bco_shift"] for line in without.lines()]
+    assert whole.weights == without.weights
+
+    broken = config("broken", **evaluated)
+    runs.die_at(broken, "step 4")
+    assert_same_run(runs.resume(broken), whole)
+
+
+ITERATIVE = {"algorithm": {"snapshot_every": 2, "minibatches": 2}, "checkpoint": {"every": 1, "keep": 5}}
+
+
+@pytest.mark.parametrize("event", ["saved 2", "step 4", "rollouts 3"], ids=["at a snapshot", "behind it", "in a round"])
+def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None:
+    killer = {"observer": [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]}
+    whole = runs.end(online(runs.shop, "whole", **ITERATIVE, **killer))
+    assert whole.code == 0, whole.err
+    broken = online(runs.shop, "broken", **ITERATIVE, **killer)
+    runs.die_at(broken, event)
+    assert_same_run(runs.resume(broken), whole)
+
+
+def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
+    """The step behind a snapshot starts with a margin of 0; inside a round the policy has left its reference."""
+    run = online(shop, "run", algorithm={"snapshot_every": 2}, trainer={"lr": 1e-2})
+    margins = [line["policy/reward_margin"] for line in train(shop, run).lines()]
+    assert margins[0] == margins[2] == margins[4] == 0
+    assert margins[1] != 0
+    assert margins[3] != 0
+    checkpoint = Path(run["run"]["output"]) / "checkpoints/step-000005/roles"
+    assert (checkpoint / "reference/model.safetensors").exists()
+
+
+def test_online_dpo_learns_what_is_rewarded_and_counts_ties(shop):
+    run = online(shop, "run", run={"steps": 24}, trainer={"lr": 1e-2}, algorithm={"loss": {"beta": 0.5}})
+    finished = train(shop, run)
+    lines = [line for line in finished.lines() if "empty" not in line]
+    made, tied, groups = (sum(line[f"pairs/{name}"] for line in lines) for name in ("made", "tied_groups", "groups"))
+    assert made > 0
+    assert made + tied + sum(line["pairs/equal_answers"] for line in lines) == groups
+    assert all(line["pairs/chosen_score"] > line["pairs/rejected_score"] for line in lines)
+    rewards = [sample["reward"] for sample in finished.samples()]
+    quarter = len(rewards) // 4
+    assert sum(rewards[-quarter:]) / quarter > sum(rewards[:quarter]) / quarter + 0.3
+
+
+def test_online_dpo_samples_from_less_than_everything(shop):
+    """No importance weight enters a loss of pairs, wherever they come from."""
+    assert train(shop, online(shop, "run", run={"steps": 1}, sampling={"top_p": 0.9})).code == 0
+
+
+def test_groups_without_a_difference_are_empty_steps(shop):
+    never = shop.file("never.py", "async def score(prompt, completion, row):\n    return 1.0\n")
+    run = online(shop, "run", run={"steps": 2})
+    run["reward"] = [{"use": f"file:{never}"}]
+    finished = shop.run_config(run)
+    assert finished.code != 0
+    assert [line["empty"] for line in finished.lines()] == [1.0, 1.0]
+    assert "not one update" in finished.said
+
+
+def test_options_are_checked_before_anything_starts(shop):
+    finished = shop.run_config(offline(shop, "run", {"loss_type": "ipo", "label_smoothing": 0.1}))
+    assert finished.code == 2
+    assert "label_smoothing = 0.1 is read by" in finished.said
+    few = shop.run_config(online(shop, "few", sampling={"samples_per_prompt": 1}))
+    assert "needs at least 2 samples per prompt" in few.said
+    assert "Traceback" not in few.said
