@@ -1,0 +1,144 @@
+"""Rows with preferences, labels and steps from GSM8K and HH, and two small untrained models to learn from them.
+
+Everything is a function of the files and of --seed. What the held-out rows give away without a model is written beside
+them, to `baselines.json`: a reward model is worth no more than what it adds to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf.testing.tiny import tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.gsm8k.prepare import SIZE, cleaned, train_tokenizer
+from examples.preferences import dialogues, solutions, steps
+
+FILES = {
+    "train": "gsm8k_train.jsonl",
+    "test": "gsm8k_test.jsonl",
+    "graded": "gsm8k_model_solutions.jsonl",
+    "hh": "hh_harmless_pairs.jsonl.gz",
+}
+HH_SIZE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 3, "intermediate": 512, "std": 0.02}
+SMALL_SIZE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "std": 0.02}
+SMALL_ROWS = 40
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+
+def read(folder: Path, limit: int | None) -> dict[str, list[dict[str, Any]]]:
+    """The first ``limit`` rows (None: all) of each file. Ends the program where a file is missing."""
+    missing = [name for name in FILES.values() if not (folder / name).exists()]
+    if missing:
+        sys.exit(
+            f"{', '.join(missing)} not found in {folder}. Give --data a folder that holds {', '.join(FILES.values())} "
+            "(README.md says where they are published)"
+        )
+    found = {}
+    for key, name in FILES.items():
+        path = folder / name
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            found[key] = [json.loads(line) for line in itertools.islice(file, limit)]
+    return found
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_split(folder: Path, rows: Iterable[Row], owner: Callable[[Row], str]) -> list[Row]:
+    """Rows into `train.jsonl` and `held_out.jsonl`, rows with one ``owner`` on one side. Returns the held-out ones."""
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        sides[solutions.held_out(owner(row))].append(row)
+    for name, side in zip(("train", "held_out"), sides, strict=True):
+        write(folder / f"{name}.jsonl", side)
+    print(f"{folder}: {len(sides[0])} training and {len(sides[1])} held-out rows")
+    return sides[1]
+
+
+def graded(folder: Path, rows: Rows) -> dict[str, float]:
+    """Pairs and labels of the graded solutions; returns their baselines."""
+    pairs = write_split(folder / "pairs", solutions.pairs(rows), lambda row: row["question"])
+    labels = write_split(folder / "labels", solutions.labels(rows), lambda row: row["question"])
+    return {
+        "pairs: the shorter solution is the right one": shorter(pairs),
+        "labels: wrong solutions": mean(not row["label"] for row in labels),
+    }
+
+
+def hh(folder: Path, rows: Rows, size: Mapping[str, Any]) -> dict[str, float]:
+    """Pairs of dialogues, a tokenizer trained on those for training, and a model; returns their baseline."""
+    left_out = Counter[str]()
+    held = write_split(folder, dialogues.pairs(rows, left_out), lambda row: dialogues.opening(row["prompt"]))
+    print(f"{folder}: left out {dict(left_out) or 'nothing'}")
+    train = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    train_tokenizer([text for row in train for text in row.values()], folder / "model")
+    tiny_model(folder / "model", **size)
+    return {"hh: the shorter answer is the chosen one": shorter(held)}
+
+
+def stepwise(folder: Path, sources: Mapping[str, list[tuple[str, str]]], seed: int) -> dict[str, float]:
+    """Steps of worked answers, for training and held out, and of the models' solutions; returns the larger label's
+    share of the held-out ones, which is what saying one label always would get right."""
+    shares = {}
+    for name, found in sources.items():
+        counts = steps.Counts()
+        write(folder / f"{name}.jsonl", steps.rows(found, seed, counts))
+        print(f"{folder / name}.jsonl: {', '.join(f'{k} {v}' for k, v in asdict(counts).items())}")
+        if name != "train":
+            shares[f"steps, {name}: the larger label"] = max(counts.wrong, counts.steps - counts.wrong) / counts.steps
+    return shares
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def shorter(pairs: Rows) -> float:
+    """Share of pairs whose chosen text has fewer characters, those of equal length counted half."""
+    lengths = [(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
+    return mean((a < b) + (a == b) / 2 for a, b in lengths)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="folder for the rows and the untrained models")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help=f"folder with {', '.join(FILES.values())}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the steps that are corrupted")
+    parser.add_argument("--small", action="store_true", help="a few rows, models of one layer: to try the commands")
+    arguments = parser.parse_args(words)
+    output = arguments.output
+    data = read(arguments.data, SMALL_ROWS if arguments.small else None)
+    for name in ("train", "test"):
+        write(output / "gsm8k" / f"{name}.jsonl", cleaned(data[name]))
+    train_tokenizer([text for row in cleaned(data["train"]) for text in row.values()], output / "gsm8k" / "model")
+    tiny_model(output / "gsm8k" / "model", **(SMALL_SIZE if arguments.small else SIZE))
+    worked = {name: [(row["question"], row["answer"]) for row in data[name]] for name in ("train", "test")}
+    written = [(row["question"], row[model]["solution"]) for row in data["graded"] for model in solutions.MODELS]
+    answered = {"train": worked["train"], "worked": worked["test"], "solutions": written}
+    baselines = {
+        **graded(output / "graded", data["graded"]),
+        **stepwise(output / "steps", answered, arguments.seed),
+        **hh(output / "hh", data["hh"], SMALL_SIZE if arguments.small else HH_SIZE),
+    }
+    (output / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

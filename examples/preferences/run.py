@@ -1,0 +1,83 @@
+"""Learning from preferences, labels and steps on real text: every run file of this folder, in order.
+
+Every step is a command that is printed before it runs, so each can be repeated and changed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUNS = Path("runs/preferences")
+TASK = RUNS / "task"
+WARM_START = (
+    str(HERE.parent / "gsm8k" / "sft.toml"), "--run.output", str(RUNS / "sft"),
+    "--model", str(TASK / "gsm8k" / "model"), "--data", str(TASK / "gsm8k" / "train.jsonl"),
+)  # fmt: skip
+PARTS = {
+    "graded": ("sft", "reward_model", "kto", "kto_pairs"),
+    "sampling": ("sft", "rejection_sampling"),
+    "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
+}
+"""The runs of each part, in order; what several need is run once."""
+SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--eval.max_rows", "8")
+SMALL_SAMPLES = ("--sampling.max_new_tokens", "16", "--algorithm.min_reward", "0")
+
+
+def execute(command: Sequence[str]) -> int:
+    """Run a command with this Python's `rlhf`; returns its exit code."""
+    words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
+    return subprocess.run(words, check=False).returncode
+
+
+def runs(parts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(run for part in parts for run in PARTS[part]))
+
+
+def command(run: str, small: bool) -> list[str]:
+    file = WARM_START if run == "sft" else (str(HERE / f"{run}.toml"),)
+    flags = (*SMALL, *(SMALL_SAMPLES if run == "rejection_sampling" else ())) if small else ()
+    return ["rlhf", "train", *file, *flags]
+
+
+def figures(run: str) -> dict[str, tuple[float, float]]:
+    """{metric: (at the start, at the end)} of the held-out figures of a run, where it has any."""
+    lines = [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    if not lines:
+        return {}
+    first, last = lines[0], lines[-1]
+    names = [name for name in first if name.startswith("eval/") and not name.startswith("eval/loss/") and name in last]
+    return {name: (first[name], last[name]) for name in names}
+
+
+def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], int] = execute) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, metavar="DIR", help="folder with the files that README.md names")
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
+    parser.add_argument("--small", action="store_true", help="a few rows, steps and parameters: to try the commands")
+    arguments = parser.parse_args(words)
+    chosen = runs(arguments.only or list(PARTS))
+    prepare = ["python", str(HERE / "prepare.py"), str(TASK), "--data", arguments.data]
+    commands = [command(run, arguments.small) for run in chosen]
+    shutil.rmtree(RUNS, ignore_errors=True)
+    for step in ([*prepare, *(["--small"] if arguments.small else [])], *commands):
+        print(f"\n$ {' '.join(step)}", flush=True)
+        if execute(step):
+            sys.exit(f"`{' '.join(step)}` failed; the message above says why")
+    print("\nWithout a model, on the held-out rows:")
+    for name, value in json.loads((TASK / "baselines.json").read_text(encoding="utf-8")).items():
+        print(f"  {name}: {value:.3f}")
+    for run in chosen:
+        for name, (before, after) in figures(run).items():
+            print(f"{run}  {name.removeprefix('eval/')}: {before:.4g} -> {after:.4g}")
+
+
+if __name__ == "__main__":
+    main()

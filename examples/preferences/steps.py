@@ -1,0 +1,122 @@
+"""Steps of worked solutions with a label each, for process reward models: what a step's calculator marks say.
+
+A step is a line with a mark, together with the lines without one before it. It is labelled right if in each of its
+marks, `<<48/2=24>>24`, the result is that of the left side (`marks.is_right`), and so is the number in the text behind
+it. Nothing else is judged: not whether it is the step to take, and not whether the numbers that it starts from are
+right. Wrong steps are made: in about half of the steps one digit of a result is replaced by another, in the mark and in
+the text, and what later lines say is left as it was. Then the marks are removed, as in `examples/gsm8k`: whoever judges
+such a step must calculate.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from examples.gsm8k.prepare import CALCULATOR_MARK
+from examples.preferences.marks import MARK, evaluate, is_right
+
+SHARE = 0.5
+"""Of the steps, those that are corrupted."""
+_STATED = re.compile(
+    r"<<(?P<left>[^<>=]*)=[^<>=]*>>(?P<text>-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII
+)
+_DIGIT = re.compile(r"\d", re.ASCII)
+
+
+@dataclass
+class Counts:
+    """What became of the solutions."""
+
+    rows: int = 0
+    steps: int = 0
+    wrong: int = 0
+    found_wrong: int = 0
+    """Steps that were wrong as published; never changed."""
+    without_marks: int = 0
+    """Solutions left out: no line has a mark."""
+    unreadable: int = 0
+    """Solutions left out: a step has no label."""
+
+
+def split(solution: str) -> list[str]:
+    """The steps, marks kept: a line with a mark, joined by spaces to those without one before it. What follows the last
+    mark (the final answer) is no step."""
+    steps: list[str] = []
+    held: list[str] = []
+    for line in solution.splitlines():
+        if not line.strip():
+            continue
+        held.append(line.strip())
+        if MARK.search(line):
+            steps.append(" ".join(held))
+            held = []
+    return steps
+
+
+def label(step: str) -> bool | None:
+    """Whether all results of a step are right, in its marks and behind them in the text. None where that is unclear:
+    a mark that cannot be read, or a number in the text that is the result rounded to a whole or without its sign."""
+    verdicts = [is_right(mark) for mark in MARK.findall(step)]
+    for place in _STATED.finditer(step):
+        left, text = place["left"], place["text"]
+        right = is_right(f"{left}={text}")
+        if right is False:
+            value, said = evaluate(left), evaluate(text)
+            if value == -said or ("." not in text and abs(value - said) < 1):
+                right = None
+        verdicts.append(right)
+    return None if None in verdicts else all(verdicts)
+
+
+def corrupted(step: str, draw: random.Random) -> str | None:
+    """A right step with one digit of one result replaced, so that it is wrong; None where no result stands behind its
+    mark in the text."""
+    places = list(_STATED.finditer(step))
+    if not places:
+        return None
+    place = draw.choice(places)
+    at = [m.start() for m in _DIGIT.finditer(place["text"])]
+    choices = [
+        (k, new)
+        for k in at
+        for new in "0123456789"
+        if new != place["text"][k] and not (new == "0" and k == at[0] and len(at) > 1)  # no number is written 07
+    ]
+    draw.shuffle(choices)
+    for k, new in choices:
+        text = place["text"][:k] + new + place["text"][k + 1 :]
+        mark = f"<<{place['left']}={text.replace(',', '')}>>{text}"
+        changed = step[: place.start()] + mark + step[place.end() :]
+        if label(changed) is False:  # a last decimal may change within what rounding allows
+            return changed
+    return None
+
+
+def rows(solutions: Iterable[tuple[str, str]], seed: int, counts: Counts) -> Iterator[dict[str, Any]]:
+    """One row for each (question, solution with marks): `question`, `completions` (steps, marks removed), `labels`.
+
+    What is corrupted is a function of the seed, the question and the solution, not of their order.
+    """
+    for question, solution in solutions:
+        steps = split(solution)
+        labels = [label(step) for step in steps]
+        if not steps:
+            counts.without_marks += 1
+            continue
+        if None in labels:
+            counts.unreadable += 1
+            continue
+        counts.found_wrong += labels.count(False)
+        draw = random.Random(f"steps {seed} {question} {solution}")
+        for i, step in enumerate(steps):
+            chosen = draw.random() < SHARE
+            if chosen and labels[i] and (changed := corrupted(step, draw)) is not None:
+                steps[i], labels[i] = changed, label(changed)
+        counts.rows += 1
+        counts.steps += len(steps)
+        counts.wrong += labels.count(False)
+        yield {"question": question, "completions": [CALCULATOR_MARK.sub("", s) for s in steps], "labels": labels}
