@@ -1,0 +1,103 @@
+"""The algorithm: solutions with labelled steps become units of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm, ComponentConfig, Slot, Tokens
+from rlhf.types import Needs, RoleSpec, Update
+
+from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, STEP_END, WRONG_TOKEN, step_logits
+from rlhf_plugin_prm.step_labels import LABEL, StepLabels
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
+
+
+class ProcessRewardModelConfig(ComponentConfig):
+    """What says that a step is right."""
+
+    head: Literal["classes", "lm"] = "classes"
+    """``classes``: two outputs of a classification head. ``lm``: the logits of two label tokens of a language model."""
+    label_tokens: tuple[str, str] | None = Field(default=None)
+    """With ``head = "lm"``: the texts for right and for wrong, e.g. ["+", "-"]; each must be one token."""
+
+    @field_validator("label_tokens", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.head == "lm" and self.label_tokens is None:
+            raise ValueError('head = "lm" needs label_tokens: the texts for right and for wrong, e.g. ["+", "-"]')
+        if self.head == "classes" and self.label_tokens is not None:
+            raise ValueError('label_tokens are read with head = "lm" only; set that, or leave them out')
+        return self
+
+
+class ProcessRewardModel(Algorithm):
+    """Train a model to tell, after each step of a solution, whether the step is right.
+
+    The policy is the process reward model: it starts from a causal language model (with a fresh head of two classes, or
+    as it is), or from such a model trained before. One optimizer step per step, over all its solutions; a solution
+    without a step is left out.
+    """
+
+    name = "prm"
+    source = "Lightman et al. 2023, arXiv:2305.20050"
+    data = "steps"
+    slots = {"loss": Slot("loss", "step_labels")}
+    Config = ProcessRewardModelConfig
+
+    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config, parts)
+        self._labels: dict[str, int] = {}
+
+    def needs(self) -> Needs:
+        head = "lm" if self.config.head == "lm" else CLASSES
+        return Needs((RoleSpec("policy", head=head, trained=True),))
+
+    def use_tokens(self, tokens: Tokens) -> None:
+        """Resolve the label tokens. Raises ConfigError where one is no single token, or both are the same."""
+        if self.config.label_tokens is None:
+            return
+        right, wrong = (tokens.single(text, "algorithm.label_tokens") for text in self.config.label_tokens)
+        if right == wrong:
+            raise ConfigError(
+                f"algorithm.label_tokens: {list(self.config.label_tokens)} are one token ({right}); right and wrong "
+                "need one each"
+            )
+        self._labels = {RIGHT_TOKEN: right, WRONG_TOKEN: wrong}
+        if isinstance(self.parts["loss"], StepLabels):  # another loss declares what it reads itself
+            self.parts["loss"].head = step_logits(right, wrong)
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        """Token columns ``step_end`` (bool) and ``step_label`` (the label there, 0 elsewhere)."""
+        from rlhf.ops.batch import SequenceData, UnitData, pack
+
+        units = []
+        for example in examples:
+            labels: dict[int, float] = dict(example.values["steps"])
+            (sequence,) = example.sequences
+            tok = {
+                "loss_mask": sequence.loss_mask,
+                STEP_END: [i in labels for i in range(len(sequence.ids))],
+                LABEL: [float(labels.get(i, 0.0)) for i in range(len(sequence.ids))],
+            }
+            if labels:
+                units.append(UnitData([SequenceData(sequence.ids, tok)]))
+        return pack(units) if units else None
+
+    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+        return [Update("policy", "loss")]
+
+    def model_config(self) -> dict[str, Any]:
+        """Which label is which, for those who read the exported model."""
+        if self.config.head == "lm":
+            return dict(self._labels)
+        return {"id2label": {"0": "wrong", "1": "right"}, "label2id": {"wrong": 0, "right": 1}}

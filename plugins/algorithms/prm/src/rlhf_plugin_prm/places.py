@@ -1,0 +1,47 @@
+"""Where the steps of a trajectory end, in its own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhf.data.steps import StepEnds
+from rlhf.types import Trajectory
+
+
+@dataclass(slots=True)
+class Context:
+    """One unbroken context of a trajectory, and the steps in it."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """In ``ids``, of the tokens that end a step."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """The same tokens as (turn, token in turn)."""
+
+
+def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
+    """The contexts, in order; a turn that starts on a rewritten context begins another. Only sampled turns have steps:
+    each is read by itself, as nothing but the policy's own text is credited. A token that ends two steps is named once.
+    """
+    made: list[Context] = []
+    for number, turn in enumerate(trajectory.turns):
+        if turn.fresh or not made:
+            made.append(Context())
+        context = made[-1]
+        if turn.sampled:
+            for token in dict.fromkeys(ends(turn.ids)):
+                context.positions.append(len(context.ids) + token)
+                context.places.append((number, token))
+        context.ids += turn.ids
+    return made
+
+
+def last_token(trajectory: Trajectory) -> list[Context]:
+    """The context with the last sampled token, as if a single step ended there; none where nothing was sampled."""
+    sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids]
+    if not sampled:
+        return []
+    last = sampled[-1]
+    start = max((n for n, turn in enumerate(trajectory.turns[: last + 1]) if turn.fresh), default=0)
+    ids = [i for turn in trajectory.turns[start : last + 1] for i in turn.ids]
+    return [Context(ids, [len(ids) - 1], [(last, len(trajectory.turns[last].ids) - 1)])]

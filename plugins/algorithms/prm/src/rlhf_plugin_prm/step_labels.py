@@ -1,0 +1,68 @@
+"""Cross-entropy of steps against their labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import Head, LossOutput, Reduce
+
+from rlhf_plugin_prm.heads import STEP_END, step_logits
+
+if TYPE_CHECKING:
+    from rlhf.ops.losses import LossInput
+
+LABEL = "step_label"
+
+
+class StepLabelsConfig(ComponentConfig):
+    """What the mean is over."""
+
+    reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    """``token_mean``: every step of the batch counts the same. ``seq_mean_token_mean``: every solution does."""
+
+
+class StepLabels(Loss):
+    """-p log sigma(l) - (1 - p) log sigma(-l) for each step: l the model's log-odds that it is right, p its label.
+
+    p = 1 and p = 0 are hard labels; anything between is a soft one, e.g. the share of continuations that end well. The
+    gradient with respect to l is sigma(l) - p, so it is finite everywhere.
+
+    Metrics, per step: ``accuracy`` (the model and the label are on the same side of one half; a label of one half
+    counts as right), ``accuracy_right`` and ``accuracy_wrong`` over the steps with such a label, ``label`` and
+    ``probability``, the means of p and of sigma(l).
+    """
+
+    name = "step_labels"
+    source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935, equations 3 and 4"
+    Config = StepLabelsConfig
+
+    head: Head = step_logits()
+    """What it reads; the algorithm replaces it where label tokens stand for the classes."""
+
+    def outputs(self) -> tuple[Head, ...]:
+        return (self.head,)
+
+    def columns(self) -> tuple[str, ...]:
+        return (LABEL,)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"cross_entropy": Reduce(self.config.reduce, over=STEP_END)}
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        from torch.nn import functional
+
+        logit_A, p_A = x[self.head.name], x[LABEL]
+        loss_A = -p_A * functional.logsigmoid(logit_A) - (1 - p_A) * functional.logsigmoid(-logit_A)
+        right_A = p_A >= 0.5
+        same_A = ((logit_A >= 0) == right_A).float()
+        return LossOutput(
+            {"cross_entropy": loss_A},
+            {
+                "accuracy": ("token", same_A),
+                "accuracy_right": ("token", same_A, right_A),
+                "accuracy_wrong": ("token", same_A, ~right_A),
+                "label": ("token", p_A),
+                "probability": ("token", logit_A.sigmoid()),
+            },
+        )
