@@ -116,11 +116,11 @@ class LossCase:
         if poison:
             for name, values in batch.tok.items():
                 if values.is_floating_point() and not name.startswith(LEAF) and name != "temperature":
-                    batch = batch.with_column("tok", name, self._poisoned(values), over=self.over)
+                    batch = batch.with_column("tok", name, self._poisoned(values, batch), over=self.over)
         return weigh(self.loss.prepare(batch), self.loss.reduce())
 
-    def _poisoned(self, values_N: Tensor) -> Tensor:
-        mask_N = self.plain.tok[self.over].view(-1, *[1] * (values_N.ndim - 1))
+    def _poisoned(self, values_N: Tensor, batch: Batch) -> Tensor:
+        mask_N = batch.tok[self.over].view(-1, *[1] * (values_N.ndim - 1))
         return torch.where(mask_N, values_N, torch.full_like(values_N, float("nan")))
 
     # ------------------------------------------------------------------------------------ running
@@ -133,7 +133,7 @@ class LossCase:
         """Evaluate the micro-batches of these units; gradients with respect to the leaves add up."""
         batch = self.batch
         if poison:
-            tok = {k: self._poisoned(v) if v.is_floating_point() else v for k, v in batch.tok.items()}
+            tok = {k: self._poisoned(v, batch) if v.is_floating_point() else v for k, v in batch.tok.items()}
             ids_N = torch.where(batch.tok[self.over], batch.ids_N, batch.ids_N + 1)
             batch = replace(batch, tok=tok, ids_N=ids_N)
         names = required_columns(self.loss, self.heads)
@@ -173,7 +173,8 @@ class LossCase:
         """Gradients with respect to the leaves; zero where none arrives."""
         if not total.requires_grad:
             return {k: torch.zeros_like(v) for k, v in self.leaves.items()}
-        got = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
+        # Where prepare() drops sequences, the way from the leaves to the batch is a graph that several runs go through.
+        got = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True, retain_graph=True)
         return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), got, strict=True)}
 
 
