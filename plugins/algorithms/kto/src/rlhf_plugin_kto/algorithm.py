@@ -1,0 +1,111 @@
+"""The algorithms: rows with labels, or both answers of a pair, become units of an answer and a mismatched one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.interfaces import Algorithm, Slot
+from rlhf.types import Annotation, Head, Needs, RoleSpec, Update
+
+from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch, UnitData
+
+
+class KTO(Algorithm):
+    """Make desirable answers likelier and undesirable ones less likely than they are for the reference.
+
+    One optimizer step per step, over all its rows. A unit is a row's answer (role 0, unit column ``label``: whether it
+    is desirable) and, where the loss reads the policy's drift on mismatched answers, its prompt with another row's
+    answer (role 1, under the mask ``twin_mask``). A row without a trained token is left out and counted; with fewer
+    than two rows left there is nothing to mismatch, and nothing is learnt.
+    """
+
+    name = "kto"
+    source = "Ethayarajh et al. 2024, arXiv:2402.01306"
+    data = "labels"
+    slots = {"loss": Slot("loss", "kto")}
+
+    _left_out = 0
+    _without_twin = 0
+
+    @property
+    def _mismatched(self) -> bool:
+        """Whether the loss reads anything off mismatched answers."""
+        wanted = self.parts["loss"].prepass()
+        return any(isinstance(a.output, Head) and a.output.over == TWIN_MASK for a in wanted)
+
+    def needs(self) -> Needs:
+        roles = (RoleSpec("policy", trained=True), RoleSpec("reference", like="policy"))
+        return Needs(roles, rows_min=2 if self._mismatched else 1)
+
+    def labelled(self, example: Example) -> list[tuple[int, bool]]:
+        """(index of the sequence, whether it is desirable) of each answer of a row."""
+        return [(0, example.values["label"])]
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        from rlhf.ops.batch import pack
+
+        rows, answers, sources = [], 0, set()
+        for number, example in enumerate(examples):
+            for side, (index, desirable) in enumerate(self.labelled(example)):
+                answers += 1
+                if any(example.sequences[index].loss_mask[1:]):  # nothing predicts a sequence's first token
+                    place = (side, example.row.source, example.row.index)
+                    rows.append(Labelled.of(example.sequences[index], desirable, place))
+                    sources.add(number)
+        self._left_out, self._without_twin = answers - len(rows), 0
+        if not rows or (self._mismatched and len(sources) < 2):
+            return None
+        return pack(self._with_twins(rows) if self._mismatched else [_unit(row) for row in rows])
+
+    def _with_twins(self, rows: Sequence[Labelled]) -> list[UnitData]:
+        chosen = twins(rows)
+        self._without_twin = chosen.count(None)
+        return [_unit(row, None if i is None else rows[i], twinned=True) for row, i in zip(rows, chosen, strict=True)]
+
+    def annotations(self, step: int) -> list[Annotation]:
+        own = Annotation("reference", "logprobs", "ref_logprobs")
+        if not self._mismatched:
+            return [own]
+        from rlhf_plugin_kto.loss import twin_logprobs
+
+        return [own, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        counts = {"labels/left_out": self._left_out, "labels/without_twin": self._without_twin}
+        return batch, {name: float(count) for name, count in counts.items() if count}
+
+    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+        return [Update("policy", "loss")]
+
+
+class KTOPair(KTO):
+    """KTO on pairs: the chosen answer is a desirable row, the rejected one an undesirable row.
+
+    Both are in the same optimizer batch, and neither gets the other's answer as its mismatched one.
+    """
+
+    name = "kto_pair"
+    data = "pairs"
+
+    def labelled(self, example: Example) -> list[tuple[int, bool]]:
+        return sorted(((i, s.role == 0) for i, s in enumerate(example.sequences)), key=lambda found: not found[1])
+
+
+def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) -> UnitData:
+    """``twinned``: with the column ``twin_mask``, whether or not there is a twin."""
+    from rlhf.ops.batch import SequenceData, UnitData
+
+    before, answer = [False] * len(row.prompt), list(row.mask)
+    masks = {"loss_mask": before + answer, **({TWIN_MASK: before + [False] * len(answer)} if twinned else {})}
+    sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER)]
+    if twin is not None:
+        mask = before + list(twin.mask)
+        mask[0] = False  # nothing predicts a sequence's first token
+        masks = {"loss_mask": [False] * len(mask), TWIN_MASK: mask}
+        sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN))
+    return UnitData(sequences, {"label": row.desirable})

@@ -1,0 +1,140 @@
+"""The KTO loss: an answer's log-ratio to the reference, against where the policy stands in general."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import Annotation, Head, LossOutput, Reduce
+
+from rlhf_plugin_kto.twins import ANSWER, TWIN_MASK
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.losses import LossInput
+    from torch import Tensor
+
+
+class KTOConfig(ComponentConfig):
+    loss_type: Literal["kto", "vanilla", "apo_zero_unpaired"] = "kto"
+    """What an answer's log-ratio is held against. ``kto``: the policy's drift on mismatched answers. ``vanilla``: that
+    on the batch's answers of the other kind. ``apo_zero_unpaired``: 0."""
+    beta: float = Field(default=0.1, gt=0)
+    """Scale of the reward beta x log-ratio: how fast the value of a further gain saturates."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """lambda_D, of desirable answers. With n_D and n_U rows of each kind, the paper advises that the quotient
+    (desirable_weight x n_D) / (undesirable_weight x n_U) lie between 1 and 4/3."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """lambda_U, of undesirable answers."""
+
+
+def twin_logprobs() -> Head:
+    """Log-probs of the mismatched answers' tokens, under a name of their own: the rows' own are asked for beside it."""
+    from rlhf.ops.heads import LOGPROBS
+
+    return Head("twin_logprobs", LOGPROBS.fn, over=TWIN_MASK)
+
+
+class KTOLoss(Loss):
+    """lambda_D (1 - sigma(beta (h - z))) for desirable answers, lambda_U (1 - sigma(beta (z - h))) for others, the mean
+    over answers (Ethayarajh et al. 2024, equation 7); h = log pi(y|x) - log pi_ref(y|x), sums over the tokens of y.
+
+    z, without gradient, by the weights right before the step and over the whole optimizer batch: for ``kto``
+    max(0, mean of h over mismatched answers), one number; for ``vanilla`` max(0, mean of h over the batch's answers of
+    the other kind), 0 where there is none; for ``apo_zero_unpaired`` 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+
+    Metrics: ``kl`` (mean of z; not for APO); ``desirable_reward`` and ``undesirable_reward``, beta h, and
+    ``desirable_logprobs`` and ``undesirable_logprobs``, means over the answers of a kind and absent where the batch has
+    none; ``accuracy``, the share of answers on the right side (h > z for desirable ones, h < z for others);
+    ``desirable``, the share of desirable answers.
+
+    Deviations: (1) z is that of the optimizer batch, whatever its split into micro-batches and ranks. (2) No gradient
+    flows through z in ``vanilla`` either.
+    """
+
+    name = "kto"
+    source = "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7"
+    Config = KTOConfig
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("logprobs",)
+
+    def columns(self) -> tuple[str, ...]:
+        return ("ref_logprobs", "label", *(() if self.config.loss_type == "apo_zero_unpaired" else ("kl",)))
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"kto": Reduce("unit_mean")}
+
+    def prepass(self) -> tuple[Annotation, ...]:
+        if self.config.loss_type == "kto":
+            return (Annotation("policy", twin_logprobs(), "twin_logprobs", per_row=False),)
+        if self.config.loss_type == "vanilla":
+            return (Annotation("policy", "logprobs", "own_logprobs"),)
+        return ()
+
+    def prepare(self, batch: Batch) -> Batch:
+        """z becomes the unit column ``kl``, and the mismatched answers go: only the rows' own are trained on."""
+        if self.config.loss_type == "kto":
+            kl = mismatched_drift(batch)
+            batch = batch.keep(batch.role_B == ANSWER)
+            return batch.with_column("unit", "kl", batch.unit["label"].double().fill_(kl))
+        if self.config.loss_type == "vanilla":
+            return batch.with_column("unit", "kl", other_kinds_drift(batch))
+        return batch
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        import torch
+
+        c, logprobs_A = self.config, x["logprobs"]
+        h_U = x.of_role(x.sum_per_sequence(logprobs_A - x["ref_logprobs"]), ANSWER)
+        desirable_U = x["label"]
+        z_U = torch.zeros_like(h_U) if c.loss_type == "apo_zero_unpaired" else x["kl"].to(h_U.dtype)
+        gain_U = torch.where(desirable_U, h_U - z_U, z_U - h_U)
+        weight_U = torch.where(desirable_U, c.desirable_weight, c.undesirable_weight)
+        loss_U = weight_U * torch.sigmoid(-c.beta * gain_U)  # 1 - sigma(v) = sigma(-v), without the cancellation
+        lp_U = x.of_role(x.sum_per_sequence(logprobs_A), ANSWER)
+        metrics: dict[str, Any] = {
+            "desirable_reward": ("unit", c.beta * h_U, desirable_U),
+            "undesirable_reward": ("unit", c.beta * h_U, ~desirable_U),
+            "desirable_logprobs": ("unit", lp_U, desirable_U),
+            "undesirable_logprobs": ("unit", lp_U, ~desirable_U),
+            "accuracy": ("unit", (gain_U > 0).float()),
+            "desirable": ("unit", desirable_U.float()),
+        }
+        if c.loss_type != "apo_zero_unpaired":
+            metrics["kl"] = ("unit", z_U)
+        return LossOutput({"kto": loss_U}, metrics)
+
+
+def mismatched_drift(batch: Batch) -> float:
+    """max(0, mean over the mismatched answers of the sum of log pi - log pi_ref); 0 where there is none.
+
+    Raises TrainingError where the batch was laid out without mismatched answers.
+    """
+    from rlhf.errors import TrainingError
+
+    if TWIN_MASK not in batch.tok:
+        raise TrainingError(
+            f"loss 'kto' with loss_type = 'kto' needs mismatched answers under the mask {TWIN_MASK!r}; the batch has "
+            f"the token columns {sorted(batch.tok)}. Use the algorithm kto or kto_pair, or another loss_type"
+        )
+    mask_N = batch.tok[TWIN_MASK]
+    answers = int(batch.seq_N[mask_N].unique().numel())
+    drift = (batch.tok["twin_logprobs"].double() - batch.tok["twin_ref_logprobs"].double())[mask_N].sum()
+    return max(0.0, float(drift) / answers) if answers else 0.0
+
+
+def other_kinds_drift(batch: Batch) -> Tensor:
+    """float64 [U]: max(0, mean of log pi - log pi_ref over the answers of the other kind); 0 where there is none."""
+    import torch
+
+    mask_N = batch.tok["loss_mask"]
+    drift_N = batch.tok["own_logprobs"].double() - batch.tok["ref_logprobs"].double()
+    h_U = torch.zeros(batch.units, dtype=torch.float64).index_add_(0, batch.unit_N[mask_N], drift_N[mask_N])
+    desirable_U = batch.unit["label"]
+    kl_U = torch.zeros_like(h_U)
+    for kind_U in (desirable_U, ~desirable_U):
+        if bool((~kind_U).any()):
+            kl_U[kind_U] = h_U[~kind_U].mean().clamp(min=0)
+    return kl_U
