@@ -1,4 +1,4 @@
-"""Show rows as the model will see them.
+"""Show rows as the model will see them, and turn recorded samples into data.
 
 An action is a module of this package, ``data_ACTION``, imported only when it is called; it has what a command's module
 has, and its docstring's first line is its help.
@@ -15,6 +15,7 @@ OVERRIDES = True
 
 ACTIONS = {
     "preview": "rows as the model will see them: tokens, what is trained on, what is left out and why",
+    "export": "recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows",
 }
 """Name -> help; here, so that help imports none of them."""
 

@@ -30,11 +30,7 @@ def run(args: argparse.Namespace) -> int:
     config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
     from rlhf.controller.inference import evaluate_model
 
-    metrics, groups = evaluate_model(config, plugins, progress=_progress)
-    if args.save is not None:
-        from rlhf.serialise import write_groups
-
-        write_groups(args.save, groups)
+    metrics, _ = evaluate_model(config, plugins, progress=_progress, save=args.save)
     if args.json:
         sys.stdout.write(json.dumps(metrics) + "\n")
     else:

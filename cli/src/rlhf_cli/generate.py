@@ -41,14 +41,10 @@ def run(args: argparse.Namespace) -> int:
         config, plugins = load_for_answers(args.run_file, flags, scored=False)
         from rlhf.controller.inference import evaluate_model
 
-        _, groups = evaluate_model(config, plugins)
+        _, groups = evaluate_model(config, plugins, save=args.save)
     for group in groups:
         for trajectory in group.trajectories:
             if trajectory.status == "failed":
                 raise ConfigError(f"row {group.row.index}: {trajectory.error}")
             sys.stdout.write(f"{trajectory.prompt_text}{trajectory.completion}\n")
-    if args.save is not None:
-        from rlhf.serialise import write_groups
-
-        write_groups(args.save, groups)
     return 0

@@ -192,7 +192,7 @@ class StreamSection(ComponentConfig):
     staleness: NotNegative = 0
     """S: batch k is generated with the weights of version max(0, k - S)."""
     round: Count = 1
-    """R: the batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""
+    """R: batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""
     filter: FilterSection | None = None
     """Dynamic filter, off where absent."""
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"

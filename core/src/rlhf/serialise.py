@@ -2,7 +2,7 @@
 
 One line a sample, so that ``rollouts/step-000012.jsonl`` can be read by people and by ``jq``; the same lines keep
 generated, untrained batches in a checkpoint. A row is written as its source and index, since its columns are in
-the data already; reading asks a callback for it.
+the data already; reading asks a callback for it. For people and for exports the prompt may be written too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
 FindRow = Callable[[str, int], Row]
 """``find(source, index) -> Row``."""
+TellPrompt = Callable[[Trajectory], Any]
+"""``tell(trajectory) -> its prompt, as text or messages; None where its context is not that alone``."""
 
 
-def write_groups(path: Path, groups: Iterable[Group]) -> None:
+def write_groups(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:
     """Write ``groups`` to ``path``, one line a sample; after a crash the file is whole or absent."""
-    write_atomic(path, "".join(f"{line}\n" for line in group_lines(groups)))
+    write_atomic(path, "".join(f"{line}\n" for line in group_lines(groups, prompt)))
 
 
 def read_groups(path: Path, find: FindRow) -> list[Group]:
@@ -37,8 +39,8 @@ def read_groups(path: Path, find: FindRow) -> list[Group]:
     return groups_from_lines(text.split("\n")[:-1], find, str(path))
 
 
-def group_lines(groups: Iterable[Group]) -> Iterator[str]:
-    """The JSON lines (without line ends) of ``groups``, in order.
+def group_lines(groups: Iterable[Group], prompt: TellPrompt | None = None) -> Iterator[str]:
+    """The JSON lines (without line ends) of ``groups``, in order; with ``prompt`` each says what it was asked.
 
     Raises CheckpointError naming the sample where a reward's ``info`` holds something that is not JSON.
     """
@@ -50,7 +52,7 @@ def group_lines(groups: Iterable[Group]) -> Iterator[str]:
             if (trajectory.row.source, trajectory.row.index) != (group.row.source, group.row.index):
                 raise CheckpointError(f"group {group.number}: sample {position} is of another row than its group")
             line = {"group": group.number, "sample": position, "row": row, **_trajectory_out(trajectory)}
-            yield _text(line)
+            yield _text(line if prompt is None else {**line, "prompt": prompt(trajectory)})
 
 
 def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollouts") -> list[Group]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from rlhf.controller.answering import Answering, answering, evaluation_settings
 from rlhf.controller.build import launch_roles
@@ -15,6 +16,7 @@ from rlhf.interfaces import Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.runfile import Choice, RunFile
+from rlhf.serialise import write_groups
 from rlhf.types import Group, Needs, RoleSpec
 
 
@@ -53,11 +55,16 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
 
 
 def evaluate_model(
-    config: RunFile, plugins: Plugins, progress: Callable[[int, int], None] = lambda done, total: None
+    config: RunFile,
+    plugins: Plugins,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    save: Path | None = None,
 ) -> tuple[Metrics, list[Group]]:
-    """Answer and score every evaluation row. Metrics without the ``eval/`` in front."""
+    """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front."""
     with answers(config, plugins) as (prepared, made):
         rows = prepared.data.eval_rows()[: config.eval.max_rows]
         settings = evaluation_settings(config)
         metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
+        if save is not None:
+            write_groups(save, groups, prepared.data.template.prompt_of)
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups

@@ -165,7 +165,7 @@ class Run:
             metrics["stream/version"] = float(ready.version)
             if self.config.checkpoint.save_rollouts:
                 with self.writing(path := self.directory.rollouts(done)):
-                    write_groups(path, ready.groups)
+                    write_groups(path, ready.groups, self.data.template.prompt_of)
             self._observe("rollouts_finished", done, ready.groups)
         metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":

@@ -13,7 +13,7 @@ from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.data.steps import StepEnds, decoder_of
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
-from rlhf.types import Row, Turn
+from rlhf.types import Row, Trajectory, Turn
 
 _CACHED_PROMPTS = 4096
 
@@ -44,6 +44,14 @@ class Template:
                 self._prompts.clear()
             self._prompts[key] = (row.columns, turn)
         return replace(turn, ids=list(turn.ids))
+
+    def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
+        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
+        where its context is more than that, as an environment opened it, or none was made, as it failed."""
+        row, turns = trajectory.row, trajectory.turns
+        if not turns or turns[0].ids != self.encode_prompt(row).ids:
+            return None
+        return self._plain_prompt(row) if self.chat is None else self._prompt_messages(row)
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with what the environment says at its start: in the same user message where the prompt

@@ -1,0 +1,93 @@
+"""Turn recorded samples into data: `rlhf data export runs/latest --form pairs -o pairs.jsonl`.
+
+Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save` or `rlhf generate --save`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FORMS = {
+    "pairs": "prompt, chosen, rejected: the best answer to each prompt and the worst, where they differ",
+    "best": "prompt, completion, reward: the best answers to each prompt",
+    "labels": "prompt, completion, label: every answer, good or bad",
+    "demonstrations": "prompt, completion: every answer",
+    "scored": "prompt, completion, reward: every scored answer",
+    "conditional": "prompt with the reward in it, completion, reward: every scored answer, rewards as z-scores",
+}
+OPTIONS: dict[str, tuple[str, type, str, str]] = {
+    "min_gap": ("pairs", float, "GAP", "only where the rewards differ by more than this (default: 0)"),
+    "keep": ("best", int, "N", "so many answers to each prompt (default: 1)"),
+    "min_reward": ("best", float, "REWARD", "only answers that reach this"),
+    "threshold": ("labels", float, "REWARD", "good is what reaches this (default: 1)"),
+    "condition": (
+        "conditional",
+        str,
+        "TEXT",
+        "with {prompt} and {reward} (default: '{prompt} <rm_score>: {reward:.2f} ')",
+    ),
+}
+"""{option: (form that reads it, type, what help calls its value, help)}."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources", nargs="+", type=Path, metavar="SOURCE", help="run directory, its rollouts, or a file"
+    )
+    listed = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
+    parser.add_argument("--form", choices=FORMS, required=True, help=listed)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="written as JSON lines")
+    parser.add_argument("--force", action="store_true", help="replace the output where it exists")
+    parser.add_argument("--truncated", action="store_true", help="take answers that were cut off at their budget too")
+    for name, (form, kind, metavar, text) in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=f"{form}: {text}")
+    parser.add_argument("--json", action="store_true", help="print the counts as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rlhf.checkpoint.files import write_atomic
+    from rlhf.checkpoint.json_values import to_text
+    from rlhf.data import export
+    from rlhf.data.answers import read_answers
+    from rlhf.errors import ConfigError, DataError
+
+    options = _options(args)
+    output: Path = args.output
+    if output.exists() and not args.force:
+        raise ConfigError(f"{output} exists; --force replaces it")
+    if not output.parent.is_dir():
+        raise ConfigError(f"there is no folder {output.parent} to write {output.name} into")
+    recorded = read_answers(args.sources, truncated=args.truncated)
+    made = getattr(export, args.form)(recorded.groups, **options)
+    left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | made.left_out
+    counts = {"rows": len(made.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
+    told = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
+    if not made.rows:
+        raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row. Left out:{told}")
+    write_atomic(output, "".join(to_text(row) + "\n" for row in made.rows))
+    if args.json:
+        sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")
+    else:
+        of = f"of {counts['answers']} answers to {counts['prompts']} prompts"
+        sys.stdout.write(f"{output}: {len(made.rows)} rows {of}{'; left out:' + told if told else ''}\n")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the form; one that the form does not read is an error."""
+    from rlhf.errors import ConfigError
+
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    for name in given:
+        if OPTIONS[name][0] != args.form:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for --form {OPTIONS[name][0]}; --form {args.form} does not read it")
+    if given.get("keep", 1) < 1:
+        raise ConfigError(f"--keep must be at least 1, got {given['keep']}")
+    if given.get("min_gap", 0.0) < 0:
+        raise ConfigError(f"--min-gap must be at least 0, got {given['min_gap']:g}")
+    return given
