@@ -6,8 +6,8 @@ import pytest
 from rlhf.components import check
 from rlhf.config import load
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, Generator
-from rlhf.types import Needs, RoleSpec
+from rlhf.interfaces import Algorithm, Generator, Trainer
+from rlhf.types import Lent, Needs, RoleSpec
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OFFLINE = BASE[:3]
@@ -54,6 +54,34 @@ def test_what_fits_passes():
 def test_too_few_rows_a_step_are_refused():
     said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
     assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said
+
+
+def test_an_algorithm_that_needs_no_reward():
+    unscored = Fake(reward=False)
+    check(load(None, OFFLINE), unscored)
+    check(load(None, [*BASE, ("stream.filter.low", "0"), ("data.eval", "b.jsonl")]), unscored)
+    check(load(None, [*OFFLINE, ("data.eval", "b.jsonl"), ("eval.metric", "length")]), unscored)
+    filtered = messages([*OFFLINE, ("stream.filter.low", "0")], unscored)
+    assert "stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME" in filtered
+    evaluated = messages([*OFFLINE, ("data.eval", "b.jsonl")], unscored)
+    assert "data.eval: nothing scores the answers" in evaluated
+    assert "an online run needs a reward" in messages(OFFLINE)
+
+
+def test_roles_that_compute_with_each_others_heads_need_a_trainer_that_can():
+    class Lends(Trainer):
+        name = "lends"
+        capabilities = frozenset({"lend:head", "export:module"})
+
+    class Keeps(Trainer):
+        name = "keeps"
+        capabilities = frozenset({"export:module"})
+
+    roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
+    flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
+    check(load(None, flags), algorithm, trainer=Lends)
+    said = messages(flags, algorithm, trainer=Keeps)
+    assert "imitate has roles compute with each other's output heads, which trainer 'keeps' cannot" in said
 
 
 def test_settings_of_a_sync_that_never_happens_are_refused():

@@ -193,3 +193,24 @@ def test_ready_batches_come_back_after_a_resume():
 )
 def test_the_filter_is_strict(filter, scores, passed):
     assert passes(FilterSection(**filter), scores) is passed
+
+
+class Unscored(Recorded):
+    """Nothing scores these samples."""
+
+    def run(self, rows, first_number, settings):
+        groups = super().run(rows, first_number, settings)
+        for trajectory in (t for g in groups for t in g.trajectories):
+            trajectory.reward = trajectory.score = None
+        return groups
+
+
+def test_samples_without_a_reward_reach_an_algorithm_that_needs_none():
+    s = stream(Unscored(fails=lambda i, s: i == 1 and s == 0), scored=False, on_failed_sample="drop_sample")
+    s.start(0)
+    ready = s.take(0)
+    assert [len(g.trajectories) for g in ready.groups] == [2, 1, 2, 2]
+    assert ready.counts["failed_samples"] == 1
+    left_out = stream(Unscored(), on_failed_sample="drop_sample")
+    left_out.start(0)
+    assert left_out.take(0).groups == []

@@ -77,6 +77,19 @@ def test_who_enters():
     assert assemble([]) is None
 
 
+def test_who_enters_where_nothing_is_scored():
+    """Failed samples stay out; a reward that is there plays no part, be it no number."""
+    failed = trajectory(seen(1), said(2), reward=None, sample=1, status="failed")
+    groups = [
+        group(trajectory(seen(1), said(2), reward=None), failed, trajectory(seen(1), said(3), reward=float("nan")))
+    ]
+    batch = assemble(groups, scored=False)
+    assert batch.ids_N.tolist() == [1, 2, 1, 3]
+    assert sorted(batch.unit) == ["group", "own_tokens", "sample", "truncated"]
+    assert assemble([group(failed)], scored=False) is None
+    assert assemble([group(groups[0].trajectories[0])]) is None
+
+
 def test_step_rewards_count_once():
     steps = {
         "prm": RewardResult(0.0, steps=((1, 0, 2.0), (3, 1, -1.0))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf.interfaces import ApplyResult
@@ -134,9 +136,23 @@ class Unmasked(PlainTrainer):
         made = super().forward(micros, outputs, view)
         for result, micro in zip(made, micros, strict=True):
             for name, values in result.items():
-                if values.shape[0] == micro.tokens:
+                if values.shape == (micro.tokens,):
                     result[name] = values + (~micro.tok["loss_mask"]).float()
         return made
+
+
+class HiddenAfter(PlainTrainer):
+    """Hidden states of the tokens themselves, not of where they are predicted."""
+
+    def hidden(self, ids_T):
+        return super().hidden(ids_T).roll(-1, 0)
+
+
+class BorrowsUnscaled(PlainTrainer):
+    """Computes with something else than it was lent."""
+
+    def borrow_head(self, role, head):
+        super().borrow_head(role, replace(head, weight_VH=head.weight_VH / head.weight_VH.norm()))
 
 
 class EvaluatesIntoGradients(PlainTrainer):
@@ -176,6 +192,8 @@ def suite(made):
         (ForgetsOne, "test_weights", "differ in their bits"),
         (LiveForAll, "test_views", "answers for the view"),
         (Unmasked, "test_forward", "'logprobs' differs|must be 0 where"),
+        (HiddenAfter, "test_forward", "'hidden' differs"),
+        (BorrowsUnscaled, "test_lent_head", "the loss is .*, plainly computed"),
         (EvaluatesIntoGradients, "test_evaluate", "changed the weight"),
         (ForgetsNothing, "test_zero_grad", "after zero_grad"),
     ],
