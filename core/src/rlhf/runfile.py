@@ -95,24 +95,26 @@ class DataSection(ComponentConfig):
     """Prompts (online) or rows (offline) per step."""
     shuffle: bool = True
     """Another order in every pass, from ``run.seed``; false: as the sources are written."""
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of ``{role, content}`` messages."""
-    response: str = "response"
-    """Column with the demonstration (offline); ``messages`` takes its place where set."""
+    prompt: str | None = None
+    """Column with the prompt: text, or a list of ``{role, content}`` messages. Where this and the columns below are
+    absent they are ``prompt``, ``response``, ``chosen``, ... where a source has these, and recognised else."""
+    response: str | None = None
+    """Column with the answer (demonstrations, labels); ``messages`` takes its place where set."""
     messages: str | None = None
-    """Column with whole conversations (offline)."""
-    chosen: str = "chosen"
+    """Column with whole conversations (demonstrations, labels)."""
+    chosen: str | None = None
     """Column with the better answer of a pair."""
-    rejected: str = "rejected"
+    rejected: str | None = None
     """Column with the worse answer of a pair."""
     margin: str | None = None
     """Column with how much better the chosen answer of a pair is (a number); read only where named."""
-    label: str = "label"
-    """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``."""
-    steps: str = "completions"
-    """Column with the steps of a solution: a list of texts."""
-    step_labels: str = "labels"
-    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1)."""
+    label: str | None = None
+    """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``; ``label`` where absent."""
+    steps: str | None = None
+    """Column with the steps of a solution: a list of texts; ``completions`` where absent."""
+    step_labels: str | None = None
+    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1); ``labels``
+    where absent."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text after each step; a step ends at the token in which it ends."""
     template: Literal["auto", "chat", "plain"] = "auto"
@@ -134,6 +136,9 @@ class DataSection(ComponentConfig):
     """Longest sequence: prompt, observations and answers."""
     too_long: Literal["error", "drop"] = "error"
     """Rows over the limits: refused with file and line, or dropped and counted. Never cut."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Rows from which nothing can be learnt or that cannot be read (an empty answer, equal answers of a pair, a label
+    that is none): refused with file and line, or dropped and counted."""
 
     @model_validator(mode="after")
     def _sources(self) -> DataSection:

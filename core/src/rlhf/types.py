@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rlhf.data.layouts import Layout
 
 # ---------------------------------------------------------------------------------------------- data
 
@@ -22,6 +25,8 @@ class Row:
     """Name of the source in the run file; per-source metrics use it."""
     index: int
     """Position in that source, from 0; ``(source, index)`` identifies the row across a resume."""
+    layout: Layout | None = field(default=None, compare=False, repr=False)
+    """How its source's columns are read, where they are not those that the run file names."""
 
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]

@@ -85,15 +85,15 @@ def test_a_bad_row_is_named_with_file_and_line(write, chars):
 
 def test_missing_columns_are_named_with_those_present_for_all_sources(write, chars):
     section = DataSection(
-        train=(write("a.jsonl", [{"question": "x", "response": "y"}]),), eval=(write("b.jsonl", [{"prompt": "x"}]),)
+        train=(write("a.jsonl", [{"promt": "x", "response": "y"}]),), eval=(write("b.jsonl", [{"prompt": "x"}]),)
     )
     with pytest.raises(DataError) as error:
         TrainData(section, chars, "demonstrations", 0)
     message = str(error.value)
-    assert "a.jsonl) has no column 'prompt'; columns present: question, response. Name the right one" in message
-    assert "--data.prompt" in message
+    assert "a.jsonl) has no column 'prompt'. Did you mean 'promt'? Name the right one with --data.prompt." in message
+    assert "Columns present: promt, response." in message
     assert "data.eval 'b'" in message
-    assert "has no column 'response'; columns present: prompt." in message
+    assert "has no column 'response'. Name the right one with --data.response. Columns present: prompt." in message
 
 
 def test_which_columns_are_required(write, chars, chat):

@@ -38,8 +38,8 @@ def masked(tokenizer, sequence):
      ("+", True), ("-", False)],
 )  # fmt: skip
 def test_labels(read, chars, value, label):
-    rows = [{"prompt": "ab", "response": "cd", "label": value}]
-    (example,) = read(chars, "labels", rows)
+    rows = [{"prompt": "ab", "response": "cd", "label": value}, {"prompt": "ab", "response": "c", "label": not label}]
+    example, _ = read(chars, "labels", rows)
     assert example.values == {"label": label}
     assert type(example.values["label"]) is bool
     assert masked(chars, example.sequences[0]) == "cd<eos>"
@@ -48,8 +48,9 @@ def test_labels(read, chars, value, label):
 
 def test_labels_of_conversations(read, chat):
     answer = [{"role": "assistant", "content": "2"}]
-    (first,) = read(chat, "labels", [{"prompt": USER, "response": answer, "label": True}])
-    (second,) = read(chat, "labels", [{"m": [*USER, *answer], "good": 0}], messages="m", label="good")
+    first, _ = read(chat, "labels", [{"prompt": USER, "response": answer, "label": v} for v in (True, False)])
+    rows = [{"m": [*USER, *answer], "good": v} for v in (0, 1)]
+    second, _ = read(chat, "labels", rows, messages="m", label="good")
     assert first.sequences == second.sequences
     assert (first.values, second.values) == ({"label": True}, {"label": False})
     assert masked(chat, first.sequences[0]) == "2<eos>"

@@ -341,7 +341,7 @@ def test_conversations_that_are_refused(chat):
     message = refused(lambda: template.encode_demonstration(row(m=TURNS[:3])))
     assert "must end with the assistant's answer, got the roles user, assistant, user" in message
     empty = [*TURNS[:3], {"role": "assistant", "content": " "}]
-    assert "message 3 (assistant) has no text" in refused(lambda: template.encode_demonstration(row(m=empty)))
+    assert "message 3 (assistant): the answer is empty" in refused(lambda: template.encode_demonstration(row(m=empty)))
 
 
 def test_continued_pre_training_needs_no_prompt(chars):

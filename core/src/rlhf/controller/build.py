@@ -119,6 +119,8 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
 def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -> Run:
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
+    for note in data.notes:
+        progress.note(note)
 
     def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
         path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"

@@ -170,6 +170,8 @@ class Run:
         metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
+        if self.config.data.bad_rows == "drop":
+            metrics["data/bad_rows"] = float(self.data.bad_rows)
         is_best = False
         if self._evaluates(done):
             assert self.evaluate is not None

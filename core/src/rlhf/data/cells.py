@@ -1,48 +1,112 @@
-"""Values of columns, checked: conversations, labels, margins, steps."""
+"""One row as the fields of its form, each value checked: texts, conversations, labels, margins, steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.data.conversation import Message
 from rlhf.errors import DataError, did_you_mean
 from rlhf.types import Row
 
+if TYPE_CHECKING:
+    from rlhf.data.layouts import Layout
+
 LABELS: Mapping[str, bool] = {"true": True, "1": True, "+": True, "false": False, "0": False, "-": False}
 """Texts that are labels, in any case: files without types (csv) have no others."""
 
 
-def cell(row: Row, column: str) -> Any:
-    """The value of a column. Raises DataError naming the columns present."""
-    if column not in row.columns:
-        raise DataError(
-            f"no column {column!r}; columns present: {', '.join(row.columns)}.{did_you_mean(column, row.columns)}"
-        )
-    return row.columns[column]
+class Cells:
+    """The values of a row by field, through a layout.
 
+    Raises DataError, here and in every method: what was got, in which column, and what is allowed.
+    """
 
-def messages_of(row: Row, column: str) -> list[Message]:
-    """A conversation."""
-    value = cell(row, column)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"column {column!r}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"column {column!r}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise DataError(f"column {column!r}, message {i}: content must be text, got {str(content)[:60]!r}")
-    return list(value)
+    def __init__(self, row: Row, layout: Layout) -> None:
+        self.row, self.layout = row, layout
+        try:
+            self.values = layout.read(row.columns)
+        except DataError as error:
+            raise DataError(f"columns {', '.join(map(repr, layout.columns.values()))}: {error}") from None
 
+    def __contains__(self, field: str) -> bool:
+        return field in self.values
 
-def hard_label(row: Row, column: str) -> bool:
-    """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
-    found = as_label(cell(row, column))
-    if found is None:
-        raise DataError(f"column {column!r}: a label is true or false, 1 or 0, '+' or '-', got {_short(row[column])}")
-    return found
+    def name(self, field: str) -> str:
+        """For messages."""
+        return f"column {self.layout.name(field)!r}"
+
+    def value(self, field: str) -> Any:
+        if field not in self.values:
+            column, columns = self.layout.name(field), self.row.columns
+            raise DataError(
+                f"no column {column!r}; columns present: {', '.join(columns)}.{did_you_mean(column, columns)}"
+            )
+        return self.values[field]
+
+    def text(self, field: str, allowed: str = "text") -> str:
+        value = self.value(field)
+        if not isinstance(value, str):
+            raise DataError(f"{self.name(field)}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}")
+        return value
+
+    def messages(self, field: str) -> list[Message]:
+        """A conversation."""
+        value, name = self.value(field), self.name(field)
+        if not isinstance(value, list) or not value:
+            raise DataError(f"{name}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
+        for i, message in enumerate(value):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise DataError(f"{name}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise DataError(f"{name}, message {i}: content must be text, got {str(content)[:60]!r}")
+        return list(value)
+
+    def label(self) -> bool:
+        """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
+        found = as_label(value := self.value("label"))
+        if found is None:
+            raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {shown(value)}")
+        return found
+
+    def margin(self) -> float:
+        """By how much the chosen answer is better: a finite number, also as text."""
+        value = self.value("margin")
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{self.name('margin')}: a margin is a finite number, got {shown(value)}")
+        return number
+
+    def steps(self) -> list[str]:
+        """The texts of a solution's steps."""
+        value, name = self.value("steps"), self.name("steps")
+        if not isinstance(value, list) or not value:
+            raise DataError(f"{name}: must be a list of the texts of steps, got {shown(value)}")
+        for number, text in enumerate(value, 1):
+            if not isinstance(text, str):
+                raise DataError(f"{name}, step {number}: must be text, got {shown(text)}")
+        return value
+
+    def step_labels(self) -> list[float]:
+        """A label for each step: a hard one (as :meth:`label`), or the probability (0 .. 1) that the step is right."""
+        value, name = self.value("step_labels"), self.name("step_labels")
+        if not isinstance(value, list):
+            raise DataError(f"{name}: must be a list with a label for each step, got {shown(value)}")
+        labels = []
+        for number, one in enumerate(value, 1):
+            hard = as_label(one)
+            if hard is None and (not isinstance(one, int | float) or not 0 <= one <= 1):
+                raise DataError(
+                    f"{name}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
+                    f"got {shown(one)}"
+                )
+            labels.append(float(one if hard is None else hard))
+        return labels
 
 
 def as_label(value: Any) -> bool | None:
@@ -54,46 +118,7 @@ def as_label(value: Any) -> bool | None:
     return None
 
 
-def margin(row: Row, column: str) -> float:
-    """By how much the chosen answer is better: a finite number, also as text."""
-    value = cell(row, column)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"column {column!r}: a margin is a finite number, got {_short(value)}")
-    return number
-
-
-def texts_of(row: Row, column: str) -> list[str]:
-    """The texts of a solution's steps."""
-    value = cell(row, column)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"column {column!r}: must be a list of the texts of steps, got {_short(value)}")
-    for number, text in enumerate(value, 1):
-        if not isinstance(text, str):
-            raise DataError(f"column {column!r}, step {number}: must be text, got {_short(text)}")
-    return value
-
-
-def soft_labels(row: Row, column: str) -> list[float]:
-    """A label for each step: a hard one (:func:`hard_label`), or the probability (0 .. 1) that the step is right."""
-    value = cell(row, column)
-    if not isinstance(value, list):
-        raise DataError(f"column {column!r}: must be a list with a label for each step, got {_short(value)}")
-    labels = []
-    for number, one in enumerate(value, 1):
-        hard = as_label(one)
-        if hard is None and (not isinstance(one, int | float) or not 0 <= one <= 1):
-            raise DataError(
-                f"column {column!r}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
-                f"got {_short(one)}"
-            )
-        labels.append(float(one if hard is None else hard))
-    return labels
-
-
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Type and value, cut, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rlhf.config_errors import raise_problems
+from rlhf.data.checks import check_example, check_labels, check_prompt
+from rlhf.data.layouts import Layout, named_columns, recognise
 from rlhf.data.order import RowOrder
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source, load_source
 from rlhf.data.template import Template
-from rlhf.errors import DataError, did_you_mean
+from rlhf.errors import DataError
 from rlhf.runfile import DataSection
 from rlhf.types import DataForm, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a row can be used."""
+
+    kind: Literal["", "too_long", "bad_rows"] = ""
+    """Empty: it can; else the option of ``[data]`` that says what becomes of it."""
+    text: str = ""
+    """Why not."""
+    example: Example | None = None
+    """Its tokens, where it has any (offline forms)."""
+    error: DataError | None = None
 
 
 class TrainData:
     """Rows for training in a resumable order, and rows for evaluation.
 
-    Every row handed out fits: a longer one is refused with its file and line, or left out and counted in
-    :attr:`dropped`, as ``data.too_long`` says; nothing is ever cut.
+    Every row handed out can be learnt from and fits: another is refused with its file and line, or left out and counted
+    in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say; nothing is ever cut.
 
-    Raises DataError (a source, a missing column) or ConfigError (the template).
+    Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
 
     def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int) -> None:
@@ -30,15 +46,20 @@ class TrainData:
         self.template = Template(tokenizer, section)
         self._train = [load_source(s) for s in section.train]
         self._eval = [load_source(s) for s in section.eval]
-        raise_problems(
-            "the data lacks columns",
-            [*self._lacking("train", self._train), *self._lacking("eval", self._eval)],
-            DataError,
-        )
+        self.notes: list[str] = []
+        """How the columns of sources were recognised, where the run file does not say it."""
+        problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]
+        raise_problems("the data cannot be read", problems, DataError)
+        if form == "labels" and self._train:
+            columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
+            check_labels(self._train, columns, section.bad_rows == "drop")
         self.order = RowOrder(self._train, seed, section.shuffle)
         self.dropped = 0
         """Training rows left out so far as too long."""
-        self.eval_dropped = 0
+        self.bad_rows = 0
+        """Training rows left out so far as nothing can be learnt from them."""
+        self.eval_dropped = self.eval_bad_rows = 0
+        self._why = Verdict()
         self._examples: dict[tuple[str, int], Example] = {}
 
     @property
@@ -64,12 +85,14 @@ class TrainData:
                 rows.append(row)
                 misses = 0
                 continue
-            self.dropped += 1
+            self.dropped += self._why.kind == "too_long"
+            self.bad_rows += self._why.kind == "bad_rows"
             misses += 1
             if misses >= 2 * self.rows_per_epoch:
                 raise DataError(
                     f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
-                    f"data.max_prompt_tokens = {self.section.max_prompt_tokens}): nothing is left to train on"
+                    f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
+                    f"left to train on. The last one: {self._why.text}"
                 )
         return rows
 
@@ -80,11 +103,27 @@ class TrainData:
 
     def eval_rows(self) -> list[Row]:
         """All evaluation rows that fit, source by source, in the order they are written."""
-        rows = [source[i] for source in self._eval for i in range(len(source))]
-        kept = [row for row in rows if self._fits(row, self._eval)]
-        self.eval_dropped = len(rows) - len(kept)
+        kept: list[Row] = []
+        self.eval_dropped = self.eval_bad_rows = 0
+        for row in (source[i] for source in self._eval for i in range(len(source))):
+            if self._fits(row, self._eval):
+                kept.append(row)
+            self.eval_dropped += self._why.kind == "too_long"
+            self.eval_bad_rows += self._why.kind == "bad_rows"
         self._examples = {}
         return kept
+
+    def judge(self, row: Row) -> Verdict:
+        """Whether a row can be used, and as which tokens (kept for :meth:`examples`)."""
+        try:
+            if self.form == "prompts":
+                long = check_prompt(len(self.template.encode_prompt(row).ids), self.section)
+                return Verdict("too_long" if long else "", long)
+            example = self._examples[row.source, row.index] = self._encode(row)
+            long = check_example(example, self.section)
+        except DataError as error:
+            return Verdict("bad_rows", str(error), error=error)
+        return Verdict("too_long" if long else "", long, example)
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
@@ -101,51 +140,25 @@ class TrainData:
         return self._source(self._train, source)[index]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order.state_dict(), "dropped": self.dropped}
+        return {"order": self.order.state_dict(), "dropped": self.dropped, "bad_rows": self.bad_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.order.load_state_dict(state["order"])
-        self.dropped = int(state["dropped"])
+        self.dropped, self.bad_rows = int(state["dropped"]), int(state.get("bad_rows", 0))
 
     # ------------------------------------------------------------------------------------- inside
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
-        where = self._source(sources, row.source).where(row.index)
-        try:
-            problem = self._too_long(row)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        if problem and self.section.too_long == "error":
-            raise DataError(
-                f'{where}: {problem}. Shorten the row, raise the limit, or set data.too_long = "drop" to leave such '
-                "rows out (counted)."
-            )
-        return not problem
-
-    def _too_long(self, row: Row) -> str:
-        section = self.section
-        if self.form == "prompts":
-            prompt = len(self.template.encode_prompt(row).ids)
-            if not prompt:
-                raise DataError("the prompt is empty; at least one token is needed to continue from")
-            if section.max_prompt_tokens is not None and prompt > section.max_prompt_tokens:
-                return f"the prompt has {prompt} tokens, over data.max_prompt_tokens = {section.max_prompt_tokens}"
-            if prompt >= section.max_tokens:
-                return (
-                    f"the prompt has {prompt} tokens; data.max_tokens = {section.max_tokens} leaves no room to answer"
-                )
-            return ""
-        example = self._encode(row)
-        self._examples[row.source, row.index] = example
-        for sequence in example.sequences:
-            if len(sequence.ids) < 2:
-                raise DataError("the row is empty: it has no token that could be learnt from what precedes it")
-            prompt = sequence.loss_mask.index(True) if True in sequence.loss_mask else len(sequence.ids)
-            if section.max_prompt_tokens is not None and prompt > section.max_prompt_tokens:
-                return f"the prompt has {prompt} tokens, over data.max_prompt_tokens = {section.max_prompt_tokens}"
-            if len(sequence.ids) > section.max_tokens:
-                return f"the row has {len(sequence.ids)} tokens, over data.max_tokens = {section.max_tokens}"
-        return ""
+        """Whether a row can be used; :attr:`_why` says why not."""
+        where, why = self._source(sources, row.source).where(row.index), self.judge(row)
+        self._why = why
+        if why.kind and getattr(self.section, why.kind) == "error":
+            advice = (
+                'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
+                'Correct the row, or set data.bad_rows = "drop"'
+            )  # fmt: skip
+            raise DataError(f"{where}: {why.text}. {advice} to leave such rows out (counted).") from why.error
+        return not why.kind
 
     def _encode(self, row: Row) -> Example:
         template = self.template
@@ -157,33 +170,35 @@ class TrainData:
         }[self.form]
         return encode(row)
 
-    def _lacking(self, key: str, sources: Sequence[Source]) -> list[str]:
+    def _recognise(self, key: str, sources: Sequence[Source]) -> list[str]:
+        """Give every source its layout; what is wrong with those that have none."""
         problems = []
         for source in sources:
-            for column in self._required():
-                if column not in source.columns:
-                    field = next((k for k in _COLUMN_FIELDS if getattr(self.section, k) == column), "prompt")
-                    problems.append(
-                        f"data.{key} {source.name!r} ({source.section.path}) has no column {column!r}; columns "
-                        f"present: {', '.join(source.columns)}.{did_you_mean(column, source.columns)} "
-                        f"Name the right one with --data.{field}."
-                    )
+            title = f"data.{key} {source.name!r} ({source.section.path})"
+            try:
+                source.layout = self._layout(source)
+            except DataError as error:
+                problems.append(f"{title} {error}")
+                continue
+            if not source.layout.given:
+                self.notes.append(f"{title} is read as {source.layout}")
         return problems
 
-    def _required(self) -> list[str]:
-        section, plain = self.section, self.template.chat is None
-        prompt = [] if section.input_template is not None else [section.prompt]
-        if self.form == "prompts":
-            return prompt
-        if self.form == "pairs":
-            margin = [] if section.margin is None else [section.margin]
-            return [section.chosen, section.rejected, *margin, *(prompt if plain else ())]
-        if self.form == "steps":
-            return [*prompt, section.steps, section.step_labels]
-        label = [section.label] if self.form == "labels" else []
-        if section.messages is not None:
-            return [section.messages, *label]
-        return [*(() if plain and section.loss_on == "all" else prompt), section.response, *label]
+    def _layout(self, source: Source) -> Layout:
+        section, chat = self.section, self.template.chat is not None
+        whole = section.loss_on == "all" and not chat
+        layout = recognise(
+            self.form,
+            source.columns,
+            source.read(0),
+            named=named_columns(section),
+            chat=chat,
+            prompt="made" if section.input_template is not None else "optional" if whole else "needed",
+        )
+        if "text" in layout.columns and (section.template == "chat" or section.system is not None):
+            key = "system" if section.system is not None else 'template = "chat"'
+            raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
+        return layout
 
     @staticmethod
     def _source(sources: Sequence[Source], name: str) -> Source:
@@ -191,8 +206,3 @@ class TrainData:
             if source.name == name:
                 return source
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
-
-
-_COLUMN_FIELDS = (
-    "messages", "prompt", "response", "chosen", "rejected", "margin", "label", "steps", "step_labels"
-)  # fmt: skip

@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import DataError, did_you_mean
 from rlhf.runfile import SourceSection
 from rlhf.types import Row
+
+if TYPE_CHECKING:
+    from rlhf.data.layouts import Layout
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -31,6 +35,8 @@ class Source(ABC):
         kept = f"{fingerprint} {section.max_rows}"
         self.fingerprint = hashlib.sha256(kept.encode()).hexdigest()
         """sha256 (hexadecimal) over what the source holds; equal data, equal fingerprint."""
+        self.layout: Layout | None = None
+        """How the columns of its rows are read; absent: as the run file names them."""
 
     @property
     def probability(self) -> float | None:
@@ -55,7 +61,11 @@ class Source(ABC):
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has rows 0 to {len(self) - 1}, got {index}")
-        return Row(self.read(index), self.name, index)
+        return Row(self.read(index), self.name, index, self.layout)
+
+    def values(self, column: str) -> Iterator[Any]:
+        """One column of every row; None where a row lacks it."""
+        return (self.read(i).get(column) for i in range(len(self)))
 
 
 def load_source(section: SourceSection) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ class TableSource(Source):
         row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
         return row
 
+    def values(self, column: str) -> Iterator[Any]:
+        return iter(self._table.column(column).slice(0, len(self)).to_pylist())
+
 
 class DatasetSource(Source):
     """A ``datasets.Dataset``; its features decode rows."""
@@ -38,6 +42,9 @@ class DatasetSource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         return dict(self._dataset[index])
+
+    def values(self, column: str) -> Iterator[Any]:
+        return iter(self._dataset.data.table.column(column).slice(0, len(self)).to_pylist())
 
 
 def content_hash(table: Any) -> str:

@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf.data.cells import cell, hard_label, margin, messages_of, soft_labels, texts_of
+from rlhf.data.cells import Cells
 from rlhf.data.conversation import ChatTemplate, Frame, Message, Span
+from rlhf.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.data.steps import StepEnds, decoder_of
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
-from rlhf.types import Row, Trajectory, Turn
+from rlhf.types import Row, Turn
 
 _CACHED_PROMPTS = 4096
+_TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
 class Template:
@@ -27,6 +29,8 @@ class Template:
     def __init__(self, tokenizer: Any, section: DataSection) -> None:
         self.tokenizer, self.section = tokenizer, section
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
+        self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
+        """Of rows that have none of their own."""
         self._bos = _begin_ids(tokenizer)
         self._frame: Frame | None = None
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
@@ -45,14 +49,6 @@ class Template:
             self._prompts[key] = (row.columns, turn)
         return replace(turn, ids=list(turn.ids))
 
-    def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
-        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
-        where its context is more than that, as an environment opened it, or none was made, as it failed."""
-        row, turns = trajectory.row, trajectory.turns
-        if not turns or turns[0].ids != self.encode_prompt(row).ids:
-            return None
-        return self._plain_prompt(row) if self.chat is None else self._prompt_messages(row)
-
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with what the environment says at its start: in the same user message where the prompt
         ends with one (after a blank line), as another message else; plain text is simply continued."""
@@ -60,7 +56,7 @@ class Template:
             return [self.encode_prompt(row)]
         if self.chat is None:
             return [self.encode_prompt(row), self.encode_observation(text)]
-        messages = self._prompt_messages(row)
+        messages = self._prompt_messages(self._cells(row))
         if messages[-1]["role"] == "user":
             joined = f"{messages[-1]['content']}\n\n{text}" if messages[-1]["content"] else text
             messages[-1] = {**messages[-1], "content": joined}
@@ -107,35 +103,35 @@ class Template:
     # --------------------------------------------------------------------------------- supervision
 
     def encode_demonstration(self, row: Row) -> Example:
-        """The row's conversation or prompt and response, with the tokens to train on (``data.loss_on``)."""
-        section = self.section
-        if self.chat is None:
-            prompt = self._plain_prompt(row, optional=section.loss_on == "all")
-            return Example(row, [self._completed(prompt, self._string(row, section.response))])
-        if section.messages is not None:
-            messages = self._messages(row, section.messages)
-        else:
-            messages = [*self._prompt_messages(row), *self._answer(row, section.response)]
-        return Example(row, [self._conversation(messages)])
+        """The row's conversation or prompt and response, with the tokens to train on (``data.loss_on``); or its text,
+        whole, where that is all it has."""
+        return Example(row, [self._demonstrated(self._cells(row))])
 
     def encode_pair(self, row: Row) -> Example:
         """The row's chosen (role 0) and rejected (role 1) answer to one prompt. Where both are whole conversations
-        and there is no prompt column, each is taken as it is."""
-        sequences = []
-        for role, column in enumerate((self.section.chosen, self.section.rejected)):
-            if self.chat is None:
-                sequence = self._completed(self._plain_prompt(row), self._string(row, column))
-            elif self.section.prompt not in row.columns and isinstance(row.get(column), list):
-                sequence = self._conversation(self._messages(row, column))
-            else:
-                sequence = self._conversation([*self._prompt_messages(row), *self._answer(row, column)])
-            sequences.append(replace(sequence, role=role))
-        values = {} if self.section.margin is None else {"margin": margin(row, self.section.margin)}
-        return Example(row, sequences, values)
+        and there is no prompt column, each is taken as it is; up to the last answer they are the same, or everything
+        that an assistant says is trained on."""
+        cells = self._cells(row)
+        fields = ("chosen", "rejected")
+        if self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list):
+            both = [self._messages(cells, name) for name in fields]
+            if self.section.loss_on == "completion" and both[0][:-1] != both[1][:-1]:
+                raise DataError(
+                    "the chosen and the rejected conversation differ before their last answers, and only those are "
+                    'trained on; set data.loss_on = "assistant" to train on all that the assistant says'
+                )
+            sequences = [self._conversation(messages) for messages in both]
+        else:
+            sequences = [self._answered(cells, name) for name in fields]
+        if sequences[0].ids == sequences[1].ids:
+            raise DataError("the chosen and the rejected answer are the same, token by token: nothing can be preferred")
+        values = {"margin": cells.margin()} if "margin" in cells.layout.columns else {}
+        return Example(row, [replace(s, role=role) for role, s in enumerate(sequences)], values)
 
     def encode_label(self, row: Row) -> Example:
         """The row's prompt and answer, as a demonstration, with ``values["label"]``: whether it is desirable."""
-        return Example(row, self.encode_demonstration(row).sequences, {"label": hard_label(row, self.section.label)})
+        cells = self._cells(row)
+        return Example(row, [self._demonstrated(cells)], {"label": cells.label()})
 
     def encode_steps(self, row: Row) -> Example:
         """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
@@ -144,97 +140,124 @@ class Template:
         The solution stands where the policy's answer would start and is left open: no end token follows, as nothing
         after a step tells whether it is right.
         """
-        section = self.section
-        texts = texts_of(row, section.steps)
-        labels = soft_labels(row, section.step_labels)
+        cells, separator = self._cells(row), self.section.step_separator
+        texts, labels = cells.steps(), cells.step_labels()
         if len(texts) != len(labels):
             raise DataError(
-                f"{len(texts)} steps in column {section.steps!r}, but {len(labels)} labels in column "
-                f"{section.step_labels!r}; every step has one"
+                f"{len(texts)} steps in {cells.name('steps')}, but {len(labels)} labels in "
+                f"{cells.name('step_labels')}; every step has one"
             )
         for number, text in enumerate(texts, 1):
-            if (count := self._step_ends.count(text + section.step_separator)) != 1:
-                what = "contains" if count else "has no text before"
+            if (count := self._step_ends.count(text + separator)) != 1:
                 raise DataError(
-                    f"column {section.steps!r}: step {number} {what} data.step_separator = "
-                    f"{section.step_separator!r}, so where it ends could not be told from its tokens: {text[:60]!r}"
+                    f"{cells.name('steps')}: step {number} {'contains' if count else 'has no text before'} "
+                    f"data.step_separator = {separator!r}, so where it ends could not be told from its tokens: "
+                    f"{text[:60]!r}"
                 )
-        if self.chat is None:
-            bos, prompt = self._bos, self._plain_prompt(row)
-        else:
-            bos, prompt = [], self.chat.text(self._prompt_messages(row), answer=True)
-        solution = "".join(text + section.step_separator for text in texts)
-        ids, mask = self._masked(prompt + solution, [(len(prompt), len(prompt) + len(solution))])
-        ids, mask = [*bos, *ids], [*(False for _ in bos), *mask]
-        first = mask.index(True)
-        ends = [first + i for i in self._step_ends(ids[first:])]
+        sequence = self._continued(cells, "".join(text + separator for text in texts))
+        first = sequence.loss_mask.index(True)
+        ends = [first + i for i in self._step_ends(sequence.ids[first:])]
         if len(set(ends)) != len(texts):
             raise DataError(
                 f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not give "
-                f"data.step_separator = {section.step_separator!r} back; choose another"
+                f"data.step_separator = {separator!r} back; choose another"
             )
-        return Example(row, [TokenSequence(ids, mask)], {"steps": list(zip(ends, labels, strict=True))})
+        return Example(row, [sequence], {"steps": list(zip(ends, labels, strict=True))})
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _prompt_turn(self, row: Row) -> Turn:
-        if self.chat is None:
-            return self._turn([*self._bos, *self._ids(self._plain_prompt(row))])
-        return self._turn(self._ids(self.chat.text(self._prompt_messages(row), answer=True)))
+    def _cells(self, row: Row) -> Cells:
+        return Cells(row, row.layout or self.layout)
 
-    def _plain_prompt(self, row: Row, optional: bool = False) -> str:
+    def _prompt_turn(self, row: Row) -> Turn:
+        cells = self._cells(row)
+        if self.chat is None:
+            return self._turn([*self._bos, *self._ids(self._plain_prompt(cells))])
+        return self._turn(self._ids(self.chat.text(self._prompt_messages(cells), answer=True)))
+
+    def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
         section = self.section
         if section.input_template is not None:
+            columns = {**cells.values, **cells.row.columns}
             try:
-                text = section.input_template.format_map(row.columns)
+                text = section.input_template.format_map(columns)
             except (KeyError, IndexError, ValueError, AttributeError) as error:
                 raise DataError(
                     f"data.input_template = {section.input_template!r}: {type(error).__name__} {error}; columns "
-                    f"present: {', '.join(row.columns)}. Literal braces are written {{{{ and }}}}."
+                    f"present: {', '.join(columns)}. Literal braces are written {{{{ and }}}}."
                 ) from None
-        elif optional and section.prompt not in row.columns:
+        elif optional and "prompt" not in cells:
             text = ""
         else:
-            text = self._string(row, section.prompt)
-        return (section.system or "") + text
+            text = cells.text("prompt")
+        system = self._system(cells)
+        return (section.system or "") + (f"{system}\n\n" if system else "") + text
 
-    def _prompt_messages(self, row: Row) -> list[Message]:
-        column = self.section.prompt
-        whole = self.section.messages
-        if whole is not None and column not in row.columns:
-            messages = self._messages(row, whole)  # a conversation without its last answer
+    def _prompt_messages(self, cells: Cells) -> list[Message]:
+        whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
+        if whole is not None and "prompt" not in cells:
+            messages = self._messages(cells, whole)  # a conversation without its last answer
             return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
-        if isinstance(cell(row, column), list):
-            messages = self._messages(row, column)
+        if isinstance(cells.value("prompt"), list):
+            messages = self._messages(cells, "prompt")
         else:
-            messages = self._with_system([{"role": "user", "content": self._string(row, column)}], column)
+            text = cells.text("prompt", _TEXT_OR_MESSAGES)
+            messages = self._with_system([{"role": "user", "content": text}], cells, "prompt")
         if messages[-1]["role"] == "assistant":
-            raise DataError(f"column {column!r}: a prompt must not end with an assistant message; that is the answer")
+            raise DataError(
+                f"{cells.name('prompt')}: a prompt must not end with an assistant message; that is the answer"
+            )
         return messages
 
-    def _answer(self, row: Row, column: str) -> list[Message]:
-        if isinstance(cell(row, column), list):
-            return messages_of(row, column)
-        return [{"role": "assistant", "content": self._string(row, column)}]
+    def _demonstrated(self, cells: Cells) -> TokenSequence:
+        if "text" in cells:
+            return self._completed("", cells.text("text"))
+        if self.chat is not None and "messages" in cells.layout.columns:
+            return self._conversation(self._messages(cells, "messages"))
+        return self._answered(cells, "response")
 
-    def _messages(self, row: Row, column: str) -> list[Message]:
-        return self._with_system(messages_of(row, column), column)
+    def _answered(self, cells: Cells, field: str) -> TokenSequence:
+        """The row's prompt and the answer in a field."""
+        if self.chat is not None:
+            prompt = self._prompt_messages(cells)
+            if isinstance(cells.value(field), list):
+                return self._conversation([*prompt, *cells.messages(field)])
+            text = cells.text(field, _TEXT_OR_MESSAGES)
+        else:
+            text = cells.text(field)
+        if not text.strip():
+            raise DataError(f"{cells.name(field)}: the answer is empty; there is nothing to learn from")
+        if self.chat is not None:
+            return self._conversation([*prompt, {"role": "assistant", "content": text}])
+        return self._completed(self._plain_prompt(cells, optional=self.section.loss_on == "all"), text)
 
-    def _with_system(self, messages: list[Message], column: str) -> list[Message]:
-        if self.section.system is None:
+    def _continued(self, cells: Cells, text: str) -> TokenSequence:
+        """The row's prompt and the beginning of an answer."""
+        if self.chat is None:
+            bos, prompt = self._bos, self._plain_prompt(cells)
+        else:
+            bos, prompt = [], self.chat.text(self._prompt_messages(cells), answer=True)
+        ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
+        return TokenSequence([*bos, *ids], [*(False for _ in bos), *mask])
+
+    def _messages(self, cells: Cells, field: str) -> list[Message]:
+        return self._with_system(cells.messages(field), cells, field)
+
+    def _with_system(self, messages: list[Message], cells: Cells, field: str) -> list[Message]:
+        own = self._system(cells)
+        if own is None and self.section.system is None:
             return messages
-        if messages[0]["role"] == "system":
+        if messages[0]["role"] == "system" or (own and self.section.system is not None):
             raise DataError(
-                f"column {column!r}: the row has a system message of its own and data.system is set too; remove one"
+                f"{cells.name(field)}: the row has a system message of its own and "
+                f"{'a column of system messages' if self.section.system is None else 'data.system'} is set too; "
+                "remove one"
             )
-        return [{"role": "system", "content": self.section.system}, *messages]
+        return [{"role": "system", "content": own or self.section.system}, *messages]
 
-    def _string(self, row: Row, column: str) -> str:
-        value = cell(row, column)
-        if not isinstance(value, str):
-            allowed = "text" if self.chat is None else "text or a list of {role, content} messages"
-            raise DataError(f"column {column!r}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}")
-        return value
+    def _system(self, cells: Cells) -> str | None:
+        """The row's system message, where its layout has a column of them and it is not empty."""
+        return (cells.values.get("system") and cells.text("system")) or None
 
     def _conversation(self, messages: Sequence[Message]) -> TokenSequence:
         assert self.chat is not None
@@ -248,6 +271,9 @@ class Template:
                 f"{', '.join(m['role'] for m in messages)}"
             )
         trained = answers if self.section.loss_on == "assistant" else answers[-1:]
+        for i in trained:
+            if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
+                raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
         render = self.chat.render(messages, trained)
         return TokenSequence(*self._masked(render.text, render.answers))
 

@@ -1,0 +1,239 @@
+"""From common layouts of data sets to the fields that templates read: one function a layout, pure, row by row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf.data.cells import shown
+from rlhf.errors import DataError
+
+Values = dict[str, Any]
+"""{field: value} of one row."""
+
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+MARK = "ки"
+"""Stands after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
+RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
+"""PRM800K's ratings as labels; a neutral step counts as right, as in Lightman et al. 2023, arXiv:2305.20050."""
+ROLES: Mapping[str, str] = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+"""Of ShareGPT's ``from``."""
+
+
+# ------------------------------------------------------------------------------------ conversations
+
+
+def turns(values: Values, chat: bool) -> Values:
+    """``{from, value}`` turns."""
+    return {**values, "messages": [_message(t) for t in _listed(values, "messages")]}
+
+
+def answers_in_turns(values: Values, chat: bool) -> Values:
+    """A conversation of ``{from, value}`` turns up to the answers, and one turn each for both answers."""
+    prompt = [_message(t) for t in _listed(values, "messages")]
+    answers = {k: [_message(values[k])] for k in ("chosen", "rejected") if k in values}
+    return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt} | answers
+
+
+def dialogues(values: Values, chat: bool) -> Values:
+    """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``: the prompt is their common front up to the last
+    assistant's mark in it, the answers are what follows. With a chat template the prompt is a list of messages."""
+    chosen, rejected = _text(values, "chosen"), _text(values, "rejected")
+    ends = [m.end() for m in re.finditer(ASSISTANT, chosen) if rejected.startswith(chosen[: m.end()])]
+    if not ends:
+        raise DataError(f"the two dialogues have no common front that ends with {ASSISTANT!r}")
+    at = ends[-1]
+    answers = {"chosen": chosen[at:], "rejected": rejected[at:]}
+    for name, answer in answers.items():
+        if HUMAN in answer or ASSISTANT in answer:
+            raise DataError(f"the dialogues part before the last answer: {name} goes on with {answer[:60]!r}")
+    if not chat:
+        return {**values, "prompt": chosen[:at], **answers}
+    pieces = re.split(f"({HUMAN}|{ASSISTANT})", chosen[: at - len(ASSISTANT)])
+    if pieces[0].strip():
+        raise DataError(f"the dialogue starts with neither {HUMAN!r} nor {ASSISTANT!r}, but with {pieces[0][:60]!r}")
+    prompt = [
+        {"role": "user" if mark == HUMAN else "assistant", "content": text.strip()}
+        for mark, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+    return {**values, "prompt": prompt, **{k: v.strip() for k, v in answers.items()}}
+
+
+def context(values: Values, chat: bool) -> Values:
+    """An instruction with what it is about: after a blank line, where there is any."""
+    rest = {k: v for k, v in values.items() if k != "context"}
+    about = values.get("context")
+    if about is None or about == "":
+        return rest
+    return {**rest, "prompt": f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"}
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+def marked_steps(values: Values, chat: bool) -> Values:
+    """Math-Shepherd: the problem and its steps in one text with ``ки`` after each step; labels are a list, or the same
+    text with a label in place of each mark. The prompt is what precedes ``Step 1:``."""
+    text = _text(values, "steps")
+    *pieces, rest = text.split(MARK)
+    if not pieces or rest.strip():
+        raise DataError(f"a step without a mark {MARK!r} after it: {rest.strip()[:60]!r}")
+    labels = values.get("step_labels")
+    if isinstance(labels, str):
+        labels = _labels_in_place(pieces, labels)
+    problem, found, first = pieces[0].partition("Step 1:")
+    if not found:
+        raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so where the problem ends cannot be told")
+    steps = [found + first, *pieces[1:]]
+    return {**values, "prompt": problem, "steps": [s.strip() for s in steps], "step_labels": labels}
+
+
+def rated_steps(values: Values, chat: bool) -> Values:
+    """A list of ``{text, rating}``: ratings of -1, 0, 1 as PRM800K has them, or ``label``s as they are."""
+    steps = [s if isinstance(s, Mapping) else {} for s in _listed(values, "steps")]
+    texts = [next((s[k] for k in _STEP_TEXTS if k in s), None) for s in steps]
+    labels = [_rating(s["rating"]) if "rating" in s else s.get("label") for s in steps]
+    return {**values, "steps": texts, "step_labels": labels}
+
+
+def prm800k(values: Values, chat: bool) -> Values:
+    """PRM800K as published: of each step the completion that was gone on with, the person's own, or, where a solution
+    ends with a wrong step, that one. The other completions of a step are not used."""
+    question, label = values.get("prompt"), values.get("steps")
+    if not isinstance(question, Mapping) or not isinstance(label, Mapping) or not isinstance(label.get("steps"), list):
+        raise DataError("must have question.problem and label.steps, as PRM800K has")
+    texts, labels = list[Any](), list[Any]()
+    for number, step in enumerate(label["steps"], 1):
+        completions, chosen, human = step.get("completions") or [], step.get("chosen_completion"), "human_completion"
+        taken = completions[chosen] if isinstance(chosen, int) and chosen < len(completions) else step.get(human)
+        if taken is None and number == len(label["steps"]) and completions:
+            taken = completions[0]
+        if taken is None:
+            raise DataError(f"step {number}: no completion was chosen")
+        texts.append(taken.get("text"))
+        labels.append(1 if taken is step.get(human) else _rating(taken.get("rating")))
+    return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
+
+
+CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
+    f.__name__: f for f in (turns, answers_in_turns, dialogues, context, marked_steps, rated_steps, prm800k)
+}
+
+
+def describe(conversion: str) -> str:
+    """For messages."""
+    return {
+        "turns": "from/value turns as messages",
+        "answers_in_turns": "from/value turns as messages",
+        "dialogues": f"Human/Assistant dialogues: the prompt is their common front up to {ASSISTANT!r}",
+        "context": "the instruction, a blank line, its context",
+        "marked_steps": f"steps end at {MARK!r}, labels stand there; the prompt is what precedes 'Step 1:'",
+        "rated_steps": "a list of steps with their ratings or labels",
+        "prm800k": "PRM800K: the chosen completion of each step; neutral ratings count as right",
+    }[conversion]
+
+
+# ------------------------------------------------------------------- what a value looks like
+
+
+def is_messages(value: Any) -> bool:
+    """``[{role, content}, ...]``."""
+    return _listed_with(value, "role")
+
+
+def is_turns(value: Any) -> bool:
+    """``[{from, value}, ...]``."""
+    return _listed_with(value, "from")
+
+
+def is_turn(value: Any) -> bool:
+    """``{from, value}``."""
+    return isinstance(value, Mapping) and "from" in value and "value" in value
+
+
+def is_whole(value: Any) -> bool:
+    """A conversation that starts with what somebody asked, and so holds the prompt."""
+    return is_messages(value) and value[0]["role"] != "assistant"
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and ASSISTANT in value and value.lstrip().startswith("Human:")
+
+
+def is_marked(value: Any) -> bool:
+    return isinstance(value, str) and MARK in value
+
+
+def is_rated(value: Any) -> bool:
+    """``[{text, rating or label}, ...]``."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(s, Mapping) and any(k in s for k in _STEP_TEXTS) for s in value)
+        and all("rating" in s or "label" in s for s in value)
+    )
+
+
+def is_prm800k(question: Any, label: Any) -> bool:
+    return isinstance(question, Mapping) and "problem" in question and isinstance(label, Mapping) and "steps" in label
+
+
+def repeats(conversations: list[Any], prompt: Any) -> bool:
+    """Whether every conversation says the prompt (a text, or messages) itself."""
+    if isinstance(prompt, list):
+        return all(list(c[: len(prompt)]) == prompt for c in conversations)
+    return all(any(m.get("content") == prompt for m in c if isinstance(m, Mapping)) for c in conversations)
+
+
+# ---------------------------------------------------------------------------------------- inside
+
+_STEP_TEXTS = ("text", "content", "step")
+
+
+def _labels_in_place(pieces: list[str], text: str) -> list[str]:
+    labels, at = list[str](), 0
+    for number, piece in enumerate(pieces, 1):
+        if not text.startswith(piece, at):
+            raise DataError(f"step {number}: the labels' text differs from the steps' before the mark")
+        at += len(piece)
+        labels.append(text[at : at + 1])
+        at += 1
+    if text[at:].strip():
+        raise DataError(f"the labels' text goes on after the last step: {text[at : at + 60]!r}")
+    return labels
+
+
+def _rating(value: Any) -> int:
+    if isinstance(value, bool) or value not in RATINGS:
+        raise DataError(f"a rating is -1 (wrong), 0 (neutral) or 1 (right), got {value!r}")
+    return RATINGS[value]
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    if not is_turn(turn):
+        raise DataError(f"a turn must be {{from, value}}, got {str(turn)[:60]!r}")
+    if turn["from"] not in ROLES:
+        raise DataError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
+    return {"role": ROLES[turn["from"]], "content": turn["value"]}
+
+
+def _listed(values: Values, field: str) -> list[Any]:
+    value = values.get(field)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"must be a list that is not empty, got {shown(value)}")
+    return value
+
+
+def _listed_with(value: Any, key: str) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and key in value[0]
+
+
+def _text(values: Values, field: str) -> str:
+    value = values.get(field)
+    if not isinstance(value, str):
+        raise DataError(f"{field} must be text, got {shown(value)}")
+    return value
