@@ -14,7 +14,7 @@ from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.data.steps import StepEnds, decoder_of
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
-from rlhf.types import Row, Turn
+from rlhf.types import Row, Trajectory, Turn
 
 _CACHED_PROMPTS = 4096
 _TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
@@ -48,6 +48,15 @@ class Template:
                 self._prompts.clear()
             self._prompts[key] = (row.columns, turn)
         return replace(turn, ids=list(turn.ids))
+
+    def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
+        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
+        where its context is more than that, as an environment opened it, or none was made, as it failed."""
+        row, turns = trajectory.row, trajectory.turns
+        if not turns or turns[0].ids != self.encode_prompt(row).ids:
+            return None
+        cells = self._cells(row)
+        return self._plain_prompt(cells) if self.chat is None else self._prompt_messages(cells)
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with what the environment says at its start: in the same user message where the prompt
