@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -92,7 +93,7 @@ def load_model(
     kind = spec.role.head
     outputs = _outputs(kind)
     config = _read(spec, "model", AutoConfig.from_pretrained)
-    auto: Any = AutoModelForCausalLM if outputs is None else AutoModelForSequenceClassification
+    auto: Any = AutoModelForCausalLM if outputs is None else _classification(config.architectures or ())
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     from_lm = outputs is not None and not any("Classification" in a for a in config.architectures or ())
     if from_lm:
@@ -203,6 +204,12 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def _classification(architectures: Sequence[str]) -> Any:
+    """The same body and a linear head named ``score`` either way; that of a token-classification model has a bias."""
+    tokens = any("TokenClassification" in name for name in architectures)
+    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
 
 
 def _outputs(kind: str) -> int | None:

@@ -12,6 +12,7 @@ from rlhf.modeling.model import load_model
 from rlhf.testing.tiny import tiny_model, tiny_reward_model
 from rlhf.types import RoleSpec
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,21 @@ def test_a_reward_model_keeps_its_head(tmp_path):
     assert torch.equal(load(path, "scalar").head.weight, load_file(path / "model.safetensors")["score.weight"])
     with pytest.raises(ModelError, match="has 1 labels, but the role's head is 'classes:2'"):
         load(path, "classes:2")
+
+
+def test_a_token_classification_model_keeps_its_head_and_bias(tmp_path):
+    config = AutoConfig.from_pretrained(tiny_model(tmp_path), num_labels=2)
+    plain = AutoModelForTokenClassification.from_config(config).eval()
+    with torch.no_grad():
+        plain.score.bias.copy_(torch.tensor([0.5, -3.0]))
+    plain.save_pretrained(tmp_path)
+    loaded = load(tmp_path, "classes:2")
+    ids_N = torch.tensor([5, 9, 7, 3])
+    with torch.no_grad():
+        expected_NC = plain(ids_N[None], use_cache=False).logits[0]
+        got_NC = loaded.logits(loaded.hidden(ids_N, torch.arange(4), [4]))
+    assert torch.allclose(got_NC, expected_NC, atol=1e-5)
+    assert not loaded.fresh_head
 
 
 def test_a_language_model_role_refuses_a_reward_model(tmp_path):
