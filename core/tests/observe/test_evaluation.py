@@ -64,6 +64,15 @@ def test_metrics_by_hand():
     assert "pass@3" in evaluation_metrics([group([1.0, 0.0, 0.0])], samples=3)
 
 
+def test_scores_of_their_own_are_reported_beside_rewards():
+    scored = group([0.0, 1.0, None])
+    scored.trajectories[0].score = 0.75  # e.g. of steps whose values are at their tokens
+    metrics = evaluation_metrics([scored, group([1.0])])
+    assert (metrics["reward"], metrics["score"]) == ((0.5 + 1.0) / 2, (0.875 + 1.0) / 2)
+    scored.trajectories[0].score = 0.0
+    assert "score" not in evaluation_metrics([scored])
+
+
 def test_sources_apart():
     metrics = evaluation_metrics([group([1.0], "gsm"), group([0.0], "gsm"), group([0.0], "code", finish="length")])
     assert metrics["pass@1"] == pytest.approx(1 / 3)

@@ -37,6 +37,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``pass@k``     mean over prompts of the unbiased estimate
     ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1)
     ``reward``     mean over prompts of the mean reward of their answers
+    ``score``      the same of their scores, where a source gives one of its own (or steps with credit at their tokens)
     ``length``     sampled tokens per answer; ``truncated``: share of answers cut at the token budget
     ``unscored``   share of answers without a reward (failed, or no source applied)
     ``prompts``    number of prompts
@@ -55,11 +56,15 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
 
 def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, float]:
     answers = [t for group in groups for t in group.trajectories]
+    apart = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
         if not rewards:
             continue
+        if apart:
+            scored = [t for t in group.trajectories if _scored(t)]
+            values["score"].append(_mean((t.reward if t.score is None else t.score) or 0.0 for t in scored))
         n, passed = len(rewards), sum(r >= threshold for r in rewards)
         values["reward"].append(_mean(rewards))
         if samples > 1:
