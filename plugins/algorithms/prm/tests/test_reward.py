@@ -1,0 +1,170 @@
+"""The reward: where steps are found, what becomes of their values, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import Tokens
+from rlhf.testing.scoring import score_groups
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_plugin_prm.reward import ProcessReward
+
+BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
+CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    def make(**settings) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **(settings or CLASSES)}))
+        return str(tmp_path)
+
+    return make
+
+
+def turn(text: str, sampled: bool = True, fresh: bool = False) -> Turn:
+    return Turn(list(text.encode()), sampled, text=text, fresh=fresh)
+
+
+def group(*answers: str | list[Turn]) -> Group:
+    row = Row({}, "unit", 0)
+    turns = [a if isinstance(a, list) else [turn("q;?", sampled=False), turn(a)] for a in answers]
+    return Group(row, 0, [Trajectory(row, t, (0, i)) for i, t in enumerate(turns)])
+
+
+class Model:
+    """Log-odds that are the number of tokens up to the step, and what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, list[int]]] = []
+
+    async def read(self, role, head, ids, positions):
+        self.head = head
+        self.asked += [(role, bytes(i).decode(), list(p)) for i, p in zip(ids, positions, strict=True)]
+        return [[(p + 1) / 10 for p in read] for read in positions]
+
+
+def score(asked: Group, credit: str = "outcome", **config) -> Model:
+    model = Model()
+    options = {"separator": ";", **config}
+    score_groups("prm", asked, options=options, read_role=model.read, tokens=BYTES, credit=credit)  # type: ignore[arg-type]
+    return model
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_it_asks_at_the_ends_of_the_steps_of_sampled_turns(model) -> None:
+    asked = group("a;bc;d", "no step")
+    seen = score(asked, "step", model=model()).asked
+    assert seen == [("process_reward_model", "q;?a;bc;d", [4, 7])], "the prompt's ';' ends no step of the answer"
+    one, two = asked.trajectories
+    assert one.rewards["prm"].steps == ((1, 1, pytest.approx(sigma(0.5))), (1, 4, pytest.approx(sigma(0.8))))
+    assert (one.reward, one.score) == (0.0, pytest.approx(sigma(0.5))), "the steps go to their tokens, filters see min"
+    assert (two.reward, two.rewards["prm"].value) == (None, None)
+
+
+def test_several_turns_and_rewritten_contexts(model) -> None:
+    talk = [turn("q", False), turn("a;"), turn("obs;", False), turn("b"), turn("new", False, fresh=True), turn("c;d;")]
+    asked = group(talk)
+    seen = score(asked, "step", model=model()).asked
+    assert [(text, at) for _, text, at in seen] == [("qa;obs;b", [2]), ("newc;d;", [4, 6])]
+    assert [(t, i) for t, i, _ in asked.trajectories[0].rewards["prm"].steps] == [(1, 1), (5, 1), (5, 3)]
+
+
+def test_a_token_that_ends_two_steps_is_one_place(model) -> None:
+    pieces = {1: "a;b;", 2: "q"}
+    tokens = Tokens(BYTES.encode, lambda ids: "".join(pieces[i] for i in ids))
+    row, stand_in = Row({}, "unit", 0), Model()
+    asked = Group(row, 0, [Trajectory(row, [Turn([2], False), Turn([1], True)], (0, 0))])
+    options = {"separator": ";", "model": model()}
+    score_groups("prm", asked, options=options, read_role=stand_in.read, tokens=tokens, credit="step")
+    assert [at for _, _, at in stand_in.asked] == [[1]]
+    assert len(asked.trajectories[0].rewards["prm"].steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("min", 0.4), ("mean", 0.55), ("last", 0.7), ("product", 0.28), ("sum", 1.1)],
+)
+def test_aggregates(model, how: str, expected: float) -> None:
+    """Probabilities 0.4 and 0.7, the second one in another context."""
+
+    async def read(role, head, ids, positions):
+        values = iter([math.log(0.4 / 0.6), math.log(0.7 / 0.3)])
+        return [[next(values) for _ in read] for read in positions]
+
+    asked = group([turn("q", False), turn("a;"), turn("n", False, fresh=True), turn("b;")])
+    options = {"separator": ";", "model": model(), "aggregate": how}
+    score_groups("prm", asked, options=options, read_role=read, tokens=BYTES)
+    result = asked.trajectories[0].rewards["prm"]
+    assert (result.value, result.steps) == (pytest.approx(expected), ())
+    assert result.info == {"steps": 2, "probabilities": pytest.approx([0.4, 0.7])}
+
+
+def test_the_baseline_comes_off_every_step(model) -> None:
+    asked = group("a;bc;d")
+    score(asked, "step", model=model(), baseline=0.5, aggregate="sum")
+    result = asked.trajectories[0].rewards["prm"]
+    assert [v for _, _, v in result.steps] == pytest.approx([sigma(0.5) - 0.5, sigma(0.8) - 0.5])
+    assert result.score == pytest.approx(sigma(0.5) + sigma(0.8) - 1)
+    assert result.info["probabilities"] == pytest.approx([sigma(0.5), sigma(0.8)])
+
+
+@pytest.mark.parametrize("credit", ["outcome", "step"])
+def test_answers_without_a_step_may_be_read_after_their_last_token(model, credit: str) -> None:
+    observed = [turn("q", False), turn("ab"), turn("observed", False)]
+    asked = group("word", "", observed, "a;tail")
+    seen = score(asked, credit, model=model(), without_steps="last_token").asked
+    assert [(text, at) for _, text, at in seen] == [("q;?word", [6]), ("qab", [2]), ("q;?a;tail", [4])]
+    word, empty, talk, stepped = (t.rewards["prm"] for t in asked.trajectories)
+    assert (empty.value, empty.steps) == (None, ()), "nothing was sampled"
+    if credit == "outcome":
+        assert [r.value for r in (word, talk, stepped)] == pytest.approx([sigma(0.7), sigma(0.3), sigma(0.5)])
+    else:
+        assert [r.steps[0][:2] for r in (word, talk, stepped)] == [(1, 3), (1, 1), (1, 1)]
+
+
+def test_label_tokens_of_a_language_model(model) -> None:
+    named = {"architectures": ["Qwen3ForCausalLM"], "right_token_id": 7, "wrong_token_id": 9}
+    assert score(group("a;"), model=model(**named)).head.constants == {"outputs": (7, 9)}
+    given = score(group("a;"), model=model(**named), label_tokens=["+", "-"])
+    assert given.head.constants == {"outputs": (43, 45)}
+    assert score(group("a;"), model=model()).head.constants == {"outputs": (1, 0)}
+
+
+def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
+    lm = {"architectures": ["Qwen3ForCausalLM"]}
+    with pytest.raises(ConfigError, match=r"does not say which tokens its labels are. Set label_tokens"):
+        score(group("a;"), model=model(**lm))
+    with pytest.raises(ConfigError, match=r"label_tokens: 'good' must be one token .* 4 \("):
+        score(group("a;"), model=model(**lm), label_tokens=("good", "-"))
+    with pytest.raises(ConfigError, match="has two classes and no label_tokens"):
+        score(group("a;"), model=model(), label_tokens=("+", "-"))
+    one = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    with pytest.raises(ModelError, match=r"has 1 labels; .* --reward model:PATH"):
+        ProcessReward(ProcessReward.Config(model=model(**one))).roles()
+    with pytest.raises(ModelError, match=r"config.json"):
+        ProcessReward(ProcessReward.Config(model=str(tmp_path / "absent"))).roles()
+    with pytest.raises(ConfigError, match="needs `model`"):
+        ProcessReward()
+
+
+@pytest.mark.parametrize(
+    ("settings", "head"), [(CLASSES, "classes:2"), ({"architectures": ["LlamaForCausalLM"]}, "lm"),
+                           ({"architectures": ["LlamaForTokenClassification"]}, "classes:2")]
+)  # fmt: skip
+def test_the_role_follows_the_model(model, settings: dict, head: str) -> None:
+    (spec,) = ProcessReward(ProcessReward.Config(model=model(**settings), role="judge")).roles()
+    assert (spec.name, spec.head, spec.trained) == ("judge", head, False)
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, rlhf_plugin_prm.reward; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,130 @@
+"""Process reward models: the loss by hand, the two kinds of head, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.data.rows import Example
+from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Tokens
+from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.types import Row
+from rlhf_plugin_prm.algorithm import ProcessRewardModel
+from rlhf_plugin_prm.step_labels import StepLabels
+
+WORDS = Tokens(lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids)))
+
+
+def make(loss: StepLabels | None = None, **config) -> ProcessRewardModel:
+    return ProcessRewardModel(ProcessRewardModel.Config(**config), {"loss": loss or StepLabels()})
+
+
+def solution(steps, length: int = 6, index: int = 0) -> Example:
+    sequence = TokenSequence([3 + i for i in range(length)], [i > 1 for i in range(length)])
+    return Example(Row({}, "data", index), [sequence], {"steps": list(steps)})
+
+
+def loss_of(logits, examples, **config):
+    """(loss, gradient per step, metrics); ``logits`` are the steps' log-odds, in order."""
+    loss = StepLabels(StepLabels.Config(**config))
+    batch = weigh(make(loss).assemble(examples), loss.reduce())
+    logits_A = torch.tensor(logits, requires_grad=True)
+    total, sums = evaluate(loss, batch, {"step_logits": logits_A}, {}, {})
+    total.backward()
+    return float(total), logits_A.grad.tolist(), finish_sums(sums)
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_hard_and_soft_labels_by_hand() -> None:
+    loss, gradient, metrics = loss_of([2.0, -1.0, 0.5], [solution([(3, 1.0), (5, 0.0)]), solution([(4, 0.25)])])
+    soft = -0.25 * math.log(sigma(0.5)) - 0.75 * math.log(sigma(-0.5))
+    assert loss == pytest.approx((-math.log(sigma(2)) - math.log(sigma(1)) + soft) / 3, rel=1e-6)
+    assert gradient == pytest.approx([(sigma(2) - 1) / 3, sigma(-1) / 3, (sigma(0.5) - 0.25) / 3], rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(2 / 3)  # the soft label is wrong rather than right
+    assert (metrics["accuracy_right"], metrics["accuracy_wrong"]) == (1.0, 0.5)
+    assert metrics["label"] == pytest.approx(1.25 / 3)
+    assert metrics["probability"] == pytest.approx((sigma(2) + sigma(-1) + sigma(0.5)) / 3)
+
+
+def test_a_batch_without_wrong_steps_has_no_accuracy_on_them() -> None:
+    _, _, metrics = loss_of([1.0, -1.0], [solution([(2, 1.0), (3, 1.0)])])
+    assert metrics["accuracy_right"] == 0.5
+    assert "accuracy_wrong" not in metrics
+
+
+def test_every_solution_counts_the_same_where_asked() -> None:
+    examples = [solution([(3, 1.0), (4, 1.0), (5, 1.0)]), solution([(4, 0.0)])]
+    loss, _, _ = loss_of([1.0, 1.0, 1.0, 2.0], examples, reduce="seq_mean_token_mean")
+    assert loss == pytest.approx((-math.log(sigma(1)) - math.log(sigma(-2))) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("logit", "label", "loss"), [(1e4, 1.0, 0.0), (-1e4, 1.0, 1e4), (1e4, 0.5, 5e3)])
+def test_log_odds_that_overflow_an_exponential(logit: float, label: float, loss: float) -> None:
+    got, gradient, _ = loss_of([logit], [solution([(4, label)])])
+    assert got == pytest.approx(loss)
+    assert gradient == pytest.approx([float(logit > 0) - label])
+
+
+def test_labels_lie_at_the_ends_of_their_steps() -> None:
+    batch = make().assemble([solution([(3, 1.0), (5, 0.25)]), solution([], index=1), solution([(2, 0.0)], index=2)])
+    assert batch.units == 2, "a solution without a step is left out"
+    assert batch.tok["step_end"].nonzero()[:, 0].tolist() == [3, 5, 6 + 2]
+    assert batch.tok["step_label"].tolist() == [0, 0, 0, 1.0, 0, 0.25, *[0] * 6]
+    assert make().assemble([solution([])]) is None
+
+
+def test_label_tokens_are_resolved_before_anything_is_loaded() -> None:
+    algorithm = make(head="lm", label_tokens=("+", "-"))
+    algorithm.use_tokens(WORDS)
+    (head,) = algorithm.parts["loss"].outputs()
+    logits_CV = torch.arange(60.0)[None] * 0.5
+    assert head.fn(logits_CV, None, {}, head.constants).tolist() == [0.5 * (ord("+") - ord("-"))]
+    assert (head.over, head.at) == ("step_end", "at")
+    assert algorithm.needs().roles[0].head == "lm"
+    assert algorithm.model_config() == {"right_token_id": ord("+"), "wrong_token_id": ord("-")}
+
+
+def test_two_classes() -> None:
+    algorithm = make()
+    algorithm.use_tokens(WORDS)
+    (head,) = algorithm.parts["loss"].outputs()
+    assert head.fn(torch.tensor([[1.0, 4.0]]), None, {}, head.constants).tolist() == [3.0]
+    assert algorithm.needs().roles[0].head == "classes:2"
+    assert algorithm.model_config()["id2label"] == {"0": "wrong", "1": "right"}
+
+
+def test_one_algorithms_label_tokens_are_not_anothers() -> None:
+    make(head="lm", label_tokens=("+", "-")).use_tokens(WORDS)
+    assert StepLabels().head.constants == {"outputs": (1, 0)}
+
+
+def test_a_label_of_several_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.label_tokens: 'good' must be one token .* but is 4 \(103 'g'"):
+        make(head="lm", label_tokens=("good", "-")).use_tokens(WORDS)
+    with pytest.raises(ConfigError, match=r"\['\+', '\+'\] are one token \(43\)"):
+        make(head="lm", label_tokens=("+", "+")).use_tokens(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"head": "lm"}, "needs label_tokens"),
+        ({"label_tokens": ("+", "-")}, 'read with head = "lm" only'),
+        ({"head": "lm", "label_tokens": ("+",)}, "label_tokens"),
+    ],
+)
+def test_configs_that_say_half_of_it_are_refused(config: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ProcessRewardModel.Config(**config)
+
+
+def test_a_list_as_toml_has_it_is_a_pair() -> None:
+    assert ProcessRewardModel.Config(head="lm", label_tokens=["+", "-"]).label_tokens == ("+", "-")
