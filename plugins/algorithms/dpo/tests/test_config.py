@@ -24,6 +24,10 @@ REFUSED = {
     "shift unread": ({"bco_shift": "running"}, "bco_shift = 'running' is read by bco_pair only"),
     "divergence": ({"loss_type": ["sigmoid", "aot"], "f_divergence": "forward_kl"}, "aot need reverse_kl"),
     "alpha unread": ({"f_alpha": 0.2}, "alpha_divergence"),
+    "wpo of no pair": ({"loss_type": ["sft", "ipo"], "wpo": True}, "sft has no value of a pair alone"),
+    "wpo of ranks": ({"loss_type": "aot", "wpo": True}, "aot has no value of a pair alone"),
+    "ld_alpha unread": ({"loss_type": "sft", "ld_alpha": 0.5}, "which sft does not read"),
+    "ld_alpha above 1": ({"ld_alpha": 1.5}, "less than or equal to 1"),
     "beta of 0": ({"beta": 0.0}, "greater than 0"),
 }
 

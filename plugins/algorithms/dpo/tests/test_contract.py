@@ -25,8 +25,9 @@ class DPOContract(LossContract):
         c, chosen_B = x.config, x.role_B == 0
         tokens_B = x.mask_BT.sum(1)
         live_U = (tokens_B[chosen_B] + tokens_B[~chosen_B]) > 0
-        logp_B = (x["logprobs"] * x.mask_BT).sum(1)
-        ref_B = torch.zeros_like(logp_B) if c.reference_free else (x["ref_logprobs"] * x.mask_BT).sum(1)
+        counted_BT = x.mask_BT * (1.0 if c.ld_alpha is None else tail(x, c.ld_alpha))
+        plain_B, logp_B = (x["logprobs"] * x.mask_BT).sum(1), (x["logprobs"] * counted_BT).sum(1)
+        ref_B = torch.zeros_like(logp_B) if c.reference_free else (x["ref_logprobs"] * counted_BT).sum(1)
 
         def sides(values_B):
             return values_B[chosen_B][live_U], values_B[~chosen_B][live_U]
@@ -35,16 +36,31 @@ class DPOContract(LossContract):
         total = 0.0
         for name, weight in c.types.items():
             if name == "sft":
-                value = -logp_B[chosen_B].sum() / tokens_B[chosen_B].sum()
+                value = -plain_B[chosen_B].sum() / tokens_B[chosen_B].sum()
             else:
-                value = stated(
-                    name, c, sides(logp_B), sides(ref_B), sides(score_B), sides(tokens_B.clamp(min=1))
-                ).mean()
+                value = stated(name, c, sides(logp_B), sides(ref_B), sides(score_B), sides(tokens_B.clamp(min=1)))
+                value = (value * own_weight(x, sides)).mean() if c.wpo else value.mean()
             total = total + weight * value
         if c.nll_coef:
-            nll_U = -logp_B[chosen_B] / tokens_B[chosen_B].clamp(min=1)
+            nll_U = -plain_B[chosen_B] / tokens_B[chosen_B].clamp(min=1)
             total = total + c.nll_coef * nll_U[tokens_B[chosen_B] > 0].mean()
         return total
+
+
+def tail(x, alpha):
+    """[B, T]: alpha at trained tokens beyond as many as the pair's other answer has."""
+    weight_BT = torch.ones(x.mask_BT.shape, dtype=torch.float64)
+    for b in range(len(x.role_B)):
+        (other,) = ((x.unit_B == x.unit_B[b]) & (x.role_B != x.role_B[b])).nonzero()[0].tolist()
+        weight_BT[b, x.mask_BT[b].nonzero()[x.mask_BT[other].sum() :, 0]] = alpha
+    return weight_BT
+
+
+def own_weight(x, sides):
+    """[pairs]: the product of both answers' geometric means of p(token) / sum of p^2."""
+    mean_B = ((x["logprobs"] - x["log_sum_squares"]).detach() * x.mask_BT).sum(1) / x.mask_BT.sum(1).clamp(min=1)
+    chosen, rejected = sides(mean_B)
+    return chosen.exp() * rejected.exp()
 
 
 def score(u_B, c):
@@ -172,6 +188,18 @@ class TestAOTUnpaired(DPOContract):
     )
 
 
+class TestLengthDesensitised(DPOContract):
+    configs = (
+        Config(ld_alpha=0.4, nll_coef=0.1),
+        Config(loss_type=("ipo", "sft"), ld_alpha=0.0),
+        Config(loss_type=("aot", "aot_unpaired"), ld_alpha=0.4),
+    )
+
+
+class TestWeighted(DPOContract):
+    configs = (Config(wpo=True, nll_coef=0.1), Config(loss_type=("ipo", "bco_pair"), wpo=True, reference_free=True))
+
+
 class TestSeveral(DPOContract):
     configs = (
         Config(loss_type=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0)),
@@ -205,6 +233,11 @@ class TestDPOWithRunningShift(AlgorithmContract):
 class TestDPOWithoutReference(AlgorithmContract):
     algorithm = DPO
     parts = part(reference_free=True)
+
+
+class TestDPOWithWeights(AlgorithmContract):
+    algorithm = DPO
+    parts = part(wpo=True, ld_alpha=0.5)
 
 
 class TestOnlineDPO(AlgorithmContract):

@@ -59,6 +59,11 @@ class DPOConfig(ComponentConfig):
     """Of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``."""
     f_alpha: float = 0.5
     """alpha of the alpha-divergence."""
+    ld_alpha: float | None = Field(default=None, ge=0, le=1)
+    """LD-DPO: the longer answer's tokens beyond the length of the shorter one count this much; 1 each where absent."""
+    wpo: bool = False
+    """WPO: a pair counts as much as the policy itself would write its answers; not with ``aot``, ``aot_unpaired`` and
+    ``sft``."""
     nll_coef: float = Field(default=0.0, ge=0)
     """Factor of a further term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
     ``nll_loss_coef``). TRL's way is the type ``sft``: the mean over all chosen tokens."""
@@ -89,6 +94,13 @@ class DPOConfig(ComponentConfig):
                 f"f_divergence = {self.f_divergence!r} is defined for losses of the margin alone "
                 f"({', '.join(MARGIN_ONLY)}); {', '.join(others)} need reverse_kl"
             )
+        unweighted = [n for n in names if n in (*SORTED, "sft")]
+        if self.wpo and unweighted:
+            raise ValueError(
+                f"wpo weighs pairs, and {', '.join(unweighted)} has no value of a pair alone; remove one of both"
+            )
+        if self.ld_alpha is not None and names == ("sft",):
+            raise ValueError(f"ld_alpha = {self.ld_alpha:g} weighs log-ratios, which sft does not read; leave it out")
         self._refuse_idle(names)
         return self
 

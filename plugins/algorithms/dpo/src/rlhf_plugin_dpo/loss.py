@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from rlhf.interfaces import Loss
 from rlhf.ops.pairs import pair_metrics
-from rlhf.types import Annotation, Level, LossOutput, Reduce
+from rlhf.types import Annotation, Head, Level, LossOutput, Reduce
 from torch import Tensor
 
 from rlhf_plugin_dpo import objectives, ranks
 from rlhf_plugin_dpo.config import SORTED, DPOConfig, LossType
+from rlhf_plugin_dpo.weighting import LOG_SUM_SQUARES, pair_weights, tail_weights
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -51,8 +53,8 @@ class DPOLoss(Loss):
     source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
     Config = DPOConfig
 
-    def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
+    def outputs(self) -> tuple[str | Head, ...]:
+        return ("logprobs", LOG_SUM_SQUARES) if self.config.wpo else ("logprobs",)
 
     def columns(self) -> tuple[str, ...]:
         reference = () if self.config.reference_free else ("ref_logprobs",)
@@ -76,31 +78,45 @@ class DPOLoss(Loss):
 
     def prepare(self, batch: Batch) -> Batch:
         if "aot" in self.config.types:
-            batch = ranks.paired(batch, self.config.reference_free)
+            batch = ranks.paired(batch, self.config.reference_free, self.config.ld_alpha)
         if "aot_unpaired" in self.config.types:
-            batch = ranks.unpaired(batch, self.config.reference_free)
+            batch = ranks.unpaired(batch, self.config.reference_free, self.config.ld_alpha)
         return batch
 
     def __call__(self, x: LossInput) -> LossOutput:
-        logprobs_A = x["logprobs"]
-        pairs = self._pairs(x)
-        terms = {name: -logprobs_A if name == "sft" else self._values(name, pairs, x) for name in self.config.types}
+        pairs, nll_A = self._pairs(x), -x["logprobs"]
+        weight_U = self._weights(x) if self.config.wpo else 1.0
+        terms = {n: nll_A if n == "sft" else weight_U * self._values(n, pairs, x) for n in self.config.types}
         if self.config.nll_coef:
-            terms["nll"] = -logprobs_A
-        return LossOutput(terms, self._metrics(x, pairs))
+            terms["nll"] = nll_A
+        return LossOutput(
+            terms, self._metrics(x, pairs) | ({"wpo_weight": ("unit", weight_U)} if self.config.wpo else {})
+        )
 
     def _pairs(self, x: LossInput) -> Pairs:
         c, logprobs_A = self.config, x["logprobs"]
         logratio_A = logprobs_A if c.reference_free else logprobs_A - x["ref_logprobs"]
-        logratio_S, tokens_S = x.sum_per_sequence(logratio_A), x.sum_per_sequence(logprobs_A.new_ones(x.tokens))
+        tokens_S = x.sum_per_sequence(torch.ones_like(logprobs_A))
+        if c.ld_alpha is not None:
+            weight_A = tail_weights(x.sequence_A, x.sequences, c.ld_alpha)
+            logprobs_A, logratio_A = weight_A * logprobs_A, weight_A * logratio_A
+        logratio_S, logprobs_S = x.sum_per_sequence(logratio_A), x.sum_per_sequence(logprobs_A)
         score_S = objectives.divergence_score(logratio_S, c.f_divergence, c.f_alpha)
-        mean_S, logprobs_S = score_S / tokens_S.clamp(min=1), x.sum_per_sequence(logprobs_A)
 
         def margin(values_S: Tensor) -> Tensor:
             return x.of_role(values_S, CHOSEN) - x.of_role(values_S, REJECTED)
 
-        chosen_U, rejected_U = x.of_role(logratio_S, CHOSEN), x.of_role(logratio_S, REJECTED)
-        return Pairs(chosen_U, rejected_U, margin(score_S), margin(mean_S), margin(logprobs_S))
+        return Pairs(
+            chosen_U=x.of_role(logratio_S, CHOSEN),
+            rejected_U=x.of_role(logratio_S, REJECTED),
+            margin_U=margin(score_S),
+            mean_margin_U=margin(score_S / tokens_S.clamp(min=1)),
+            policy_U=margin(logprobs_S),
+        )
+
+    def _weights(self, x: LossInput) -> Tensor:
+        aligned_S = x.mean_per_sequence(x["logprobs"].detach() - x["log_sum_squares"].detach())
+        return pair_weights(x.of_role(aligned_S, CHOSEN), x.of_role(aligned_S, REJECTED))
 
     def _values(self, name: LossType, p: Pairs, x: LossInput) -> Tensor:
         """[U]: the values of one loss type."""

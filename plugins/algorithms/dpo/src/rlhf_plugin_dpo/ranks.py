@@ -19,6 +19,8 @@ import torch
 from rlhf.ops.batch import Batch
 from torch import Tensor
 
+from rlhf_plugin_dpo.weighting import tail_weights
+
 NOW = "now_logprobs"
 """Token column: the policy's log-probs right before the step."""
 REFERENCE_PARTNER = "aot_reference"
@@ -29,19 +31,19 @@ CHOSEN_PARTNER = "aot_chosen"
 """Unit column, ``aot_unpaired``: the chosen log-ratio of the rank that the pair's rejected one has."""
 
 
-def paired(batch: Batch, reference_free: bool) -> Batch:
+def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
     """With ``aot_reference``."""
-    chosen_U, rejected_U = sums(batch, batch.tok[NOW])
+    chosen_U, rejected_U = sums(batch, batch.tok[NOW], ld_alpha)
     reference_N = torch.zeros_like(batch.tok[NOW]) if reference_free else batch.tok["ref_logprobs"]
-    ref_chosen_U, ref_rejected_U = sums(batch, reference_N)
+    ref_chosen_U, ref_rejected_U = sums(batch, reference_N, ld_alpha)
     partner_U = partners(chosen_U - rejected_U, ref_chosen_U - ref_rejected_U, live(batch))
     return batch.with_column("unit", REFERENCE_PARTNER, partner_U)
 
 
-def unpaired(batch: Batch, reference_free: bool) -> Batch:
+def unpaired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
     """With ``aot_rejected`` and ``aot_chosen``."""
     ratio_N = batch.tok[NOW] if reference_free else batch.tok[NOW] - batch.tok["ref_logprobs"]
-    chosen_U, rejected_U = sums(batch, ratio_N)
+    chosen_U, rejected_U = sums(batch, ratio_N, ld_alpha)
     live_U = live(batch)
     batch = batch.with_column("unit", REJECTED_PARTNER, partners(chosen_U, rejected_U, live_U))
     return batch.with_column("unit", CHOSEN_PARTNER, partners(rejected_U, chosen_U, live_U))
@@ -64,10 +66,12 @@ def live(batch: Batch) -> Tensor:
     return live_U
 
 
-def sums(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:
+def sums(batch: Batch, values_N: Tensor, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:
     """Sums over the trained tokens of the chosen and of the rejected answers, [U] each."""
     mask_N = batch.tok["loss_mask"]
     role_A, unit_A, values_A = batch.role_B[batch.seq_N][mask_N], batch.unit_N[mask_N], values_N[mask_N]
+    if ld_alpha is not None:
+        values_A = values_A * tail_weights(batch.answer_B[batch.seq_N][mask_N], batch.answers, ld_alpha)
     zero_U = values_N.new_zeros(batch.units)
     chosen_U = zero_U.index_add(0, unit_A[role_A == 0], values_A[role_A == 0])
     return chosen_U, zero_U.index_add(0, unit_A[role_A == 1], values_A[role_A == 1])
