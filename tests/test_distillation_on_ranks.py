@@ -1,0 +1,48 @@
+"""Distillation on Ray, with ZeRO-3 over two ranks of student and teacher, gives the losses of the embedded runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf.testing.tiny import tiny_model
+
+from tests.runs import Workshop
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("ray")
+pytest.importorskip("deepspeed")
+
+ON_RANKS: dict[str, Any] = {
+    "launcher": {"use": "ray", "cpus": 4},
+    "trainer": {"use": "deepspeed", "stage": 3, "keep_whole": 0},
+    "placement": {"policy": {"ranks": 2}, "teacher": {"ranks": 2, "share": "policy"}},
+    "policy": {"micro_tokens": 24},
+}
+
+
+def changes(teacher: Path) -> dict[str, Any]:
+    return {"run": {"steps": 5}, "reward": None, "roles": {"teacher": {"model": str(teacher)}}}
+
+
+def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(theirs) == 5
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("policy/loss", "policy/divergence", "policy/grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
+
+
+def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
+    """A teacher whose head is its embedding, divided over the ranks, and on answers of the student one whose vocabulary
+    is padded further."""
+    tied = tiny_model(shop.folder / "tied", seed=5, std=0.2)
+    padded = tiny_model(shop.folder / "padded", seed=6, std=0.2, tied=False, vocab_size=112)
+    given = {**changes(tied), "sampling": None, "algorithm": {"loss": {"divergence": "jsd"}}}
+    sampled = shop.train("distill_on_policy", "sampled", **changes(padded))
+    replayed = {**changes(padded), "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
+    one, two = shop.train("distill", "embedded", **given), shop.train("distill", "ranks", **given, **ON_RANKS)
+    agree(two.lines(), one.lines())
+    again = shop.train("distill_on_policy", "replayed", **replayed, **ON_RANKS)
+    agree(again.lines(), sampled.lines())
