@@ -15,8 +15,6 @@ from pathlib import Path
 from rlhf.testing.tiny import EOS, PAD, tiny_model
 
 VOCABULARY = 2048
-SIZE = {"hidden": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate": 704, "std": 0.02}
-"""Of the untrained model: 4.95 M parameters with this vocabulary."""
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 FILES = {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}
 
@@ -73,7 +71,7 @@ def main() -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in its)
         (output / f"{split}.jsonl").write_text(text, encoding="utf-8")
     train_tokenizer([text for row in rows["train"] for text in row.values()], output / "model")
-    tiny_model(output / "model", **SIZE)
+    tiny_model(output / "model", hidden=256, layers=6, heads=8, kv_heads=4, intermediate=704, std=0.02)
     print(f"{len(rows['train'])} training and {len(rows['test'])} held-out rows, tokenizer and model in {output}")
 
 

@@ -21,7 +21,7 @@ from rlhf.testing.tiny import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
 
-from examples.gsm8k.prepare import SIZE, cleaned, train_tokenizer
+from examples.gsm8k.prepare import cleaned, train_tokenizer
 from examples.preferences import dialogues, solutions, steps
 
 FILES = {
@@ -30,7 +30,8 @@ FILES = {
     "graded": "gsm8k_model_solutions.jsonl",
     "hh": "hh_harmless_pairs.jsonl.gz",
 }
-HH_SIZE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 3, "intermediate": 512, "std": 0.02}
+SIZE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 3, "intermediate": 512, "std": 0.02}
+"""Of both models: 2.0 M parameters with a vocabulary of 2,048, so that each run takes minutes on two cores."""
 SMALL_SIZE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "std": 0.02}
 SMALL_ROWS = 40
 Row = Mapping[str, Any]
@@ -123,19 +124,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the steps that are corrupted")
     parser.add_argument("--small", action="store_true", help="a few rows, models of one layer: to try the commands")
     arguments = parser.parse_args(words)
-    output = arguments.output
+    output, size = arguments.output, SMALL_SIZE if arguments.small else SIZE
     data = read(arguments.data, SMALL_ROWS if arguments.small else None)
     for name in ("train", "test"):
         write(output / "gsm8k" / f"{name}.jsonl", cleaned(data[name]))
     train_tokenizer([text for row in cleaned(data["train"]) for text in row.values()], output / "gsm8k" / "model")
-    tiny_model(output / "gsm8k" / "model", **(SMALL_SIZE if arguments.small else SIZE))
+    tiny_model(output / "gsm8k" / "model", **size)
     worked = {name: [(row["question"], row["answer"]) for row in data[name]] for name in ("train", "test")}
     written = [(row["question"], row[model]["solution"]) for row in data["graded"] for model in solutions.MODELS]
     answered = {"train": worked["train"], "worked": worked["test"], "solutions": written}
     baselines = {
         **graded(output / "graded", data["graded"]),
         **stepwise(output / "steps", answered, arguments.seed),
-        **hh(output / "hh", data["hh"], SMALL_SIZE if arguments.small else HH_SIZE),
+        **hh(output / "hh", data["hh"], size),
     }
     (output / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
 

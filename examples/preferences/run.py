@@ -22,6 +22,7 @@ WARM_START = (
 )  # fmt: skip
 PARTS = {
     "graded": ("sft", "reward_model", "kto", "kto_pairs"),
+    "steps": ("sft", "prm", "prm_solutions"),
     "sampling": ("sft", "rejection_sampling"),
     "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
 }
