@@ -22,6 +22,7 @@ from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
+from rlhf.errors import ConfigError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
@@ -127,6 +128,13 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
         size = 8 * config.data.batch_size
         return precompute(spec, path, algorithm, lambda: data.every_example(size), load, progress.note)
 
+    rows = data.eval_rows()[: config.eval.max_rows]
+    least = algorithm.needs().rows_min
+    if rows and not prepared.online and len(rows) < least:
+        raise ConfigError(
+            f"{algorithm.name} needs at least {least} rows to evaluate on, got {len(rows)} from data.eval. Add rows, "
+            "or leave data.eval out."
+        )
     roles = launch_roles(prepared, launcher, remember)
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
@@ -145,7 +153,6 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
     )
-    rows = data.eval_rows()[: config.eval.max_rows]
     evaluations: list[Callable[[], Metrics]] = []
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher, progress.note)
