@@ -1,0 +1,160 @@
+"""Whole runs on labelled answers: they learn, state the numbers of the definition, ignore splits, and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.testing.tiny import tiny_model
+
+from tests.forks import Forks
+from tests.runs import LABELS, PAIRS, Finished, Workshop, assert_same_run
+from tests.test_resume import KILLER, Runs
+
+
+def config(shop: Workshop, output: str, algo: str = "kto", **changes: Any) -> dict[str, Any]:
+    """Twelve rows, all in each step."""
+    rows = shop.rows(f"{algo}.jsonl", LABELS if algo == "kto" else PAIRS)
+    run = shop.config("sft", output, **{"run": {"steps": 4}, "trainer": {"lr": 1e-2}, **changes})
+    run["algorithm"] = {"use": algo, **changes.get("algorithm", {})}
+    run["data"] = {"train": str(rows), "batch_size": 12, "max_tokens": 64, **changes.get("data", {})}
+    return run
+
+
+def train(shop: Workshop, run: dict[str, Any]) -> Finished:
+    finished = shop.run_config(run)
+    assert finished.code == 0, finished.said
+    return finished
+
+
+@pytest.mark.parametrize("algo", ["kto", "kto_pair"])
+@pytest.mark.parametrize("loss_type", ["kto", "vanilla", "apo_zero_unpaired"])
+def test_labels_are_learnt(shop: Workshop, algo: str, loss_type: str) -> None:
+    loss = {"loss_type": loss_type, "beta": 0.5}
+    lines = train(shop, config(shop, "run", algo, algorithm={"loss": loss}, run={"steps": 16})).lines()
+    first, last = lines[0], lines[-1]
+    assert first["policy/loss"] == pytest.approx(0.5, abs=1e-6), "policy and reference are one model at first"
+    assert first["policy/desirable_reward"] == first["policy/undesirable_reward"] == 0
+    assert last["policy/loss"] < 0.4
+    assert last["policy/desirable_reward"] > 0 > last["policy/undesirable_reward"]
+    assert last["policy/accuracy"] > 0.9
+    assert last["policy/desirable"] == pytest.approx(1 / 3 if algo == "kto" else 1 / 2)
+    assert ("policy/kl" in last) == (loss_type != "apo_zero_unpaired")
+    if loss_type == "kto":
+        assert first["policy/kl"] == 0
+
+
+def logprob(model: Any, ids: list[int], start: int) -> float:
+    """Sum over the tokens from ``start`` on, by transformers, in one forward pass of this sequence alone."""
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return float(sum(logp[t - 1, ids[t]] for t in range(start, len(ids))))
+
+
+def far_reference(shop: Workshop) -> Path:
+    """Surer than the policy, and wrong: the policy is above it on most answers, so z is not 0."""
+    return tiny_model(shop.folder / "other", hidden=16, heads=2, kv_heads=1, std=0.4)
+
+
+def test_the_first_step_is_the_definition(shop: Workshop) -> None:
+    """Against transformers, one sequence at a time, with a reference that is another model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    other = far_reference(shop)
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75, "beta": 0.3}
+    run = config(shop, "run", run={"steps": 1}, reference={"model": str(other)}, algorithm={"loss": weights})
+    [line] = train(shop, run).lines()
+
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in (shop.model, other)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(shop.model)
+    ids = [(tokenizer(r["prompt"])["input_ids"], [*tokenizer(r["response"])["input_ids"], 1]) for r in LABELS]
+
+    def h(prompt: list[int], answer: list[int]) -> float:
+        """<eos> (id 1) ends an answer."""
+        return logprob(policy, prompt + answer, len(prompt)) - logprob(reference, prompt + answer, len(prompt))
+
+    drift = []
+    for i, (prompt, _) in enumerate(ids):
+        j = next(j for j in (*range(i - 1, -1, -1), *range(len(ids) - 1, i, -1)) if ids[j][0] != prompt)
+        drift.append(h(prompt, ids[j][1]))
+    z = max(0.0, sum(drift) / len(drift))
+    own = torch.tensor([h(*pair) for pair in ids], dtype=torch.float64)
+    label = torch.tensor([r["label"] for r in LABELS])
+    loss = torch.where(label, 1.5 * (1 - torch.sigmoid(0.3 * (own - z))), 0.75 * (1 - torch.sigmoid(0.3 * (z - own))))
+    assert z > 0, "this reference lies below the policy on mismatched answers"
+    assert line["policy/kl"] == pytest.approx(z, rel=1e-5)
+    assert line["policy/loss"] == pytest.approx(float(loss.mean()), rel=1e-5)
+    assert line["policy/desirable_reward"] == pytest.approx(0.3 * float(own[label].mean()), rel=1e-4)
+    assert line["policy/undesirable_reward"] == pytest.approx(0.3 * float(own[~label].mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "vanilla"])
+def test_micro_batches_change_nothing(shop: Workshop, loss_type: str) -> None:
+    same = {"algorithm": {"loss": {"loss_type": loss_type}}, "reference": {"model": str(far_reference(shop))}}
+    whole = train(shop, config(shop, "whole", **same)).lines()
+    few = {"micro_tokens": 10}
+    split = train(shop, config(shop, "split", **same, policy=few)).lines()
+    assert all(line["policy/kl"] > 1 for line in whole)
+    for one, two in zip(whole, split, strict=True):
+        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
+        assert one["policy/kl"] == pytest.approx(two["policy/kl"], rel=1e-3, abs=1e-5)
+
+
+def test_held_out_rows_are_evaluated_from_two_on(shop: Workshop) -> None:
+    """One held-out row has no mismatched answer."""
+    rows = [{"path": str(shop.rows("held_out.jsonl", LABELS[1:5])), "name": "held_out"}]
+    held_out = {"data": {"eval": rows}, "run": {"steps": 2}}
+    [_, last] = train(shop, config(shop, "run", eval={"every": 2}, **held_out)).lines()
+    assert {"eval/loss", "eval/kl", "eval/accuracy", "eval/desirable"} <= set(last)
+    refused = shop.run_config(config(shop, "one", eval={"every": 2, "max_rows": 1}, **held_out))
+    assert refused.code == 2
+    assert "kto needs at least 2 rows to evaluate on, got 1 from data.eval" in refused.said
+
+
+def test_a_step_of_one_row_is_refused_before_anything_starts(shop: Workshop) -> None:
+    finished = shop.run_config(config(shop, "run", data={"batch_size": 1}))
+    assert finished.code == 2
+    assert "kto needs at least 2 rows a step, got data.batch_size = 1" in finished.said
+
+
+def test_the_reference_is_precomputed_only_where_it_can_be(shop: Workshop) -> None:
+    ahead = {"reference": {"precompute": True}}
+    refused = shop.run_config(config(shop, "run", **ahead))
+    assert refused.code == 2
+    assert "'twin_ref_logprobs' on rows put together" in refused.said
+    apo = {"algorithm": {"loss": {"loss_type": "apo_zero_unpaired"}}}
+    along, cached = (train(shop, config(shop, name, **apo, **more)).lines() for name, more in (("a", {}), ("b", ahead)))
+    for one, two in zip(along, cached, strict=True):
+        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
+
+
+def test_adapters_take_their_base_as_reference(shop: Workshop) -> None:
+    """Undesirable answers count for nothing here, so that the policy rises on all."""
+    raise_all = {"loss": {"undesirable_weight": 0.0}}
+    adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}, "algorithm": raise_all}
+    alone = train(shop, config(shop, "base", **adapters)).lines()
+    beside = train(shop, config(shop, "second", placement={"reference": {}}, **adapters)).lines()
+    assert alone[-1]["policy/kl"] > 0
+    for one, two in zip(alone, beside, strict=True):
+        assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-5)
+        assert one["policy/kl"] == pytest.approx(two["policy/kl"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("event", ["saved 2", "step 4"])
+def test_a_killed_run_resumes_exactly(forks: Forks, shop: Workshop, event: str) -> None:
+    runs = Runs(forks, shop)
+    more = {
+        "run": {"steps": 5},
+        "checkpoint": {"every": 2},
+        "data": {"batch_size": 5, "shuffle": True},
+        "observer": [{"use": f"file:{shop.file('killer.py', KILLER)}"}],
+    }
+    whole = runs.end(config(shop, "whole", **more))
+    assert whole.code == 0, whole.err
+    broken = config(shop, "broken", **more)
+    runs.die_at(broken, event)
+    assert_same_run(runs.resume(broken), whole)
