@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from rlhf.data.preview import token_texts
+from rlhf.testing.tiny import tiny_model
 from rlhf_cli.data import ACTIONS
 from rlhf_cli.main import main
 
@@ -24,3 +28,132 @@ def test_the_help_of_an_action(capsys):
     out = capsys.readouterr().out
     assert "usage: rlhf data preview" in out
     assert "--rows" in out
+
+
+# ------------------------------------------------------------------------------------------ preview
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders with a tokenizer (one token a character) and no weights: a preview loads none."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, template in (("plain", None), ("chat", "default")):
+        (tiny_model(folder / name, chat_template=template) / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture
+def show(models, tmp_path, capsys):
+    """What ``rlhf data preview`` prints for rows; with ``--json``, as an object."""
+
+    def make(algo, rows, *flags, model="plain"):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ["data", "preview", "--algo", algo, "--model", str(models / model), "--data", str(path), *flags]
+        code = main(words)
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return json.loads(said.out) if "--json" in flags else said.out
+
+    return make
+
+
+PAIRS = [
+    {"q": 1, "prompt": "a:", "chosen": "bc", "rejected": "d", "by": 1.5},
+    {"q": 2, "prompt": "a:", "chosen": "d", "rejected": "d", "by": 1},
+    {"q": 3, "prompt": "a" * 30, "chosen": "bc", "rejected": "d", "by": 1},
+]
+
+
+def test_a_pair_as_json(show):
+    found = show("dpo", PAIRS, "--json", "--data.margin", "by", "--data.max_tokens", "20", "--data.too_long", "drop")
+    assert (found["form"], found["template"]) == ("pairs", "plain")
+    (source,) = found["sources"]
+    assert (source["name"], source["use"], source["rows"], source["unused"]) == ("rows", "train", 3, ["q"])
+    assert source["columns"] == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "by"}
+    first, second, third = found["shown"]
+    assert first["where"].endswith("rows.jsonl, line 1")
+    assert (first["status"], first["why"], first["margin"]) == ("ok", "", 1.5)
+    chosen, rejected = first["sequences"]
+    assert (chosen["name"], chosen["tokens"], chosen["trained"]) == ("chosen", 5, 3)
+    assert chosen["texts"] == ["a", ":", "b", "c", "<eos>"]
+    assert chosen["mask"] == [False, False, True, True, True]
+    assert (rejected["name"], rejected["texts"]) == ("rejected", ["a", ":", "d", "<eos>"])
+    assert (second["status"], second["sequences"]) == ("refused", [])
+    assert second["why"].startswith("the chosen and the rejected answer are the same")
+    assert (third["status"], third["why"]) == (
+        "left out", "the prompt has 30 tokens; data.max_tokens = 20 leaves no room to answer"
+    )  # fmt: skip
+    assert [s["tokens"] for s in third["sequences"]] == [33, 32]
+
+
+def test_steps_and_labels(show):
+    rows = [{"prompt": "Q\n", "completions": ["ab", "c"], "labels": [1, 0.25]}]
+    (row,) = show("prm", rows, "--json")["shown"]
+    assert row["sequences"][0]["steps"] == [[4, 1.0], [6, 0.25]]
+    out = show("prm", rows)
+    assert "row: 7 tokens, 5 trained on, 2 steps\nQ↵\n⟦ab↵\n⟨1⟩c↵\n⟨0.25⟩⟧\n" in out
+    rows = [{"prompt": "p", "response": "r", "label": v} for v in (True, False)]
+    assert [r["label"] for r in show("kto", rows, "--json")["shown"]] == [True, False]
+    assert "line 2 (train), label False\nrow: 3 tokens, 2 trained on\np⟦r<eos>⟧\n" in show("kto", rows)
+
+
+def test_rows_conversations_and_prompts(show):
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    rows = [{"conversations": turns, "id": 1}] * 4
+    out = show("sft", rows, "--rows", "2", model="chat")
+    assert "demonstrations, chat template" in out
+    assert "'rows': 4 rows, read as messages = 'conversations' (from/value turns as messages); not used: id" in out
+    assert out.count("<|user|>hi<eos><|assistant|>⟦yo<eos>⟧") == 2
+    found = show("grpo", rows, "--rows", "1", "--json", model="chat")
+    (prompt,) = found["shown"][0]["sequences"]
+    assert "".join(prompt["texts"]) == "<|user|>hi<eos><|assistant|>"
+    assert (prompt["trained"], any(prompt["mask"])) == (0, False)
+    assert "The policy answers where the text ends." in show("grpo", rows, model="chat")
+
+
+def test_every_row_is_counted_on_request(show):
+    flags = ("--check", "--rows", "0", "--data.max_tokens", "20")
+    found = show("dpo", PAIRS * 2, "--json", *flags)
+    counts = found["all"]["train"]
+    assert [counts[k] for k in ("ok", "too_long", "bad_rows", "longest")] == [2, 2, 2, 33]
+    assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in counts["named"]] == ["2", "3", "5", "6"]
+    assert found["shown"] == []
+    out = show("dpo", PAIRS * 5, *flags)
+    assert "data.train: 5 of 15 rows can be used, 5 are too long, 5 are bad; the longest has 33 tokens" in out
+
+
+def test_colours_tell_tokens_apart(show, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = show("dpo", PAIRS[:1])
+    assert "\x1b[2ma\x1b[0m\x1b[2;4m:\x1b[0m\x1b[30;42mb\x1b[0m\x1b[30;102mc\x1b[0m" in out
+    assert "⟦" not in out
+
+
+def test_long_sequences_are_cut_in_the_middle(show):
+    rows = [{"prompt": "p" * 500, "response": "r" * 500}]
+    out = show("sft", rows)
+    assert "p" * 300 + " ... 401 tokens ... " + "⟦" + "r" * 299 + "<eos>⟧" in out
+    assert len(show("sft", rows, "--json")["shown"][0]["sequences"][0]["texts"]) == 1001
+
+
+def test_what_a_preview_needs(models, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"a": 1}) + "\n")
+    assert main(["data", "preview", "--algo", "sft", "--data", str(rows)]) == 2
+    assert "no model is named: its tokenizer makes the tokens" in capsys.readouterr().err
+    words = ["data", "preview", "--algo", "sft", "--model", str(models / "plain"), "--data", str(rows)]
+    assert main(words) == 1
+    assert "has no column 'prompt'." in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--rows", "-1"])
+
+
+def test_characters_of_several_tokens():
+    """A text is the last token's; spaces that a tokenizer drops from the first token of a text are kept."""
+    data = "é→x".encode()
+    assert token_texts(list(data), lambda ids: bytes(ids).decode(errors="replace")) == ["", "é", "", "", "→", "x"]
+    words = ["The", " cat", " sat"]
+    assert token_texts([0, 1, 2], lambda ids: "".join(words[i] for i in ids).lstrip()) == words

@@ -1,6 +1,7 @@
 """Show rows as the model will see them: `rlhf data preview run.toml`, or `--algo NAME --model PATH --data FILE`.
 
-The run file and flags are those of `rlhf train`. The tokenizer is loaded, no model is. Rows come as they are written.
+The run file and flags are those of `rlhf train`. The tokenizer is loaded, no model is. Of every source the first rows
+come, as they are written: what is trained on, where steps end, and what would be refused or left out, and why.
 """
 
 from __future__ import annotations
@@ -8,33 +9,157 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from rlhf_cli.flags import add_short_flags, overrides
 
 OVERRIDES = True
+LONG = 600
+"""Tokens of a sequence that are shown without ``--json``; of a longer one its front and its end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
     add_short_flags(parser)
-    parser.add_argument("--rows", type=int, default=3, metavar="N", help="how many rows to show (default: 3)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows of each source (default: 3)")
+    parser.add_argument("--check", action="store_true", help="tokenise every row and count what is used, and what not")
+    parser.add_argument("--json", action="store_true", help="one JSON object, with all tokens")
 
 
 def run(args: argparse.Namespace) -> int:
     from rlhf.config import load
     from rlhf.data.dataset import TrainData
+    from rlhf.data.preview import preview, survey
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.errors import ConfigError
     from rlhf.plugins import Plugins
 
     config = load(args.run_file, overrides(args))
     if config.policy.model is None:
-        raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
+        raise ConfigError(
+            "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
+        )
     form = Plugins.discover().resolve("algorithm", config.algorithm.use).cls.data
     tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
-    section = config.data.model_copy(update={"shuffle": False})
-    data = TrainData(section, tokenizer, form, config.run.seed)
-    shown = [{"row": dict(row.columns)} for row in data.take(args.rows)]
-    sys.stdout.write(json.dumps({"form": form, "rows": shown}) + "\n")
+    data = TrainData(config.data, tokenizer, form, config.run.seed)
+    found = preview(data, args.rows)
+    if args.check:
+        found["all"] = survey(data)
+    if args.json:
+        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+    else:
+        _show(found)
     return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"a number of rows, 0 or more, got {text!r}")
+    return int(text)
+
+
+# -------------------------------------------------------------------------------------------- show
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    colour = console.is_terminal and not console.no_color
+    console.print(f"{found['form']}, {found['template']} template", style="bold")
+    for source in found["sources"]:
+        unused = f"; not used: {', '.join(source['unused'])}" if source["unused"] else ""
+        line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
+        console.print(Text(line))
+    console.print(_legend(found["form"], colour))
+    for row in found["shown"]:
+        console.print()
+        console.print(_headline(row))
+        for sequence in row["sequences"]:
+            console.print(_tokens(sequence, colour))
+    for use, counts in found.get("all", {}).items():
+        if counts["ok"] or counts["named"]:
+            console.print()
+            console.print(Text("\n".join(_summary(use, counts))))
+
+
+def _legend(form: str, colour: bool) -> Any:
+    from rich.text import Text
+
+    if form == "prompts":
+        return Text("Every other token is shaded; the policy answers where the text ends." if colour else
+                    "The policy answers where the text ends.")  # fmt: skip
+    if not colour:
+        steps = ", and the token that ends a step is followed by its label" if form == "steps" else ""
+        return Text(f"What is trained on stands in ⟦brackets⟧{steps}.")
+    text = Text("Trained on: ")
+    text.append("these ", _STYLES[True][0]).append("tokens", _STYLES[True][1]).append("; only read: ")
+    text.append("these ", _STYLES[False][0]).append("tokens", _STYLES[False][1])
+    if form == "steps":
+        text.append("; a step ends here, with its label: ").append("token", _END).append("⟨1⟩", "bold")
+    return text
+
+
+def _headline(row: dict[str, Any]) -> Any:
+    from rich.text import Text
+
+    values = "".join(f", {name} {row[name]}" for name in ("label", "margin") if name in row)
+    text = Text(f"{row['where']} ({row['use']}){values}", "bold")
+    if row["why"]:
+        text.append(f"\n{row['status']}: {row['why']}", "bold red" if row["status"] == "refused" else "yellow")
+    return text
+
+
+_STYLES = {True: ("black on green", "black on bright_green"), False: ("dim", "dim underline")}
+"""{whether trained on: styles of every other token}, so that tokens can be told apart."""
+_END = "bold white on blue"
+
+
+def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
+    from rich.text import Text
+
+    counts = f"{sequence['name']}: {sequence['tokens']} tokens"
+    if sequence["name"] != "prompt":
+        counts += f", {sequence['trained']} trained on"
+    if steps := dict(sequence["steps"]):
+        counts += f", {len(steps)} steps"
+    text = Text().append(counts + "\n", "cyan")
+    trained, size = False, len(sequence["texts"])
+    for number, at in enumerate(_shown(size)):
+        if at is None:
+            text.append(f" ... {size - LONG} tokens ... ", "yellow")
+            continue
+        on = sequence["mask"][at]
+        if not colour and on != trained:
+            text.append("⟦" if on else "⟧")
+        trained = on
+        end = at in steps
+        text.append(sequence["texts"][at].replace("\n", "↵\n"), _END if end else _STYLES[on][number % 2])
+        if end:
+            text.append(f"⟨{steps[at]:g}⟩", "bold")
+    if trained and not colour:
+        text.append("⟧")
+    return text
+
+
+def _shown(size: int) -> Iterator[int | None]:
+    """Positions of the tokens to show; None for those left out in the middle."""
+    if size <= LONG:
+        yield from range(size)
+        return
+    yield from range(LONG // 2)
+    yield None
+    yield from range(size - LONG // 2, size)
+
+
+def _summary(use: str, counts: dict[str, Any]) -> Iterator[str]:
+    total = counts["ok"] + counts["too_long"] + counts["bad_rows"]
+    yield (
+        f"data.{use}: {counts['ok']} of {total} rows can be used, {counts['too_long']} are too long, "
+        f"{counts['bad_rows']} are bad; the longest has {counts['longest']} tokens"
+    )
+    yield from (f"  {line}" for line in counts["named"])
+    if (more := total - counts["ok"] - len(counts["named"])) > 0:
+        yield f"  and {more} more"

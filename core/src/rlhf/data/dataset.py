@@ -30,6 +30,8 @@ class Verdict:
     example: Example | None = None
     """Its tokens, where it has any (offline forms)."""
     error: DataError | None = None
+    tokens: int = 0
+    """Of its longest sequence."""
 
 
 class TrainData:
@@ -61,6 +63,11 @@ class TrainData:
         self.eval_dropped = self.eval_bad_rows = 0
         self._why = Verdict()
         self._examples: dict[tuple[str, int], Example] = {}
+
+    @property
+    def sources(self) -> dict[str, list[Source]]:
+        """``train`` and ``eval``, each source with its layout."""
+        return {"train": self._train, "eval": self._eval}
 
     @property
     def rows_per_epoch(self) -> int:
@@ -114,16 +121,17 @@ class TrainData:
         return kept
 
     def judge(self, row: Row) -> Verdict:
-        """Whether a row can be used, and as which tokens (kept for :meth:`examples`)."""
+        """Whether a row can be used, and as which tokens; counts nothing."""
         try:
             if self.form == "prompts":
-                long = check_prompt(len(self.template.encode_prompt(row).ids), self.section)
-                return Verdict("too_long" if long else "", long)
-            example = self._examples[row.source, row.index] = self._encode(row)
+                tokens = len(self.template.encode_prompt(row).ids)
+                long = check_prompt(tokens, self.section)
+                return Verdict("too_long" if long else "", long, tokens=tokens)
+            example = self._encode(row)
             long = check_example(example, self.section)
         except DataError as error:
             return Verdict("bad_rows", str(error), error=error)
-        return Verdict("too_long" if long else "", long, example)
+        return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
@@ -152,6 +160,8 @@ class TrainData:
         """Whether a row can be used; :attr:`_why` says why not."""
         where, why = self._source(sources, row.source).where(row.index), self.judge(row)
         self._why = why
+        if why.example is not None:
+            self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
         if why.kind and getattr(self.section, why.kind) == "error":
             advice = (
                 'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
