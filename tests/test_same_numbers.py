@@ -27,6 +27,7 @@ CASES = {
     "sft": Case("sft"),
     "dpo": Case("dpo"),
     "dpo, sorted over the batch": Case("dpo", {"algorithm": {"loss": {"loss_type": "aot_unpaired"}}}),
+    "kto": Case("kto"),
     "reward model": Case("reward_model"),
 }
 FIVE = {"run": {"steps": 5}}
