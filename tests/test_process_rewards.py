@@ -1,0 +1,268 @@
+"""Process reward models, and their credit in reinforcement learning: on the tokens that end the policy's own steps."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.ops import pipeline
+from rlhf.testing.tiny import tiny_model
+
+from tests.runs import Finished, Workshop
+
+SOLUTIONS = [
+    {"prompt": f"{a}+{b}=", "completions": [f"{a}+{b}", str(a + b), "x"], "labels": [True, 0.75, False]}
+    for a in range(3)
+    for b in range(3)
+]
+CHARS = "0123456789+=x-\n"
+"""Few, so that an untrained policy often ends a line."""
+OFFLINE = {"sampling": None, "reward": None}
+LONG = {"max_new_tokens": 24, "ignore_eos": True}
+LABELS = {"head": "lm", "label_tokens": ["+", "-"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), hidden=16, heads=2, kv_heads=1, chars=CHARS)
+
+
+def train(shop: Workshop, model: Path, output: str, algorithm: dict[str, Any], **changes: Any) -> Finished:
+    steps = shop.rows("steps.jsonl", SOLUTIONS)
+    data = {"train": str(steps), "batch_size": 3, "eval": [{"path": str(steps), "name": "held_out"}]}
+    settings = {"algorithm": algorithm, "data": data, "policy": {"model": str(model)}, "trainer": {"lr": 5e-3}}
+    return shop.train("prm", output, **{**OFFLINE, **settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Workshop, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    shop = Workshop(tmp_path_factory.mktemp("prm"), model, tiny.data)
+    return {
+        "classes": train(shop, model, "classes", {}, run={"steps": 6}),
+        "lm": train(shop, model, "lm", LABELS, run={"steps": 6}),
+    }
+
+
+@functools.cache
+def loaded(path: Path) -> tuple[Any, list[int]]:
+    """(transformers' model with outputs at every token, which of them are right and wrong)."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    config = json.loads((path / "config.json").read_text())
+    if "right_token_id" in config:
+        return AutoModelForCausalLM.from_pretrained(path), [config["right_token_id"], config["wrong_token_id"]]
+    return AutoModelForTokenClassification.from_pretrained(path), [1, 0]
+
+
+def probabilities(path: Path, ids: list[int]) -> torch.Tensor:
+    """[tokens]: that a step ending there is right, as transformers computes it."""
+    module, outputs = loaded(path)
+    with torch.no_grad():
+        return torch.softmax(module(torch.tensor([ids])).logits[0][:, outputs], 1)[:, 0]
+
+
+@functools.cache
+def tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def ends(path: Path, ids: Iterable[int]) -> list[int]:
+    """Where lines that are not blank end, with tokens that are characters."""
+    found, line = [], ""
+    for i, token in enumerate(ids):
+        c = tokenizer(path).decode([token])
+        if c == "\n" and line.strip():
+            found.append(i)
+        line = "" if c == "\n" else line + c
+    return found
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("kind", ["classes", "lm"])
+def test_transformers_says_of_the_steps_what_the_run_reported(trained: dict[str, Finished], kind: str) -> None:
+    path, last = trained[kind].path / "model", trained[kind].lines()[-1]
+    encode = tokenizer(path)
+    losses, same, said, labels = [], [], [], []
+    for row in SOLUTIONS:
+        ids = encode(row["prompt"] + "".join(f"{step}\n" for step in row["completions"]))["input_ids"]
+        found = probabilities(path, ids)[ends(path, ids)]
+        p = torch.tensor([float(label) for label in row["labels"]])
+        losses += (-p * found.log() - (1 - p) * (1 - found).log()).tolist()
+        same += ((found >= 0.5) == (p >= 0.5)).tolist()
+        said += found.tolist()
+        labels += p.tolist()
+    assert len(losses) == 3 * len(SOLUTIONS)
+    right = [s for s, label in zip(same, labels, strict=True) if label >= 0.5]
+    wrong = [s for s, label in zip(same, labels, strict=True) if label < 0.5]
+    assert last["eval/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert last["eval/accuracy"] == pytest.approx(sum(same) / len(same))
+    assert last["eval/accuracy_right"] == pytest.approx(sum(right) / len(right))
+    assert last["eval/accuracy_wrong"] == pytest.approx(sum(wrong) / len(wrong))
+    assert last["eval/probability"] == pytest.approx(sum(said) / len(said), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["classes", "lm"])
+def test_it_learns(trained: dict[str, Finished], kind: str) -> None:
+    losses = [line["policy/loss"] for line in trained[kind].lines()]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_export_of_two_classes_names_them(trained: dict[str, Finished]) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    path = trained["classes"].path / "model"
+    module = AutoModelForSequenceClassification.from_pretrained(path)
+    assert module.config.id2label == {0: "wrong", 1: "right"}
+    text = "1+2=1+2\n"
+    with torch.no_grad():
+        whole = module(**tokenizer(path)(text, return_tensors="pt")).logits.softmax(1)[0, 1]
+    assert float(whole) == pytest.approx(float(probabilities(path, tokenizer(path)(text)["input_ids"])[-1]), rel=1e-4)
+
+
+def test_training_goes_on_from_either_export(shop: Workshop, trained: dict[str, Finished]) -> None:
+    for kind, algorithm in (("classes", {}), ("lm", LABELS)):
+        more = train(shop, trained[kind].path / "model", kind, algorithm, run={"steps": 1}, eval={"at_start": True})
+        before = more.lines()[0]
+        assert before["step"] == 0
+        assert before["eval/loss"] == pytest.approx(trained[kind].lines()[-1]["eval/loss"], rel=1e-4)
+
+
+def test_a_label_of_several_tokens_is_refused_before_a_model_is_loaded(shop: Workshop, model: Path) -> None:
+    (model_without_weights := shop.folder / "empty").mkdir()
+    for file in model.iterdir():
+        if not file.name.endswith(".safetensors"):
+            (model_without_weights / file.name).write_bytes(file.read_bytes())
+    data = {"train": str(shop.rows("steps.jsonl", SOLUTIONS)), "batch_size": 3}
+    run = shop.run(
+        "prm",
+        "run",
+        **OFFLINE,
+        algorithm={"head": "lm", "label_tokens": ["++", "-"]},
+        data=data,
+        policy={"model": str(model_without_weights)},
+    )
+    assert run.code == 2
+    assert "algorithm.label_tokens: '++' must be one token of the policy's tokenizer, but is 2" in run.said
+
+
+# --------------------------------------------------------------------------------------- as a reward
+
+
+class Credits:
+    """What :func:`rlhf.ops.pipeline.credit` made of every batch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[Any] = []
+        original = pipeline.credit
+
+        def credit(*arguments: Any, **options: Any) -> Any:
+            batch, metrics = original(*arguments, **options)
+            self.batches.append(batch)
+            return batch, metrics
+
+        monkeypatch.setattr(pipeline, "credit", credit)
+
+
+@pytest.mark.parametrize("kind", ["classes", "lm"])
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+def test_each_step_is_credited_at_the_token_that_ends_it(
+    shop: Workshop,
+    model: Path,
+    trained: dict[str, Finished],
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    kind: str,
+) -> None:
+    """Against the steps found in decoded text and transformers' own probabilities: token rewards, and what gae (lambda
+    1) and reinforce make of them, the return from each token on."""
+    credits, path = Credits(monkeypatch), trained[kind].path / "model"
+    reward = [{"use": "prm", "model": str(path), "credit": "step", "weight": 0.5, "without_steps": "last_token"}]
+    run = shop.train(
+        algorithm,
+        "run",
+        run={"steps": 1},
+        policy={"model": str(model)},
+        reward=reward,
+        sampling=LONG,
+    )
+    (batch,) = credits.batches
+    assert batch.units == len(list(run.samples())) == 12
+    steps, expected = 0, torch.zeros(batch.tokens)
+    for u in range(batch.units):
+        own = batch.select([u])
+        start = int((batch.unit_N < u).sum())
+        sampled = own.tok["loss_mask"].nonzero()[:, 0].tolist()
+        found = [sampled[i] for i in ends(path, own.ids_N[sampled].tolist())]
+        steps += len(found)
+        p_N = probabilities(path, own.ids_N.tolist())
+        for position in found or sampled[-1:]:
+            expected[start + position] = 0.5 * p_N[position]
+    assert steps > 6
+    assert torch.allclose(batch.tok["step_reward"], expected, rtol=1e-4, atol=1e-6)
+    assert not batch.unit["reward"].any(), "nothing is left for the end"
+    to_go = torch.cat([expected[batch.unit_N == u].flip(0).cumsum(0).flip(0) for u in range(batch.units)])
+    mask_N = batch.tok["loss_mask"]
+    if algorithm == "ppo":
+        assert torch.allclose(batch.tok["returns"][mask_N], to_go[mask_N], rtol=1e-4, atol=1e-5)
+    raw_A = to_go - batch.tok["old_values"] if algorithm == "ppo" else to_go
+    raw_A = raw_A[mask_N]
+    whitened_A = (raw_A - raw_A.mean()) / raw_A.std(correction=0)
+    assert torch.allclose(batch.tok["advantages"][mask_N], whitened_A, rtol=1e-3, atol=1e-4)
+    assert run.lines()[0]["reward/steps"] == pytest.approx(float(expected.sum()) / 12, rel=1e-4)
+
+
+def test_the_aggregate_is_an_answers_value(shop: Workshop, model: Path, trained: dict[str, Finished]) -> None:
+    path = trained["classes"].path / "model"
+    reward = [{"use": "prm", "model": str(path), "aggregate": "product"}]
+    run = shop.train("rloo", "run", run={"steps": 1}, policy={"model": str(model)}, reward=reward, sampling=LONG)
+    samples = list(run.samples())
+    for sample in samples:
+        prompt, answer = sample["turns"]
+        at = [len(prompt["ids"]) + i for i in ends(path, answer["ids"])]
+        assert at, "an answer without a step has no value, and nothing else gives it one: it is left out"
+        said = probabilities(path, prompt["ids"] + answer["ids"])[at]
+        assert sample["rewards"]["prm"]["steps"] == []
+        assert sample["reward"] == pytest.approx(float(said.prod()), rel=1e-3)
+    assert 0 < len(samples) < 12
+
+
+def test_a_token_classification_model_is_read_with_its_bias(shop: Workshop, model: Path) -> None:
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    path = shop.folder / "tokens"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        plain = AutoModelForTokenClassification.from_config(AutoConfig.from_pretrained(model, num_labels=2)).eval()
+    with torch.no_grad():
+        plain.score.bias.copy_(torch.tensor([0.0, 4.0]))
+    plain.save_pretrained(path)
+    tokenizer(model).save_pretrained(path)
+    reward = [{"use": "prm", "model": str(path), "without_steps": "last_token"}]
+    run = shop.train("rloo", "run", run={"steps": 1}, policy={"model": str(model)}, reward=reward)
+    for sample in run.samples():
+        ids = [i for turn in sample["turns"] for i in turn["ids"]]
+        said = probabilities(path, ids)
+        at = [len(sample["turns"][0]["ids"]) + i for i in ends(path, sample["turns"][1]["ids"])]
+        assert sample["reward"] == pytest.approx(float(said[at or [-1]].min()), rel=1e-3)
+
+
+def test_evaluations_report_the_aggregate_beside_the_reward(
+    shop: Workshop, model: Path, trained: dict[str, Finished]
+) -> None:
+    """With credit at tokens nothing is in an answer's reward, which alone would say that nothing is learnt."""
+    path = trained["classes"].path / "model"
+    reward = [{"use": "prm", "model": str(path), "credit": "step", "without_steps": "last_token"}]
+    data = {"eval": [{"path": str(shop.data), "name": "held_out", "max_rows": 3}]}
+    run = shop.train("rloo", "run", run={"steps": 1}, policy={"model": str(model)}, reward=reward, data=data)
+    (line,) = run.lines()
+    assert line["eval/reward"] == 0.0
+    assert 0 < line["eval/score"] < 1
