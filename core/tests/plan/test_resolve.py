@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rlhf.config import load
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR
-from rlhf.plan import Machine, make_plan, nearest, resolve, sum_of, target
+from rlhf.plan import Machine, formulas, make_plan, nearest, resolve, sum_of, target
 from rlhf.plan.busy import training
 from rlhf.plan.machines import cpu_memory
+from rlhf.plan.phases import resting
 from rlhf.plugins import Plugins
 
 GIB = 2**30
@@ -53,6 +55,24 @@ def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
     assert not made.machine.processes
     assert made.devices == 1
     assert make_plan(made).fits
+
+
+def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published, plugins):
+    """The head of the 8B is 128256 x 4096 in fp32, on each rank of the student. Hidden states are no logits."""
+    changes = {
+        "algorithm.use": "distill", "data.train": "absent.jsonl", "data.max_tokens": "1024",
+        "policy.model": published("0.6B"), "roles.teacher.model": published("8B"), "policy.dtype": "fp32",
+    }  # fmt: skip
+    run = load(None, list(changes.items()))
+    policy, teacher = resolve(run, plugins, Machine("cpu", 64 * GIB)).roles
+    assert (policy.borrowed, teacher.borrowed, teacher.annotated) == (0, 0, ("hidden",))
+    ray = load(None, list({**changes, "launcher.use": "ray"}.items()))
+    made = resolve(ray, plugins, Machine("cpu", 64 * GIB))
+    assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
+    alone, beside = (resting(replace(made.roles[0], borrowed=b))[0] for b in (0, made.roles[0].borrowed))
+    assert beside["weights"] - alone["weights"] == 128_256 * 4096 * 4
+    assert formulas.copies(("hidden",), backward=False) == 0
+    assert formulas.copies(("logprobs", "hidden"), backward=True) == formulas.copies(("logprobs",), backward=True)
 
 
 def test_options_reach_the_layout(published, plugins):

@@ -194,8 +194,10 @@ def logits(shape: ModelShape, tokens: int, sharding: Sharding) -> int:
 
 def copies(outputs: Iterable[str], *, backward: bool) -> int:
     """How many such matrices exist at once. Counted: log-probs 2 forward, 4 with backward; entropy 4 and 5; both 4 and
-    6. An output of a plugin's own: 2 more each, an allowance."""
-    names = set(outputs)
+    6. An output of a plugin's own: 2 more each, an allowance. Hidden states: none."""
+    names = set(outputs) - {"hidden"}
+    if not names:
+        return 0
     own = len(names - {"logprobs", "entropy", "values", "scores"})
     if backward:
         known = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4

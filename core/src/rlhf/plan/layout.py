@@ -38,6 +38,8 @@ class RoleLayout:
     """Tokens of a micro-batch's sequences for each one that is computed: more than 1 where they share prefixes."""
     precomputed: bool = False
     """It computes before any other role is loaded, and goes."""
+    borrowed: int = 0
+    """Bytes of copies of other roles' output heads on each of its ranks."""
 
     @property
     def trained_parameters(self) -> int:

@@ -64,6 +64,8 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
     elsewhere = {"weights": s.host_weights, "optimizer": s.host_optimizer or (aside and s.offloads)}
     elsewhere["gradients"] = elsewhere["optimizer"]
     here = {part: size for part, size in held.items() if size and not elsewhere[part]}
+    if role.borrowed:
+        here["weights"] = here.get("weights", 0) + role.borrowed
     if s.buffers:
         here["working"] = s.buffers
     return here, sum(size for part, size in held.items() if elsewhere[part])

@@ -66,7 +66,15 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
         rewards,
         _repeats(made, micro, longest) if sharding.shares_prefixes else 1.0,
         section_of(config, name).precompute,
+        _borrowed(made, name) if machine.processes else 0,
     )
+
+
+def _borrowed(made: RunParts, name: str) -> int:
+    """Whole output heads in fp32; in one process they share memory with their lenders."""
+    lenders = [each.role for each in made.algorithm.needs().lent if each.to == name]
+    specs = [model_spec(made.config, made.roles, lender) for lender in lenders]
+    return sum(4 * read_shape(spec.path, "lm", spec.trust_remote_code).head for spec in specs)
 
 
 def _work(made: RunParts) -> tuple[list[Update], list[Annotation]]:
