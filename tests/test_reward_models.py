@@ -28,9 +28,24 @@ def train(shop: Workshop, output: str, *flags: str, **changes) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Workshop, tmp_path_factory) -> Finished:
+def start(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model that pads with its end token, as many do, and whose config names no pad token."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("start") / "model"
+    shutil.copytree(tiny.model, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Workshop, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Evaluated on its own pairs at the end, so that the figures below can be computed again."""
-    shop = Workshop(tmp_path_factory.mktemp("rm"), tiny.model, tiny.data)
+    shop = Workshop(tmp_path_factory.mktemp("rm"), start, tiny.data)
     pairs = [{"path": str(shop.rows("pairs.jsonl", PAIRS)), "name": "held_out"}]
     return train(shop, "run", run={"steps": 6}, trainer={"lr": 5e-3}, data={"eval": pairs})
 
