@@ -1,5 +1,5 @@
-"""Make what the arms share: the model and tokenizer, its twin that ends its answers, prompts, rows, and the batches of
-the correctness gate. Runs in our environment; both environments read the folder."""
+"""Make what the arms share: the model and tokenizer, its twins that end answers and that score, prompts, rows, pairs,
+and the batches of the correctness gate. Runs in our environment; both environments read the folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rlhf.testing.tiny import tiny_model
-from settings import DEVICE, LONGEST, MAX_NEW_TOKENS, PROMPTS, ROWS, SAMPLES, SHORTEST, SIZES, VOCABULARY
+from settings import (
+    ANSWERS,
+    DEVICE,
+    LONG_PROMPT,
+    LONGEST,
+    MAX_NEW_TOKENS,
+    PROMPTS,
+    ROWS,
+    SAMPLES,
+    SHORTEST,
+    SIZES,
+    VOCABULARY,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CHARS = "0123456789+-*/=()<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'\n"
@@ -18,14 +31,14 @@ MEAN_LENGTH = 22
 """Of answers without a limit; with the limit of 64 tokens the mean is about 20."""
 
 
-def make_model(path: Path) -> None:
+def make_model(path: Path, head: Literal["lm", "scalar"] = "lm") -> None:
     """Qwen3 with random weights: 4.45 M parameters and a vocabulary of characters where nothing else is asked for.
 
     Further tokens are numbers behind a space. No text is encoded with them, but each can be sampled and reads as
     something, so that rewards differ.
     """
     more = (f" {n}" for n in range(VOCABULARY - 3 - len(CHARS)))
-    tiny_model(path, std=0.02, chars=[*CHARS, *more], seed=0, **SIZES)
+    tiny_model(path, std=0.02, chars=[*CHARS, *more], seed=0, head=head, **SIZES)
 
 
 def make_ending_model(source: Path, path: Path) -> None:
@@ -67,6 +80,31 @@ def make_data(work: Path) -> None:
                 file.write(json.dumps({"prompt": draw.choice(sums), "completion": answer}) + "\n")
 
 
+def make_pairs(work: Path) -> None:
+    """``pairs.jsonl``: 16 pairs; each side has 20 to 200 tokens, prompt included, evenly spread.
+    ``pairs-prompts.jsonl``: 16 pairs with long prompts and shorter answers."""
+    draw = random.Random(3)
+
+    def text(tokens: int) -> str:
+        return "".join(draw.choice(CHARS[:-1]) for _ in range(tokens))
+
+    def spread(number: int, least: int, most: int) -> int:
+        return least + (most - least) * (number % ROWS) // (ROWS - 1)
+
+    with (work / "pairs.jsonl").open("w") as file:
+        for number in range(ROWS):
+            sides = [spread(number * step, SHORTEST, LONGEST) - 7 for step in (1, 7)]  # prompt 6, end token 1
+            file.write(json.dumps(_pair(text(6), text(sides[0]), text(sides[1]))) + "\n")
+    with (work / "pairs-prompts.jsonl").open("w") as file:
+        for number in range(ROWS):
+            sides = [spread(number * step, *ANSWERS) - 1 for step in (1, 7)]
+            file.write(json.dumps(_pair(text(LONG_PROMPT), text(sides[0]), text(sides[1]))) + "\n")
+
+
+def _pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
 def make_gate(work: Path) -> None:
     """``gate.json``: one GRPO batch (answers of several lengths, rewards) and one SFT batch, as token ids."""
     draw = random.Random(2)
@@ -90,7 +128,9 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     make_model(work / "model")
     make_ending_model(work / "model", work / "ending")
+    make_model(work / "scalar", "scalar")
     make_data(work)
+    make_pairs(work)
     make_gate(work)
 
 

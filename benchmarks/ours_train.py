@@ -18,13 +18,16 @@ from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
 from settings import (
+    ANSWERS,
     BETAS,
     EPS,
     LEARNING_RATE,
+    LONG_PROMPT,
     LONGEST,
     MAX_GRAD_NORM,
     MAX_NEW_TOKENS,
     OURS,
+    PREFERENCES,
     PROMPT_TOKENS,
     PROMPTS,
     ROWS,
@@ -58,6 +61,8 @@ def run_file(workload: str, precision: str, work: Path, steps: int, output: str,
             "max_tokens": LONGEST + 8,
         }
         return changed({**run, "algorithm": "sft", "data": data})
+    if workload in PREFERENCES:
+        return changed(preferences(run, workload, work))
     sampling = {
         "samples_per_prompt": SAMPLES,
         "max_new_tokens": MAX_NEW_TOKENS,
@@ -70,6 +75,21 @@ def run_file(workload: str, precision: str, work: Path, steps: int, output: str,
     }
     reward = f"file:{Path(__file__).with_name('ours_reward.py')}:score"
     return changed({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling})
+
+
+def preferences(run: dict[str, Any], workload: str, work: Path) -> dict[str, Any]:
+    prompts = workload == "dpo-prompts"
+    run["data"] = {
+        "train": str(work / ("pairs-prompts.jsonl" if prompts else "pairs.jsonl")),
+        "batch_size": ROWS,
+        "max_tokens": max(LONGEST, LONG_PROMPT + ANSWERS[1]) + 8,
+    }
+    if workload == "reward":
+        run["policy"]["model"] = str(work / "scalar")
+        return {**run, "algorithm": "reward_model"}
+    if workload == "dpo-cached":
+        run["reference"] = {"precompute": True}
+    return {**run, "algorithm": "dpo"}
 
 
 def changed(run: dict[str, Any]) -> RunFile:
@@ -181,6 +201,8 @@ def main() -> None:
         run = build(prepared)
         trainer = run.roles["policy"].group.worker
         phases.watch_trainer(trainer)
+        if "reference" in run.roles:
+            phases.watch(run.roles["reference"].group.worker, "forward", "log-probs")
         if run.stream is not None:
             phases.watch_generator(run.weights.generator)
             phases.watch_scorer(run.stream)

@@ -28,6 +28,12 @@ OURS: dict[str, dict[str, Any]] = {}
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
 """A rate so small that the weights, and so the lengths of answers, stay what they are while a step is timed."""
 WORKLOADS = ("grpo-forced", "grpo-natural", "sft")
+"""Of `make bench`."""
+PREFERENCES = ("dpo", "dpo-cached", "dpo-prompts", "reward")
+"""Of preferences.py: 16 pairs of SHORTEST to LONGEST tokens with the reference along; with the reference's log-probs
+computed before the first step; with long prompts, which the two answers of a pair share; a reward model."""
+LONG_PROMPT, ANSWERS = 200, (20, 64)
+"""Tokens of a prompt, and least and most of an answer, of ``dpo-prompts``."""
 _CHANGES: dict[str, Any] = json.loads(os.environ.get("BENCH_SETTINGS", "{}"))
 if unknown := sorted(_CHANGES.keys() - globals().keys()):
     raise SystemExit(f"BENCH_SETTINGS names {', '.join(unknown)}, which benchmarks/settings.py does not have")
@@ -95,7 +101,7 @@ class Clock:
 def arm_arguments(description: str) -> argparse.Namespace:
     """The command line of the scripts that time one workload in one precision."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("workload", choices=(*WORKLOADS, *PREFERENCES))
     parser.add_argument("precision", choices=("fp32", "bf16"))
     parser.add_argument("--work", type=Path, required=True, help="folder made by model.py")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")

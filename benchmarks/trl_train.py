@@ -1,4 +1,5 @@
-"""Time whole training steps of TRL on the same work: its GRPOTrainer and SFTTrainer, as a user would run them on a CPU.
+"""Time whole training steps of TRL on the same work: its trainers for GRPO, SFT, DPO and reward models, as a user would
+run them on a CPU.
 
 Gradient checkpointing, which TRL turns on by default, is off: it would only cost time.
 """
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 from settings import (
+    ANSWERS,
     BETAS,
     DEVICE,
     EPS,
     LEARNING_RATE,
+    LONG_PROMPT,
     LONGEST,
     MAX_GRAD_NORM,
     MAX_NEW_TOKENS,
@@ -55,10 +58,11 @@ def common(precision: str, steps: int, output: str, parts: int = 1) -> dict[str,
     }
 
 
-def load(path: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(path: Path, scores: bool = False) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model = auto.from_pretrained(str(path), dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(str(path))
 
 
@@ -92,6 +96,40 @@ def sft_trainer(model: Any, tokenizer: Any, rows: list[dict[str, str]], options:
     return SFTTrainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
+def dpo_trainer(
+    model: Any, tokenizer: Any, rows: list[dict[str, str]], options: dict[str, Any], cached: bool = False
+) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    longest = max(LONGEST, LONG_PROMPT + ANSWERS[1]) + 8
+    config = DPOConfig(**options, per_device_train_batch_size=ROWS, max_length=longest, precompute_ref_log_probs=cached)
+    return DPOTrainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def reward_trainer(model: Any, tokenizer: Any, rows: list[dict[str, str]], options: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    config = RewardConfig(**options, per_device_train_batch_size=ROWS, max_length=LONGEST + 8)
+    return RewardTrainer(model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def make(workload: str, work: Path, options: dict[str, Any]) -> Any:
+    """The trainer of one workload."""
+    if workload == "reward":
+        return reward_trainer(*load(work / "scalar", scores=True), lines(work / "pairs.jsonl"), options)
+    natural = workload == "grpo-natural"
+    model, tokenizer = load(work / ("ending" if natural else "model"))
+    if workload == "sft":
+        return sft_trainer(model, tokenizer, lines(work / "rows-1.jsonl"), options)
+    if workload.startswith("dpo"):
+        rows = lines(work / ("pairs-prompts.jsonl" if workload == "dpo-prompts" else "pairs.jsonl"))
+        return dpo_trainer(model, tokenizer, rows, options, cached=workload == "dpo-cached")
+    prompts = [row["prompt"] for row in lines(work / "prompts.jsonl")]
+    return grpo_trainer(model, tokenizer, prompts, options, forced=not natural)
+
+
 def lines(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -101,27 +139,21 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     from transformers import TrainerCallback
 
-    work, natural = arguments.work, arguments.workload == "grpo-natural"
     with tempfile.TemporaryDirectory() as folder:
         options = common(arguments.precision, arguments.warmup + arguments.steps, folder, arguments.parts)
-        model, tokenizer = load(work / ("ending" if natural else "model"))
-        if arguments.workload == "sft":
-            trainer = sft_trainer(model, tokenizer, lines(work / "rows-1.jsonl"), options)
-        else:
-            prompts = [row["prompt"] for row in lines(work / "prompts.jsonl")]
-            trainer = grpo_trainer(model, tokenizer, prompts, options, forced=not natural)
+        trainer = make(arguments.workload, arguments.work, options)
         clock, seen = Clock(arguments.warmup), [0]
 
         class Tick(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                # completion tokens of this step (GRPO: mean length x samples), or tokens seen so far (SFT)
+                # completion tokens of this step (GRPO: mean length x samples), or tokens seen so far (the others)
                 metrics = trainer._metrics["train"]
-                if arguments.workload == "sft":
+                if arguments.workload.startswith("grpo"):
+                    clock.step(round(metrics["completions/mean_length"][-1] * PROMPTS * SAMPLES))
+                else:
                     total = metrics["num_tokens"][-1]
                     clock.step(int(total - seen[0]))
                     seen[0] = total
-                else:
-                    clock.step(round(metrics["completions/mean_length"][-1] * PROMPTS * SAMPLES))
 
         trainer.add_callback(Tick())
         trainer.train()

@@ -1,0 +1,94 @@
+"""Losses of ours at every optimizer step, from metrics.jsonl of runs through the controller of `rlhf train`.
+
+.venv/bin/python benchmarks/parity/ours_losses.py --work FOLDER --result FILE [--cases NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import CASES, MAX_TOKENS, STEPS, TRAINING, Case, digest, rows, write
+from rlhf.controller.build import build
+from rlhf.controller.offline import offline
+from rlhf.controller.prepare import prepare
+from rlhf.data.rows import Example
+from rlhf.observe import read_metrics
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+
+
+def run_file(case: Case, work: Path, folder: Path) -> RunFile:
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows(case.form)))
+    run: dict[str, Any] = {
+        "run": {"output": str(folder / "run"), "steps": STEPS, "threads": 1},
+        "policy": {"model": str(work / case.head), "dtype": "fp32"},
+        "data": {
+            "train": str(data),
+            "batch_size": case.batch_size,
+            "shuffle": False,
+            "max_tokens": MAX_TOKENS,
+            "response": "completion",
+        },
+        "trainer": {**TRAINING, **case.training},
+    }
+    for section, options in case.ours.items():
+        run[section] = {**run[section], **options} if section in run else options
+    return RunFile.model_validate(run)
+
+
+def seen(case: Case, examples: Sequence[Example]) -> list[list[tuple[list[int], int | None]]]:
+    """The rows of one step as the algorithm gets them."""
+    return [
+        [(s.ids, None if case.head == "scalar" else s.loss_mask.index(True)) for s in sorted(e.sequences, key=_role)]
+        for e in examples
+    ]
+
+
+def _role(sequence: Any) -> int:
+    return int(sequence.role)
+
+
+def losses(case: Case, work: Path) -> dict[str, Any]:
+    batches = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = build(prepare(run_file(case, work, Path(folder)), Plugins.discover()))
+        assemble = run.algorithm.assemble
+
+        def noted(examples: Any) -> Any:
+            batches.append(seen(case, examples))
+            return assemble(examples)
+
+        run.algorithm.assemble = noted  # type: ignore[method-assign]
+        try:
+            offline(run)
+        finally:
+            run.close()
+        lines = read_metrics(Path(folder) / "run/metrics.jsonl")
+    return {"losses": [line["policy/loss"] for line in lines], "tokens": digest(batches)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder made by tiny.py")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--cases", nargs="+", help="names; all where absent")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    found = {case.name: losses(case, arguments.work) for case in wanted}
+    write(
+        arguments.result,
+        {"versions": {name: version(name) for name in ("rlhf-core", "torch", "transformers")}, "cases": found},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Steps of DPO, of a reward model and of SFT, ours against TRL's, in alternation: `python benchmarks/preferences.py`.
+
+Before anything is timed, both sides' losses of 20 optimizer steps must be equal (parity/run.py), as speed may not be
+bought by another loss. Two runs, one per precision (`--precisions fp32`), keep a machine busy for ten minutes each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from report import median, throughput
+from run import HERE, PEERS, execute, processor, versions
+from settings import PREFERENCES, THREADS, write
+
+TARGETS = {"dpo": 2.0, "dpo-cached": 2.5, "dpo-prompts": 2.0, "reward": 1.6, "sft": 1.5}
+"""Throughput of ours over TRL's that this project asks of itself, in either precision."""
+GATE = ("dpo-sigmoid", "reward", "sft")
+
+
+def gate(trl: str, work: Path) -> list[dict[str, Any]]:
+    """The parity of the losses that are timed; ends the benchmark where they differ."""
+    result = work / "parity.json"
+    execute(sys.executable, "parity/run.py", "--trl-python", trl, "--cases", *GATE, "--result", str(result))
+    rows = json.loads(result.read_text())["table"]
+    for row in rows:
+        print(f"losses of ours and TRL, {row['case']}: at most {row['apart_most']:.1e} apart", flush=True)
+    return rows
+
+
+def comparison(arms: dict[str, list[dict[str, Any]]], precisions: list[str]) -> list[dict[str, Any]]:
+    """One row per workload and precision. Refuses where the two did not train on equally many tokens."""
+    rows = []
+    for workload, target in TARGETS.items():
+        for precision in precisions:
+            runs = {who: arms.get(f"{workload}/{precision}/{who}", []) for who in ("ours", "trl")}
+            if not all(runs.values()):
+                continue
+            tokens = {who: {t for run in found for t in run["tokens"]} for who, found in runs.items()}
+            if tokens["ours"] != tokens["trl"]:
+                sys.exit(
+                    f"{workload}, {precision}: ours trained on {tokens['ours']} tokens a step, TRL on {tokens['trl']}"
+                )
+            row: dict[str, Any] = {"workload": workload, "precision": precision, "target": target}
+            for who, found in runs.items():
+                row[f"{who}_seconds"] = median([s for run in found for s in run["seconds"]])
+                row[f"{who}_tokens_per_second"] = throughput(found)
+                row[f"{who}_peak_mib"] = median([run["peak_mib"] for run in found])
+            row["tokens"] = tokens["ours"].pop()
+            row["computed_tokens"] = median([p["computed_tokens"] for run in runs["ours"] for p in run["phases"]])
+            row["ratio"] = row["ours_tokens_per_second"] / row["trl_tokens_per_second"]
+            rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; ``tokens`` of the rows of a step, ``computed`` by our update, which computes shared prompts once."""
+    lines = [
+        "| workload | | ours, s/step | TRL, s/step | ratio | target | tokens | computed | ours, MiB | TRL, MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        missed = "" if r["ratio"] >= r["target"] else " (missed)"
+        lines.append(
+            f"| {r['workload']} | {r['precision']} | {r['ours_seconds']:.2f} | {r['trl_seconds']:.2f} "
+            f"| **{r['ratio']:.2f}** | {r['target']}{missed} | {r['tokens']} | {r['computed_tokens']:.0f} "
+            f"| {r['ours_peak_mib']:.0f} | {r['trl_peak_mib']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def phases(arms: dict[str, list[dict[str, Any]]]) -> str:
+    names = ("log-probs", "forward and backward", "optimizer")
+    lines = [f"| ours, ms per step | {' | '.join(names)} | rest |", "|---" * (len(names) + 2) + "|"]
+    for arm, runs in arms.items():
+        if arm.endswith("/ours"):
+            steps = [step for run in runs for step in run["phases"]]
+            found = [median([step.get(name, 0.0) for step in steps]) for name in names]
+            found.append(median([s["step"] - sum(s.get(name, 0.0) for name in names) for s in steps]))
+            lines.append(f"| {arm.removesuffix('/ours')} | {' | '.join(f'{1e3 * x:.0f}' for x in found)} |")
+    return "\n".join(lines)
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    trl, start, load = str(arguments.trl_python), time.time(), os.getloadavg()[0]
+    execute(sys.executable, "model.py", str(work))
+    parity = gate(trl, work)
+    limit = json.loads(execute(sys.executable, "ours_limit.py"))
+    arms: dict[str, list[dict[str, Any]]] = {}
+    options = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup), "--work", str(work)]
+    for repeat in range(arguments.repeats):
+        for workload in arguments.workloads:
+            for precision in arguments.precisions:
+                for who, python in (("ours", sys.executable), ("trl", trl)):
+                    result = work / "result.json"
+                    execute(python, f"{who}_train.py", workload, precision, *options, "--result", str(result))
+                    latest = json.loads(result.read_text())
+                    arms.setdefault(f"{workload}/{precision}/{who}", []).append(latest)
+                    print(
+                        f"{time.time() - start:5.0f} s  {workload}/{precision}/{who}, repeat {repeat + 1}: "
+                        f"{median(latest['seconds']):.2f} s/step, peak {latest['peak_mib']:.0f} MiB",
+                        flush=True,
+                    )
+    return {
+        "date": date.today().isoformat(),
+        "machine": {
+            "processor": processor(),
+            "system": platform.platform(),
+            "threads": THREADS,
+            "load_before": load,
+        },
+        "versions": {
+            "ours": versions(sys.executable, ("rlhf-core", "torch", "transformers")),
+            "trl": versions(trl, ("trl", "torch", "transformers", "accelerate")),
+        },
+        "settings": {"steps": arguments.steps, "warmup": arguments.warmup, "repeats": arguments.repeats},
+        "parity": parity,
+        "limit": limit,
+        "comparison": comparison(arms, arguments.precisions),
+        "arms": arms,
+        "seconds": time.time() - start,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl-python", type=Path, default=PEERS / "bin/python", help="Python that has TRL")
+    parser.add_argument("--repeats", type=int, default=2, help="processes per arm")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    workloads = [*PREFERENCES, "sft"]
+    parser.add_argument("--workloads", nargs="+", default=workloads, choices=workloads)
+    parser.add_argument("--name", default=f"{date.today().isoformat()}-preferences", help="results/<name>.json")
+    arguments = parser.parse_args()
+    if not arguments.trl_python.exists():
+        sys.exit(f"{arguments.trl_python} does not exist: `make bench` makes it, or name one with --trl-python")
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(arguments, Path(folder))
+    file = HERE / "results" / f"{arguments.name}.json"
+    write(file, result)
+    print(f"\n{table(result['comparison'])}\n\n{phases(result['arms'])}\n\n{file} after {result['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Losses of 20 optimizer steps are TRL's, step by step: ``benchmarks/parity``, against what TRL 1.16.0 once said.
+
+TRL itself is not needed. `python benchmarks/parity/run.py --record` records again, with TRL.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.members import ROOT
+
+FOLDER = ROOT / "benchmarks/parity"
+RECORDED = json.loads((FOLDER / "trl-1.16.0.json").read_text())
+WITHIN = 1e-4
+"""Of the loss, in fp32."""
+
+pytestmark = pytest.mark.slow
+
+
+def execute(script: str, *arguments: str) -> None:
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parity")
+    execute("tiny.py", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(work):
+    models = json.loads((work / "models.json").read_text())
+    assert models == RECORDED["models"], (
+        "the models are not those that TRL was recorded with, so losses cannot be compared: undo the change of "
+        "benchmarks/parity/tiny.py or rlhf.testing.tiny, or record again"
+    )
+    file = work / "ours.json"
+    execute("ours_losses.py", "--work", str(work), "--result", str(file))
+    return json.loads(file.read_text())["cases"]
+
+
+def test_every_case_was_recorded(ours):
+    assert list(ours) == list(RECORDED["cases"]), "record again: the cases have changed"
+    assert RECORDED["versions"]["trl"] == "1.16.0"
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"])
+def test_the_losses_are_those_of_trl(ours, case):
+    found, trl = ours[case], RECORDED["cases"][case]
+    assert found["tokens"] == trl["tokens"], "not the same tokens were trained on"
+    assert len(found["losses"]) == len(trl["losses"]) == 20
+    apart = [abs(a - b) / abs(b) for a, b in zip(found["losses"], trl["losses"], strict=True)]
+    assert max(apart) <= WITHIN, f"step {apart.index(max(apart)) + 1} is {max(apart):.1e} apart"
+    assert max(trl["losses"]) > 1.02 * min(trl["losses"])  # there was something to learn
