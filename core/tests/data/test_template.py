@@ -323,6 +323,34 @@ def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_train
     assert 'data.loss_on = "completion"' in message
 
 
+def test_answers_are_only_trained_where_the_policy_would_give_them(with_template):
+    """Without thinking, Qwen3's empty block is part of what the policy is given, and only before the last answer."""
+    tokenizer = with_template(THINKING)
+    off = {"messages": "m", "template_kwargs": {"enable_thinking": False}}
+    last = Template(tokenizer, section(**off)).encode_demonstration(row(m=TURNS)).sequences[0]
+    assert runs(tokenizer, last) == ["assistant\n<|im_end|>"]
+    seen = Template(tokenizer, section(**off)).encode_prompt(row(prompt=TURNS[:3])).ids
+    assert last.ids[: len(seen)] == seen
+    message = refused(
+        lambda: Template(tokenizer, section(**off, loss_on="assistant")).encode_demonstration(row(m=TURNS))
+    )
+    assert "the policy is given '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
+    assert "writes message 1 (assistant) after " in message
+    both = Template(tokenizer, section(messages="m", loss_on="assistant")).encode_demonstration(row(m=TURNS))
+    assert runs(tokenizer, both.sequences[0]) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
+    # A head that opens the reasoning, and answers that are written without any.
+    opens = CHATML.replace(
+        "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    )
+    assert opens != CHATML
+    tokenizer = with_template(opens)
+    message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
+    assert "the policy is given '<|im_start|>assistant\\n<think>\\n' before it answers" in message
+    given = "<think>\nhm\n</think>\n\n4"
+    whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]
+    assert runs(tokenizer, whole) == ["hm\n</think>\n\n4<|im_end|>"]
+
+
 def test_templates_that_change_the_text_are_refused(with_template):
     tokenizer = with_template(CHATML.replace("m.content", "m.content | replace('4', 'four')"))
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))

@@ -85,7 +85,7 @@ class ChatTemplate:
                 message, value = texts[number]
                 head = starts.get(message)
                 if head is None:
-                    starts[message] = self._after_head(rebuilt[-1], position)
+                    starts[message] = self._after_head(rebuilt[-1], position, message if message in trained else None)
                 rebuilt.append(value)
                 position += len(value)
                 ends[message] = position
@@ -174,11 +174,22 @@ class ChatTemplate:
             self._head = ready[len(without) :] if ready.startswith(without) else ""
         return self._head
 
-    def _after_head(self, piece: str, position: int) -> int:
+    def _after_head(self, piece: str, position: int, trained: int | None) -> int:
         """Where an answer starts whose text is preceded by ``piece`` (which ends at ``position``): after the head,
-        so that what the template adds between head and text (an empty think block) is part of the answer."""
+        so that what the template adds between head and text (an empty think block) is part of the answer.
+
+        Raises DataError: the answer is trained on (the message's number) and is not preceded by the head, so the policy
+        would never answer in this context (Qwen3 without thinking: only the last answer has the empty block).
+        """
         head = self._generation_head()
         at = piece.rfind(head) if head else -1
+        if head and at < 0 and trained is not None:
+            raise DataError(
+                f"the policy is given {head!r} before it answers, but the chat template writes message {trained} "
+                f"(assistant) after {piece[-60:]!r}: it would be trained in a context that it never sees. Train on the "
+                'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
+                "template with {% generation %} ... {% endgeneration %}."
+            )
         return position if at < 0 else position - len(piece) + at + len(head)
 
     def _end_token(self, following: str) -> str:
