@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Slot
@@ -12,7 +14,7 @@ from rlhf.ops.returns import return_to_go
 from rlhf.ops.trajectories import assemble, compress, expand
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.contract import Nonconformance
-from rlhf.types import Annotation, Head, LossOutput, Needs, Reduce, RoleSpec, Update
+from rlhf.types import Annotation, Head, Lent, LossOutput, Needs, Reduce, RoleSpec, Update
 
 
 class Centered(Advantage):
@@ -243,6 +245,20 @@ class NoReference(Simple):
         return Needs((RoleSpec("policy", trained=True),), group_min=2)
 
 
+class LendsTheTrained(Simple):
+    """Would lend a head that moves."""
+
+    def needs(self):
+        return replace(super().needs(), lent=(Lent("policy", to="policy"),))
+
+
+class WaitsForRewards(Simple):
+    """Says that it needs no reward, and leaves out samples without one."""
+
+    def needs(self):
+        return replace(super().needs(), reward=False)
+
+
 class NoOldLogprobs(Simple):
     """Forgets to annotate a column for several passes."""
 
@@ -342,6 +358,8 @@ def suite(made, **attributes):
             "test_steps",
             r"reads the role 'reference', but needs\(\) declares \['policy'\]",
         ),
+        (LendsTheTrained, {}, "test_needs", "lenders are language models that are not trained"),
+        (WaitsForRewards, {}, "test_steps", r"assemble\(\) returned NoneType for data with something to learn from"),
         (NoOldLogprobs, {"epochs": 2}, "test_steps", "needs the column 'old_logprobs'"),
         (ReadsGenerator, {}, "test_steps", "no column 'gen_logprobs'"),
         (SampleOrder, {}, "test_order_of_samples", "'advantages' of a sample depends on the order"),

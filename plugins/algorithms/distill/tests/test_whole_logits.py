@@ -112,8 +112,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(models, config):
 
 
 def test_the_mask_covers_where_tokens_are_predicted(models):
-    """A divergence that is masked by the tokens' own positions leaves out where the first token of the answer is
-    predicted and keeps what stands after the last. That is another loss, and another one than ours."""
+    """Defect 23 of OpenRLHF: masked by the tokens' own positions, a divergence leaves out where the first token of the
+    answer is predicted and keeps what stands after the last. That is another loss, with other gradients, than ours."""
     config, examples = Distill.Config(alpha=1.0), rows()
     got, gradients, _ = distilled(models, Distill(config), examples)
     shifted, unshifted = stated(models, config, examples), stated(models, config, examples, shift=0)
