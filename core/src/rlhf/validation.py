@@ -156,6 +156,12 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
         for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
             if given:
                 problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+    head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")
+    if run.data.eval and head != "lm" and (run.reward or run.env is not None):
+        problems.append(
+            f"reward or env is set to evaluate by answers, but the policy of {algorithm.name} has a {head!r} head and "
+            "writes none; data.eval is scored by the loss. Remove it."
+        )
     return problems
 
 

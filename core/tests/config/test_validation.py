@@ -160,6 +160,16 @@ def test_what_an_offline_run_would_ignore_is_refused(flags, expected):
     assert expected in messages([*OFFLINE, *flags], Demonstrations())
 
 
+def test_a_policy_without_an_output_for_tokens_answers_nothing():
+    scores = Demonstrations(roles=(RoleSpec("policy", head="scalar", trained=True),))
+    evaluated = [*OFFLINE, ("data.eval", "b.jsonl")]
+    check(load(None, evaluated), scores)
+    said = messages([*evaluated, ("reward", "math")], scores)
+    assert (
+        "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it." in said
+    )
+
+
 def test_loss_on_is_for_demonstrations():
     assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
 

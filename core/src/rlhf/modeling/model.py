@@ -95,7 +95,13 @@ def load_model(
     config = _read(spec, "model", AutoConfig.from_pretrained)
     auto: Any = AutoModelForCausalLM if outputs is None else _classification(config.architectures or ())
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
-    from_lm = outputs is not None and not any("Classification" in a for a in config.architectures or ())
+    classifies = [a for a in config.architectures or () if "Classification" in a]
+    if outputs is None and classifies:  # with a tied head it would load without a word
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but the "
+            "role needs a language model. Name the language model that it was made from."
+        )
+    from_lm = outputs is not None and not classifies
     if from_lm:
         options["num_labels"] = outputs
     elif outputs is not None and config.num_labels != outputs:
