@@ -40,7 +40,8 @@ class ProcessRewardConfig(ComponentConfig):
     separator: str = Field(default="\n", min_length=1)
     """Text that ends a step: ``data.step_separator`` of the model's training."""
     aggregate: Literal["min", "mean", "last", "product", "sum"] = "min"
-    """How the steps' values become the value of an answer. With ``credit = "step"`` only filters read it."""
+    """How the steps' values become the value of an answer. With ``credit = "step"`` it is only a score, which filters and
+    evaluations read."""
     baseline: float = 0.0
     """Subtracted from each step's probability, before all else: with 0.5 steps that are likely wrong cost something."""
     without_steps: Literal["skip", "last_token"] = "skip"
@@ -65,7 +66,7 @@ class ProcessReward(Reward):
     """
 
     name = "prm"
-    source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935, section 3.4"
+    source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935"
     Config = ProcessRewardConfig
 
     def __init__(self, config: ProcessRewardConfig | None = None) -> None:

@@ -34,7 +34,7 @@ class StepLabels(Loss):
     """
 
     name = "step_labels"
-    source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935, equations 3 and 4"
+    source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935"
     Config = StepLabelsConfig
 
     head: Head = step_logits()
