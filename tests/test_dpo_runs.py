@@ -106,7 +106,11 @@ def test_the_running_shift_resumes_and_ignores_evaluations(runs: Runs) -> None:
     assert_same_run(runs.resume(broken), whole)
 
 
-ITERATIVE = {"algorithm": {"snapshot_every": 2, "minibatches": 2}, "checkpoint": {"every": 1, "keep": 5}}
+ITERATIVE = {
+    "algorithm": {"snapshot_every": 2, "minibatches": 2},
+    "stream": {"round": 2},
+    "checkpoint": {"every": 1, "keep": 5},
+}
 
 
 @pytest.mark.parametrize("event", ["saved 2", "step 4", "rollouts 3"], ids=["at a snapshot", "behind it", "in a round"])
@@ -121,7 +125,7 @@ def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None
 
 def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
     """The step behind a snapshot starts with a margin of 0; inside a round the policy has left its reference."""
-    run = online(shop, "run", algorithm={"snapshot_every": 2}, trainer={"lr": 1e-2})
+    run = online(shop, "run", algorithm={"snapshot_every": 2}, stream={"round": 2}, trainer={"lr": 1e-2})
     margins = [line["policy/reward_margin"] for line in train(shop, run).lines()]
     assert margins[0] == margins[2] == margins[4] == 0
     assert margins[1] != 0
