@@ -113,6 +113,8 @@ CASES: tuple[Case, ...] = (
         _dpo(name, {"f_divergence_type": name}, {"f_divergence": name}, lr=3e-4)
         for name in ("forward_kl", "js_divergence", "alpha_divergence")
     ),
+    _dpo("ld", {"ld_alpha": 0.3}, {"ld_alpha": 0.3}),
+    _dpo("wpo", {"use_weighting": True}, {"wpo": True}, lr=1e-3),
     Case(
         "dpo-precomputed",
         "pairs",

@@ -67,6 +67,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def record(models: dict[str, str], trl: dict[str, Any]) -> None:
+    """Write :data:`RECORDED`; cases that were not run stay as they are, where models and versions are the same."""
+    command, cases = "python benchmarks/parity/run.py --record", dict(trl["cases"])
+    if RECORDED.exists():
+        before = json.loads(RECORDED.read_text())
+        if before["models"] == models and before["versions"] == trl["versions"]:
+            cases = before["cases"] | cases
+    ordered = {case.name: cases[case.name] for case in CASES if case.name in cases}
+    write(RECORDED, {"command": command, "models": models, "versions": trl["versions"], "cases": ordered})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", type=Path, default=PEERS / "bin/python", help="Python that has TRL 1.16.0")
@@ -76,8 +87,6 @@ def main() -> None:
         "--record", action="store_true", help=f"write TRL's losses to {RECORDED.name}, which tests read"
     )
     arguments = parser.parse_args()
-    if arguments.record and arguments.cases:
-        parser.error("--record is for all cases: leave out --cases")
     if not arguments.trl_python.exists():
         sys.exit(f"{arguments.trl_python} does not exist: name a Python that has TRL 1.16.0 with --trl-python")
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +101,7 @@ def main() -> None:
         models = json.loads((work / "models.json").read_text())
     rows = compare(found["ours"]["cases"], found["trl"]["cases"])
     if arguments.record:
-        write(RECORDED, {"command": "python benchmarks/parity/run.py --record", "models": models, **found["trl"]})
+        record(models, found["trl"])
     if arguments.result:
         write(arguments.result, {"steps": STEPS, "rows": ROWS, "models": models, "table": rows, **found})
     print(table(rows))
