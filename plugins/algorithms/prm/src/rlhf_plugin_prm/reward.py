@@ -40,8 +40,8 @@ class ProcessRewardConfig(ComponentConfig):
     separator: str = Field(default="\n", min_length=1)
     """Text that ends a step: ``data.step_separator`` of the model's training."""
     aggregate: Literal["min", "mean", "last", "product", "sum"] = "min"
-    """How the steps' values become the value of an answer. With ``credit = "step"`` it is only a score, which filters and
-    evaluations read."""
+    """How the steps' values become the value of an answer. With ``credit = "step"`` it is only a score, which filters
+    and evaluations read."""
     baseline: float = 0.0
     """Subtracted from each step's probability, before all else: with 0.5 steps that are likely wrong cost something."""
     without_steps: Literal["skip", "last_token"] = "skip"
