@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class DPO(Pairwise):
-    """One optimizer step per step, over all its pairs.
+    """Prefer the chosen answers of given pairs, measured against a reference: no reward model, no samples.
 
-    A pair of which a side has no token to train on is left out and counted (``pairs/left_out``): its log-ratio would be
-    0 whatever the policy does.
+    One optimizer step per step, over all its pairs. A pair of which a side has no token to train on is left out and
+    counted (``pairs/left_out``): its log-ratio would be 0 whatever the policy does.
     """
 
     name = "dpo"
