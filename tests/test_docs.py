@@ -26,7 +26,7 @@ from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, p
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
 
 OWN_FLAGS = {"help", "version", "traceback", "dry-run", "json", "check", "kind", "output", "prompt", "save"}
-OWN_FLAGS |= {"start-ray", "timeout", "device", "device-memory", "host-memory", "devices-per-node"}
+OWN_FLAGS |= {"rows", "start-ray", "timeout", "device", "device-memory", "host-memory", "devices-per-node"}
 """Flags of commands besides those of the run file."""
 
 # ----------------------------------------------------------------------------------------- executed
