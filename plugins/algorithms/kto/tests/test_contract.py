@@ -1,11 +1,12 @@
 """The conformance suites of algorithms and losses."""
 
 import torch
-from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.testing import fabricate
+from rlhf.plugins import Plugins
+from rlhf.testing import conformance
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.loss import LossContract
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
+from rlhf_plugin_kto.fabricated import RISE, twin_tokens, with_twins
 
 
 def loss(**config):
@@ -51,30 +52,11 @@ class TestKTOLoss(LossContract):
     configs = (KTOLoss.Config(), KTOLoss.Config(beta=0.5, desirable_weight=2.0, undesirable_weight=0.5))
 
     def assembled(self, batch, seed):
-        """With a mismatched answer of one to three tokens behind each unit but the first, on which the policy has moved
-        up by 2 nats a token."""
-        units = []
-        for u in range(batch.units):
-            one = batch.select([u])
-            own = {name: values.tolist() for name, values in one.tok.items()}
-            blank = [False] * one.tokens
-            sequences = [SequenceData(one.ids_N.tolist(), {**own, "twin_mask": blank})]
-            if u:
-                n = 1 + u % 3
-                tok = {
-                    "loss_mask": [False] * (n + 1),
-                    "twin_mask": [False] + [True] * n,
-                    "temperature": [1.0] * (n + 1),
-                }
-                sequences.append(SequenceData([7] * (n + 1), tok, role=1))
-            units.append(UnitData(sequences, {"label": bool(one.unit["label"][0])}))
-        made = pack(units)
-        reference_N = fabricate.values("twin_ref_logprobs", made.tokens, seed)
-        made = made.with_column("tok", "twin_ref_logprobs", reference_N, over="twin_mask")
-        return made.with_column("tok", "twin_logprobs", reference_N + 2.0, over="twin_mask")
+        return with_twins(self, batch, seed)
 
     def statement(self, x_BT):
-        z = 2.0 * sum(1 + u % 3 for u in range(1, len(x_BT["label"]))) / (len(x_BT["label"]) - 1)
+        tokens = [twin_tokens(u) for u in range(1, len(x_BT["label"]))]
+        z = RISE * sum(tokens) / len(tokens)
         return held_against(x_BT, {True: z, False: z})
 
 
@@ -98,3 +80,8 @@ class TestApoLoss(LossContract):
 
     def statement(self, x_BT):
         return held_against(x_BT, {True: 0.0, False: 0.0})
+
+
+def test_the_command_can_check_the_loss():
+    results = conformance.run(Plugins.discover().resolve("loss", "kto"))
+    assert [r.detail for r in results if not r.passed] == []

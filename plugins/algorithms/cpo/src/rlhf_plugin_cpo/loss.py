@@ -60,6 +60,7 @@ class CPOLoss(Loss):
     name = "cpo"
     source = "Xu et al. 2024, arXiv:2401.08417, equation 3; AlphaPO: Gupta et al. 2025, arXiv:2501.03884"
     Config = CPOConfig
+    conformance = {"data": "pairs"}
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",)

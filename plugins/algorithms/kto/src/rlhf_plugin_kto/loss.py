@@ -8,6 +8,7 @@ from pydantic import Field
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.types import Annotation, Head, LossOutput, Reduce
 
+from rlhf_plugin_kto.fabricated import with_twins
 from rlhf_plugin_kto.twins import ANSWER, TWIN_MASK
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class KTOLoss(Loss):
     name = "kto"
     source = "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7"
     Config = KTOConfig
+    conformance = {"data": "labels", "levels": {"kl": "unit"}, "assembled": with_twins}
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",)

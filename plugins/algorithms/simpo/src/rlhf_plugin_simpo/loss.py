@@ -49,6 +49,7 @@ class SimPOLoss(Loss):
     name = "simpo"
     source = "Meng et al. 2024, arXiv:2405.14734, equation 6"
     Config = SimPOConfig
+    conformance = {"data": "pairs"}
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",)
