@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +34,25 @@ def versions(run: Finished) -> list[set[int]]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "rejection_sampling"])
-@pytest.mark.parametrize("event", ["saved 2", "step 4"])  # both inside a round, before and after its checkpoint
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "rejection_sampling": {},
+    "online_dpo": {"snapshot_every": 3},  # iterative: a reference for each round, which is in the checkpoint
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("event", ["saved 2", "saved 4"])  # inside the first round and inside the second
 def test_killed_inside_a_round(forks: Forks, shop: Workshop, algorithm: str, event: str) -> None:
     runs = Runs(forks, shop)
-    rounds = {"stream": {"round": 3}}
+    rounds = {"stream": {"round": 3}, "algorithm": ALGORITHMS[algorithm], "checkpoint": {"every": 1}}
     whole, broken = (config(shop, algorithm, name, **rounds) for name in ("whole", "broken"))
     reference = runs.start(whole)
     output = runs.die_at(broken, event)
-    checkpoint = max((output / "checkpoints").glob("step-*")) / "ready.jsonl"
-    assert checkpoint.read_text().count("\n") == 4 * 3, "the round's last batch, generated and not trained on"
+    newest = max((output / "checkpoints").glob("step-*"))
+    assert newest.name == f"step-00000{event[-1]}"
+    assert (newest / "ready.jsonl").read_text().count("\n") == 4 * 3, "one batch, generated and not trained on"
+    assert (newest / "roles" / "reference").exists() == (algorithm == "online_dpo")
     finished, expected = runs.resume(broken), runs.result(whole, reference)
     assert expected.code == 0, expected.err
     assert [line["stream/version"] for line in finished.lines()] == [0, 0, 0, 3, 3]

@@ -1,0 +1,91 @@
+"""The recipes of examples/recipes, each by its one command, with fewer steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rlhf.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "examples" / "recipes"
+RUNS = Path("runs/recipes")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the root of the repository, for the commands: task and warm start are made once in it."""
+    folder = tmp_path_factory.mktemp("recipes")
+    shutil.copytree(RECIPES, folder / "examples" / "recipes")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """``run.py``, which finds ``make_task.py`` beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPES))
+        spec = importlib.util.spec_from_file_location("recipes", RECIPES / "run.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules.pop("make_task")
+    return module
+
+
+@pytest.fixture
+def recipe(
+    script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    def run(name: str, steps: int) -> str:
+        monkeypatch.chdir(folder)
+        script.prepare(60)
+        script.main([name, "--steps", str(steps)])
+        return capsys.readouterr().out.strip().splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "versions", "metric"),
+    [
+        ("rejection_sampling", [0] * 10 + [10] * 2, "reward/best"),
+        ("iterative_dpo", [0] * 10 + [10] * 2, "pairs/made"),
+        ("online_dpo", list(range(12)), "pairs/made"),
+    ],
+)
+def test_a_recipe_that_samples(recipe: Any, folder: Path, name: str, versions: list[int], metric: str) -> None:
+    """It says what it reached, and every step trained on samples of the policy that the recipe is about."""
+    said = recipe(name, 12)
+    before, after = map(float, re.search(r"held-out reward: ([\d.]+) .* -> ([\d.]+) ", said).groups())  # type: ignore[union-attr]
+    assert after > before
+    lines = [json.loads(line) for line in (folder / RUNS / name / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [line["stream/version"] for line in lines] == versions
+    assert all(line[metric] > 0 for line in lines)
+
+
+def test_the_reward_in_the_prompt(recipe: Any, folder: Path) -> None:
+    said = recipe("conditional_sft", 4)
+    told = re.findall(r"(-?[\d.]+) -> ([\d.]+)", said)
+    rows = [json.loads(line) for line in (folder / RUNS / "conditional_sft" / "conditional.jsonl").open()]
+    rewards = [row["reward"] for row in rows]
+    assert sum(rewards) == pytest.approx(0, abs=1e-9)
+    assert sum(r * r for r in rewards) == pytest.approx(len(rewards) - 1)
+    assert [asked for asked, _ in told] == [f"{r:.2f}" for r in (min(rewards), 0.0, max(rewards), 5.0)]
+    assert all(re.fullmatch(r"\d{4}> <rm_score>: -?\d\.\d\d ", row["prompt"]) for row in rows)
+
+
+def test_every_run_file_is_that_of_a_recipe(script: ModuleType) -> None:
+    files = {path.stem for path in RECIPES.glob("*.toml")}
+    assert files == {"warm_start", *script.RECIPES}
+    rounds = load(str(RECIPES / "iterative_dpo.toml"), [])
+    assert rounds.stream.round == rounds.algorithm.options["snapshot_every"] == 10
+    assert load(str(RECIPES / "online_dpo.toml"), []).stream.round == 1
