@@ -12,14 +12,20 @@ from rlhf.types import Row
 from rlhf_plugin_replay import Replay
 
 PROMPT = {"ids": [1, 2], "sampled": False, "text": "ab", "versions": []}
-ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": [[0, 4]], "finish": "stop", "text": "c"}
+ANSWER = {
+    "ids": [3, 1],
+    "sampled": True,
+    "logprobs": [-0.5, -1.5],
+    "versions": [[0, 4]],
+    "finish": "stop",
+    "text": "c\u2028",
+}
 
 
 def line(number, sample, index):
     row = {"source": "train", "index": index}
-    return json.dumps(
-        {"group": number, "sample": sample, "index": [number, sample], "row": row, "turns": [PROMPT, ANSWER]}
-    )
+    made = {"group": number, "sample": sample, "index": [number, sample], "row": row, "turns": [PROMPT, ANSWER]}
+    return json.dumps(made, ensure_ascii=False)  # as a run writes it: a text may hold a line end that is none of JSON's
 
 
 def play(folder, number, sample, index=5, source="train"):

@@ -71,7 +71,11 @@ def read(path: Path) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
         raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.jsonl")
     found: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for file in files:
-        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, text in enumerate(
+            file.read_text(encoding="utf-8").split("\n"), 1
+        ):  # texts may hold other line ends
+            if not text:
+                continue
             try:
                 line = json.loads(text)
                 if line["sample"] is not None:
