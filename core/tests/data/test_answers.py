@@ -70,9 +70,9 @@ def test_what_is_no_answer_is_counted(tmp_path):
     assert [[a.sample for a in g] for g in found.groups] == [[0]]
     assert found.answers == 8
     assert dict(found.left_out) == {
-        "failed": 1,
+        "that failed": 1,
         "of several turns": 2,
-        "empty": 1,
+        "without text": 1,
         "cut off": 2,
         "with more in their context than the row's prompt": 1,
     }
@@ -104,6 +104,8 @@ def test_samples_without_their_prompt_are_refused(tmp_path):
 def test_a_folder_without_samples_says_what_is_allowed(tmp_path):
     with pytest.raises(DataError, match=r"holds no recorded samples\. Allowed: a run directory with rollouts/"):
         read_answers([tmp_path])
+    with pytest.raises(DataError, match=r"nowhere does not exist"):
+        read_answers([tmp_path / "nowhere"])
 
 
 def test_a_prompt_is_told_as_it_was_asked(chars, chat):

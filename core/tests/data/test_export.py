@@ -7,7 +7,10 @@ import math
 import pytest
 from rlhf.data import export
 from rlhf.data.answers import Answer
+from rlhf.data.template import Template
 from rlhf.errors import ConfigError, DataError
+from rlhf.runfile import DataSection
+from rlhf.types import Row, Trajectory
 
 CHAT = [{"role": "user", "content": "q"}]
 
@@ -101,6 +104,18 @@ def test_among_messages_the_reward_is_the_system_message():
     assert export.pairs([group(("a", 0.0), ("b", 2.0), prompt=CHAT)]).rows[0]["chosen"] == [
         {"role": "assistant", "content": "b"}
     ]
+
+
+def test_a_reward_is_asked_for_as_it_was_told(chars, chat):
+    """What `rlhf eval` puts around a prompt by options is what the export put around it."""
+    row = Row({"prompt": "q"}, "rows", 0)
+    for tokenizer, asking, prompt in (
+        (chars, {"input_template": "{prompt} <rm_score>: 5.00 "}, "q"),
+        (chat, {"system": "<rm_score>: 5.00"}, CHAT),
+    ):
+        template = Template(tokenizer, DataSection(**asking))
+        asked = template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0)))
+        assert asked == export.conditioned(prompt, 5.0)
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [2.0, 2.0, 2.0]])

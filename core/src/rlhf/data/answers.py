@@ -80,13 +80,13 @@ def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
     """Why a recorded sample is no answer; empty where it is one."""
     turns = line["turns"]
     if line["status"] == "failed":
-        return "failed"
+        return "that failed"
     if sum(turn["sampled"] for turn in turns) != 1 or len(turns) != 2:
         return "of several turns"
     if line["prompt"] is None:
         return "with more in their context than the row's prompt"
     if not turns[1]["text"].strip():
-        return "empty"
+        return "without text"
     if not truncated and (line["status"] == "truncated" or turns[1]["finish"] == "length"):
         return "cut off"
     return ""
@@ -97,6 +97,8 @@ def _files(source: Path) -> list[Path]:
         return [source]
     folder = source / "rollouts" if (source / "rollouts").is_dir() else source
     files = sorted(folder.glob("step-*.jsonl"))
+    if not source.exists():
+        raise DataError(f"{source} does not exist")
     if not files:
         raise DataError(
             f"{source} holds no recorded samples. Allowed: a run directory with rollouts/ (checkpoint.save_rollouts), "
