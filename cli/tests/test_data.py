@@ -146,7 +146,7 @@ def test_what_a_preview_needs(models, tmp_path, capsys):
     assert "no model is named: its tokenizer makes the tokens" in capsys.readouterr().err
     words = ["data", "preview", "--algo", "sft", "--model", str(models / "plain"), "--data", str(rows)]
     assert main(words) == 1
-    assert "has no column 'prompt'." in capsys.readouterr().err
+    assert "has no column 'prompt'; columns present: a." in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--rows", "-1"])
 

@@ -90,10 +90,10 @@ def test_missing_columns_are_named_with_those_present_for_all_sources(write, cha
     with pytest.raises(DataError) as error:
         TrainData(section, chars, "demonstrations", 0)
     message = str(error.value)
-    assert "a.jsonl) has no column 'prompt'. Did you mean 'promt'? Name the right one with --data.prompt." in message
-    assert "Columns present: promt, response." in message
+    assert "a.jsonl) has no column 'prompt'; columns present: promt, response. Did you mean 'promt'?" in message
+    assert "Name the right one with --data.prompt." in message
     assert "data.eval 'b'" in message
-    assert "has no column 'response'. Name the right one with --data.response. Columns present: prompt." in message
+    assert "has no column 'response'; columns present: prompt. Name the right one with --data.response." in message
 
 
 def test_which_columns_are_required(write, chars, chat):

@@ -105,7 +105,7 @@ def test_recognised(form, row, columns, conversion):
     assert found(form, row, chat=True) == (columns, conversion)
     conversations = "messages" in columns or (form == "pairs" and "prompt" not in columns and conversion == "")
     if conversations:
-        with pytest.raises(DataError, match="conversations need a chat template, but none is used"):
+        with pytest.raises(DataError, match="has conversations, which need a chat template, but none is used"):
             found(form, row)
     else:
         assert found(form, row) == (columns, conversion)
@@ -121,7 +121,10 @@ def test_what_is_named_wins():
     assert found("labels", row, named={"label": "ok"}) == ({**demonstrations, "label": "ok"}, "")
     assert found("labels", row)[0]["label"] == "label"  # by its default name, whatever it holds: said row by row
     # a column that is named and not there is never replaced by another
-    with pytest.raises(DataError, match=r"has no column 'answr'\. Did you mean 'answer'\? Name .* --data\.response"):
+    with pytest.raises(
+        DataError,
+        match=r"no column 'answr'; columns present: prompt, answer\. Did you mean 'answer'\? Name .* --data\.response",
+    ):
         found("demonstrations", {"prompt": "a", "answer": "b"}, named={"response": "answr"})
     # naming a column keeps its conversion, and takes no further column along
     row = {"talk": [HUMAN, GPT], "system": "s"}
@@ -157,20 +160,24 @@ def test_what_could_be_read_in_several_ways_is_refused(form, row, ways, naming):
 @pytest.mark.parametrize(
     ("form", "row", "message"),
     [
-        ("pairs", {"chosen": "a", "rejected": "b"}, "has no column 'prompt'. Name the right one with --data.prompt."),
-        ("pairs", {"prompt": "a", "chosen": "b"}, "has no column 'rejected'. Name"),
+        (
+            "pairs",
+            {"chosen": "a", "rejected": "b"},
+            "has no column 'prompt'; columns present: chosen, rejected. Name the right one with --data.prompt.",
+        ),
+        ("pairs", {"prompt": "a", "chosen": "b"}, "has no column 'rejected'; columns"),
         ("pairs", {"prompt": "other", "chosen": [USER, BOT], "rejected": [USER, NO]}, "that they do not repeat; name"),
-        ("labels", {"prompt": "a", "response": "b", "score": 7.5}, "has no column 'label'."),
-        ("steps", {"prompt": "a", "steps": [{"text": "b"}]}, "has no column 'completions'."),
-        ("steps", {"prompt": "a", "completions": ["b"]}, "has no column 'labels'."),
-        ("demonstrations", {"prompt": "a"}, "has no column 'response'."),
+        ("labels", {"prompt": "a", "response": "b", "score": 7.5}, "has no column 'label';"),
+        ("steps", {"prompt": "a", "steps": [{"text": "b"}]}, "has no column 'completions';"),
+        ("steps", {"prompt": "a", "completions": ["b"]}, "has no column 'labels';"),
+        ("demonstrations", {"prompt": "a"}, "has no column 'response';"),
     ],
 )
 def test_what_is_not_recognised_says_what_is_missing(form, row, message):
     with pytest.raises(DataError) as error:
         found(form, row, chat=True)
     assert message in str(error.value)
-    assert f"Columns present: {', '.join(row)}." in str(error.value) or "repeat" in message
+    assert f"columns present: {', '.join(row)}." in str(error.value) or "repeat" in message
 
 
 # ------------------------------------------------------------------------------------- what rows become

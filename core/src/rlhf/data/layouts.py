@@ -96,7 +96,7 @@ def recognise(
         raise DataError(
             "the columns can be read in several ways: "
             + "; ".join(f"({i}) {layout}" for i, layout in enumerate(found, 1))
-            + f". Columns present: {', '.join(columns)}. Name those to use, e.g. {_flags(found[0])}."
+            + f"; {case.present()} Name those to use, e.g. {_flags(found[0])}."
         )
     raise DataError(case.problem())
 
@@ -132,7 +132,7 @@ class _Case:
 
     def problem(self) -> str:
         if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
-            return "its conversations need a chat template, but none is used; " + self._present()
+            return "has conversations, which need a chat template, but none is used; " + self.present()
         needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
         if "messages" in self.named:
@@ -143,14 +143,17 @@ class _Case:
             fields.append("margin")
         names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
         lacking = [
-            f"has no column {c!r}.{did_you_mean(c, self.columns)} Name the right one with --data.{f}."
+            f"has no column {c!r}; {self.present()}{did_you_mean(c, self.columns)} Name the right one with --data.{f}."
             for f, c in names.items()
             if c not in self.columns
         ]
         if lacking:
-            return f"{' '.join(lacking)} {self._present()}"
+            return " It ".join(lacking)
         why = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
-        return f"has no layout of the form {self.form!r} that is known. {why} {self._present()}"
+        return (
+            f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page on "
+            "data lists them."
+        )
 
     # ------------------------------------------------------------------------------------- forms
 
@@ -259,8 +262,8 @@ class _Case:
     def _as_chat(self) -> tuple[Any, ...]:
         return self.form, self.columns, self.row, self.named, True, self.prompt
 
-    def _present(self) -> str:
-        return f"Columns present: {', '.join(self.columns)}. The documentation's page on data lists what is recognised."
+    def present(self) -> str:
+        return f"columns present: {', '.join(self.columns)}."
 
 
 def _widest(found: Sequence[Layout]) -> list[Layout]:
