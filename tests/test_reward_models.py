@@ -84,6 +84,13 @@ def test_transformers_gives_the_scores_that_the_run_reported(trained: Finished) 
     assert config["std"] == pytest.approx(float(both.std(correction=0)), rel=1e-3)
 
 
+def test_adapters_are_merged_into_what_transformers_scores(shop: Workshop) -> None:
+    pairs = [{"path": str(shop.rows("pairs.jsonl", PAIRS)), "name": "held_out"}]
+    run = train(shop, "lora", run={"steps": 3}, trainer={"lr": 5e-3, "lora": {"rank": 2}}, data={"eval": pairs})
+    expected = float(score(run.path / "model", answers("chosen")).mean())
+    assert run.lines()[-1]["eval/chosen_score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_transformers_scores_padded_batches_alike(trained: Finished, side: str) -> None:
     texts = [*answers("chosen"), "0+1=1234567<eos>", "2"]
