@@ -21,8 +21,8 @@ def twin_tokens(unit: int) -> int:
 def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
     """The suite's units, each but the first with a mismatched answer behind a prompt of one token (``assembled`` of
     :class:`rlhf.testing.loss.LossContract`)."""
+    import torch
     from rlhf.ops.batch import SequenceData, UnitData, pack
-    from rlhf.testing import fabricate
 
     units = []
     for u in range(batch.units):
@@ -35,6 +35,6 @@ def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
             sequences.append(SequenceData([7] * (n + 1), {**tok, **masks}, TWIN))
         units.append(UnitData(sequences, {"label": bool(one.unit["label"][0])}))
     made = pack(units)
-    reference_N = fabricate.values("twin_ref_logprobs", made.tokens, seed)
+    reference_N = -1.0 - torch.arange(made.tokens) % 4
     made = made.with_column("tok", "twin_ref_logprobs", reference_N, over=TWIN_MASK)
     return made.with_column("tok", "twin_logprobs", reference_N + RISE, over=TWIN_MASK)
