@@ -151,8 +151,8 @@ class _Case:
             return " It ".join(lacking)
         why = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
         return (
-            f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page on "
-            "data lists them."
+            f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page "
+            "on data lists them."
         )
 
     # ------------------------------------------------------------------------------------- forms

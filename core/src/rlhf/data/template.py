@@ -233,12 +233,13 @@ class Template:
                 return self._conversation([*prompt, *cells.messages(field)])
             text = cells.text(field, _TEXT_OR_MESSAGES)
         else:
+            front = self._plain_prompt(cells, optional=self.section.loss_on == "all")
             text = cells.text(field)
         if not text.strip():
             raise DataError(f"{cells.name(field)}: the answer is empty; there is nothing to learn from")
         if self.chat is not None:
             return self._conversation([*prompt, {"role": "assistant", "content": text}])
-        return self._completed(self._plain_prompt(cells, optional=self.section.loss_on == "all"), text)
+        return self._completed(front, text)
 
     def _continued(self, cells: Cells, text: str) -> TokenSequence:
         """The row's prompt and the beginning of an answer."""
