@@ -346,6 +346,7 @@ def test_answers_are_only_trained_where_the_policy_would_give_them(with_template
     tokenizer = with_template(opens)
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
     assert "the policy is given '<|im_start|>assistant\\n<think>\\n' before it answers" in message
+    assert Template(tokenizer, section()).end_token_ids == (tokenizer.eos_token_id,)  # sampling asks nothing of answers
     given = "<think>\nhm\n</think>\n\n4"
     whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]
     assert runs(tokenizer, whole) == ["hm\n</think>\n\n4<|im_end|>"]

@@ -43,6 +43,8 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
     algorithm = Choice(use="answer")
     config = config.model_copy(update={"algorithm": algorithm, "data": data, "observer": ()})
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
+    for note in prepared.data.notes:
+        print(f"note: {note}", file=sys.stderr)  # noqa: T201
     launcher = prepared.parts["launcher"].build()
     with ExitStack() as closing:
         closing.callback(launcher.shutdown)

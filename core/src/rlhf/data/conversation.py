@@ -68,8 +68,11 @@ class ChatTemplate:
             ) from error
         return rendered
 
-    def render(self, messages: Sequence[Message], trained: Sequence[int]) -> Render:
-        """One render with the spans of the assistant messages ``trained`` (indices into ``messages``)."""
+    def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
+        """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).
+
+        ``as_asked``: refuse an answer that does not follow what the policy is given before it answers.
+        """
         if _GENERATION.search(self._source):
             return self._marked_by_template(messages, trained)
         text = self.text(messages, answer=False)
@@ -85,7 +88,9 @@ class ChatTemplate:
                 message, value = texts[number]
                 head = starts.get(message)
                 if head is None:
-                    starts[message] = self._after_head(rebuilt[-1], position, message if message in trained else None)
+                    starts[message] = self._after_head(
+                        rebuilt[-1], position, message if as_asked and message in trained else None
+                    )
                 rebuilt.append(value)
                 position += len(value)
                 ends[message] = position

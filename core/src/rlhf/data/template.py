@@ -98,7 +98,8 @@ class Template:
         """Tokens that end an answer: the tokenizer's end token and, where it is another, the chat template's."""
         ids = [self.tokenizer.eos_token_id]
         if self.chat is not None:
-            text = self.chat.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], [1])
+            turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+            text = self.chat.render(turns, [1], as_asked=False)
             last = self._ids(text.text[: text.answers[0][1]])[-1]
             if last in self.tokenizer.all_special_ids or last in self.tokenizer.get_added_vocab().values():
                 ids.append(last)
