@@ -119,3 +119,47 @@ def test_recognised_columns_are_said_and_bad_rows_counted(shop: Workshop) -> Non
     assert "data/dropped" not in run.lines()[0]
     dry = shop.run("sft", "third", "--dry-run", data={**data, "bad_rows": "drop"})
     assert "is read as prompt = 'question', response = 'answer'" in dry.out
+
+
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+OFFLINE = {"reward": None, "sampling": None}
+STEPS = {"prompt": "1+1=", "completions": ["add", "2"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("algo", "good", "bad", "says"),
+    [
+        ("dpo", PAIR, {**PAIR, "rejected": "2"}, "the chosen and the rejected answer are the same, token by token"),
+        ("reward_model", PAIR, {**PAIR, "rejected": ""}, "column 'rejected': the answer is empty"),
+        ("dpo", PAIR, {**PAIR, "chosen": None}, "column 'chosen': must be text, got NoneType"),
+        ("prm", STEPS, {**STEPS, "labels": None}, "column 'labels': must be a list with a label for each step"),
+        ("prm", STEPS, {**STEPS, "labels": [True]}, "2 steps in column 'completions', but 1 labels in column 'labels'"),
+    ],
+)
+def test_rows_of_which_nothing_can_be_learnt(shop: Workshop, algo: str, good: dict, bad: dict, says: str) -> None:
+    path = shop.rows("rows.jsonl", [good, good, bad, good])
+    data = {"train": str(path), "batch_size": 3, "shuffle": False}
+    run = shop.run(algo, "refused", data=data, **OFFLINE)
+    assert run.code == 1
+    assert f"rlhf: {path}, line 3: {says}" in run.err
+    assert "Traceback" not in run.said
+    run = shop.train(algo, "dropped", data={**data, "bad_rows": "drop"}, run={"steps": 2}, **OFFLINE)
+    assert [line["data/bad_rows"] for line in run.lines()] == [1, 2]
+
+
+@pytest.mark.parametrize("algo", ["dpo", "reward_model", "prm", "kto"])
+def test_a_prompt_that_leaves_no_room_for_the_answer(shop: Workshop, algo: str) -> None:
+    rows = [{**PAIR, **STEPS, "response": "2", "label": label, "prompt": "9" * 64} for label in (True, False)]
+    run = shop.run(algo, "run", data={"train": str(shop.rows("rows.jsonl", rows)), "batch_size": 2}, **OFFLINE)
+    assert run.code == 1
+    assert "the prompt has 64 tokens; data.max_tokens = 64 leaves no room to answer" in run.err
+    assert 'set data.too_long = "drop"' in run.err
+
+
+def test_labels_of_one_kind_stop_a_run_before_it_starts(shop: Workshop) -> None:
+    rows = [{"prompt": "1+1=", "response": "2", "label": 1}] * 3
+    for flags in ((), ("--dry-run",)):
+        run = shop.run("kto", "run", *flags, data={"train": str(shop.rows("rows.jsonl", rows))})
+        assert run.code == 1
+        assert "labels of one kind only: 3 rows are labelled true and 0 false" in run.err
+        assert not run.path.exists()
