@@ -201,7 +201,7 @@ def main() -> None:
         run = build(prepared)
         trainer = run.roles["policy"].group.worker
         phases.watch_trainer(trainer)
-        if "reference" in run.roles:
+        if "reference" in run.roles and not config.reference.precompute:
             phases.watch(run.roles["reference"].group.worker, "forward", "log-probs")
         if run.stream is not None:
             phases.watch_generator(run.weights.generator)
