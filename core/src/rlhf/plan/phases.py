@@ -11,8 +11,8 @@ from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, device_groups
 
 PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
-"""precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync: weights go to engines that hold their own;
-forward: the batch is annotated; train: forward, backward and step."""
+"""precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync:
+weights go to engines that hold their own; forward: the batch is annotated; train: forward, backward and step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
 """logits: the log-prob peak; cache: keys and values of the generator; working: temporaries, gathered weights, casts and
 buffers; allocator: freed and not given back; process: what a process takes before it holds a model."""
