@@ -30,7 +30,8 @@ class Algorithm(Component):
     """Lives on the driver, may keep state. The controllers ask these methods in this order, once a step.
 
     The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is the page
-    ``docs/writing-a-plugin.md``; most policy-gradient algorithms subclass :class:`rlhf.policy_gradient.PolicyGradient`.
+    ``docs/writing-a-plugin.md``; most policy-gradient algorithms subclass :class:`rlhf.policy_gradient.PolicyGradient`,
+    those on given pairs :class:`rlhf.pair_learning.PairLearning`.
     """
 
     data: ClassVar[DataForm] = "prompts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.ops.pairs import pack_pairs
+from rlhf.pair_learning import PairLearning
 
 from rlhf_plugin_dpo.pairwise import Pairwise
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 
-class DPO(Pairwise):
+class DPO(Pairwise, PairLearning):
     """Prefer the chosen answers of given pairs, measured against a reference: no reward model, no samples.
 
     One optimizer step per step, over all its pairs. A pair of which a side has no token to train on is left out and
@@ -23,13 +23,6 @@ class DPO(Pairwise):
 
     name = "dpo"
     source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
-    data = "pairs"
-    _left_out = 0
 
     def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        batch = pack_pairs(examples)
-        self._left_out = len(examples) - (batch.units if batch is not None else 0)
-        return self.counted(batch)
-
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
+        return self.counted(super().assemble(examples))

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss, Slot
-from rlhf.types import Needs, RoleSpec, Update
+from rlhf.pair_learning import PairLearning
 
 from rlhf_plugin_simpo.loss import SimPOLoss
-
-if TYPE_CHECKING:
-    from rlhf.data.rows import Example
-    from rlhf.ops.batch import Batch
 
 __all__ = ["SimPO", "SimPOLoss"]
 
 
-class SimPO(Algorithm):
+class SimPO(PairLearning):
     """Raise the chosen answer's mean log-prob above the rejected one's by a target margin.
 
     One optimizer step per step, over all its pairs. A pair in which an answer has no token is left out
@@ -27,25 +20,7 @@ class SimPO(Algorithm):
 
     name = "simpo"
     source = "Meng et al. 2024, arXiv:2405.14734"
-    data = "pairs"
-    _left_out = 0
     slots = {"loss": Slot("loss", "simpo")}
-
-    def needs(self) -> Needs:
-        return Needs((RoleSpec("policy", trained=True),))
-
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        from rlhf.ops.pairs import pack_pairs
-
-        batch = pack_pairs(examples)
-        self._left_out = len(examples) - (batch.units if batch is not None else 0)
-        return batch
-
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
-
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
-        return [Update("policy", "loss")]
 
 
 @hookimpl

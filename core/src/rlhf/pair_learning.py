@@ -1,0 +1,44 @@
+"""Base of the algorithms that learn from given pairs: a subclass names its loss, and what else it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.interfaces.algorithm import Algorithm
+from rlhf.types import Needs, RoleSpec, Snapshot, Update
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+    from rlhf.ops.batch import Batch
+
+
+class PairLearning(Algorithm):
+    """One optimizer step per step, over all its pairs, with the loss in the slot ``loss``. Complete example::
+
+        class Mine(PairLearning):
+            name = "mine"
+            slots = {"loss": Slot("loss", "mine")}
+
+    A unit is a pair: sequences of role 0 (chosen) and 1 (rejected). A pair in which an answer has no token to train on
+    is left out and counted (``pairs/left_out``): its log-prob would be 0 whatever the policy does.
+    """
+
+    data = "pairs"
+    _left_out = 0
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        from rlhf.ops.pairs import pack_pairs
+
+        batch = pack_pairs(examples)
+        self._left_out = len(examples) - (batch.units if batch is not None else 0)
+        return batch
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
+
+    def updates(self, step: int) -> list[Update | Snapshot]:
+        return [Update("policy", "loss")]
