@@ -39,7 +39,6 @@ class Reload:
         self.loaded: set[str] = set()
         """vLLM's names of the parameters that something was loaded into."""
         self.nbytes = 0
-        self._kept: set[int] = set()
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
@@ -61,17 +60,15 @@ class Reload:
             self.received |= marks.result()
         self.loaded |= set(loaded or ())
         self.nbytes += bucket.nbytes
-        self._keep()
+        self._keep(bucket)
 
-    def _keep(self) -> None:
+    def _keep(self, bucket: Bucket) -> None:
         """Layers that still wait for others of their tensors hold on to what came: let them hold copies."""
+        passing = {tensor.untyped_storage().data_ptr() for _, tensor in bucket.tensors}
         for layer in self.model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
-                if id(bound) in self._kept:
-                    continue
-                self._kept.add(id(bound))
                 for key, value in bound.arguments.items():
-                    if key != "param" and isinstance(value, Tensor):
+                    if key != "param" and isinstance(value, Tensor) and value.untyped_storage().data_ptr() in passing:
                         bound.arguments[key] = value.clone()
 
     @torch.no_grad()
