@@ -115,6 +115,22 @@ def test_a_resume_computes_only_what_is_new(run):
     assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
 
 
+def test_what_was_computed_before_a_failure_is_kept(run, monkeypatch):
+    computed = Counting.forward
+
+    def fails_at_the_second_part(self, micros, heads, view):
+        if self.sequences >= 6:
+            raise RuntimeError("killed")
+        return computed(self, micros, heads, view)
+
+    monkeypatch.setattr(Counting, "forward", fails_at_the_second_part)
+    with pytest.raises(RuntimeError, match="killed"):
+        run()
+    monkeypatch.setattr(Counting, "forward", computed)
+    run()
+    assert run.groups[1].sequences == 1  # all but [15, 16]
+
+
 def test_another_model_starts_anew(run, tmp_path):
     first = ModelSpec(RoleSpec("reference"), str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

@@ -67,3 +67,17 @@ def test_an_embedding_too_small_is_refused_without_a_tokenizer_too(policy, other
 def test_further_tokens_of_a_role_do_no_harm(policy, other):
     edit(other / "tokenizer.json", lambda t: t["model"]["vocab"].update({"further": len(t["model"]["vocab"])}))
     check(policy, other)
+
+
+def test_a_tokenizer_without_an_end_token_is_compared_too(policy, other):
+    edit(other / "tokenizer_config.json", lambda config: config.pop("eos_token"))
+    edit(other / "tokenizer.json", lambda t: t["model"]["vocab"].update(a=t["model"]["vocab"]["b"], b=0))
+    with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+        check(policy, other)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused(policy, other):
+    for file in other.glob("tokenizer*"):
+        file.write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer of role 'teacher' .* cannot be loaded.*Mend it"):
+        check(policy, other)

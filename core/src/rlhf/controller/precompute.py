@@ -135,8 +135,8 @@ def precompute(
             done = len(table.values) - len(known)
             if done * 10 // total > told:
                 told = done * 10 // total
+                table.save(path, model)  # a run that is stopped meanwhile goes on from here
                 note(f"{role.name}: {done // len(heads)} of {total // len(heads)} sequences precomputed")
-        table.save(path, model)
         role.group.shutdown()
         del role
         gc.collect()  # a module and its hooks refer to each other

@@ -28,7 +28,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
         raise ModelError(f"no model {path}: there is no such folder.{there}")
-    if folder.is_dir() and not any((folder / name).exists() for name in _FILES):
+    if not has_tokenizer(path):
         raise ModelError(
             f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
             "(`tokenizer.save_pretrained(folder)`)."
@@ -56,6 +56,12 @@ def tokens_of(tokenizer: Any) -> Tokens:
         return ids
 
     return Tokens(encode, decoder_of(tokenizer))
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether there is one beside a model. Of a hub name it is taken to be there."""
+    folder = Path(path).expanduser()
+    return not folder.is_dir() or any((folder / name).exists() for name in _FILES)
 
 
 @dataclass

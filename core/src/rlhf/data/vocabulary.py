@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import has_tokenizer
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 
@@ -51,19 +51,28 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
 
 
 def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
-    try:
-        found: dict[str, int] = load_tokenizer(spec.path, spec.trust_remote_code).get_vocab()
-    except ModelError:  # none beside it, or one that nothing here needs
+    """None where there is no tokenizer beside the model. Raises ModelError where there is one that cannot be loaded."""
+    if not has_tokenizer(spec.path):
         return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the tokenizer of role {spec.role.name!r} ({spec.path}) cannot be loaded, so nobody knows whether it is "
+            f"the policy's: {type(error).__name__}: {error}. Mend it, or copy the policy's files there."
+        ) from error
+    found: dict[str, int] = tokenizer.get_vocab()
     return found
 
 
 def _settings(spec: ModelSpec) -> dict[str, Any]:
-    """The model's ``config.json``; empty where there is none, which loading the model reports better."""
+    """The model's ``config.json``; empty where it cannot be read, which loading the model reports better."""
     from transformers import PretrainedConfig
 
     try:
         settings, _ = PretrainedConfig.get_config_dict(spec.path)
-    except Exception:
+    except (OSError, ValueError):
         return {}
     return dict(settings)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.memory import Sharding
@@ -212,12 +213,12 @@ class Trainer(Component):
     def lend_head(self) -> Iterator[OutputHead]:
         """The output head of a language model that is not trained, once and whole, for another role to compute with
         (:class:`rlhf.types.Lent`). Every rank calls it; rank 0 yields. It may share memory with the model."""
-        raise NotImplementedError(f"trainer {self.name!r} lacks the capability 'lend:head'")
+        raise CapabilityError(f"trainer {self.name!r} lacks the capability 'lend:head'")
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
         """From now on ``constants[role]`` of heads that name ``role`` in ``Head.lent`` is ``head``, on this trainer's
         device."""
-        raise NotImplementedError(f"trainer {self.name!r} lacks the capability 'lend:head'")
+        raise CapabilityError(f"trainer {self.name!r} lacks the capability 'lend:head'")
 
     def offload(self) -> None:
         """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it
