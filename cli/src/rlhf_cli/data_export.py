@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     counts = {"rows": len(made.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
     told = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
     if not made.rows:
-        raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row. Left out:{told}")
+        cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
+        raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{told}")
     write_atomic(output, "".join(to_text(row) + "\n" for row in made.rows))
     if args.json:
         sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")

@@ -34,7 +34,15 @@ def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = 
 
 def describe(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
     """One line for each error of validating ``model``, whose fields the user writes below ``prefix``."""
-    return [_line(dict(e), model, prefix, origins) for e in error.errors(include_url=False)]
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in error.errors(include_url=False):
+        location = tuple(str(part) for part in each["loc"] if "[" not in str(part))  # not the branch of a union
+        found.setdefault(location, []).append({**each, "loc": location})
+    lines = []
+    for errors in found.values():
+        right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
+        lines += [_line(e, model, prefix, origins) for e in right_type or errors]
+    return lines
 
 
 def unknown_key(path: str, key: str, allowed: Iterable[str], origins: Mapping[str, str]) -> str:
