@@ -144,7 +144,12 @@ def test_a_job_that_is_really_submitted_and_stopped(job_server, tmp_path):
     (work / "runs").mkdir(parents=True)
     (work / "run.toml").write_text("")
     (work / "model.safetensors").write_text("large")
-    done = submit("run.toml", path=BIN, cwd=work, **environment)
+    until = time.monotonic() + 90
+    while True:  # Ray's job server listens before the agent that starts jobs has come up, and says so
+        done = submit("run.toml", path=BIN, cwd=work, **environment)
+        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > until:
+            break
+        time.sleep(0.5)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "called: train --backend ray --launcher.address auto --output /shared/one run.toml" in done.stdout
     assert "here: run.toml \n" in done.stdout, "what is excluded stayed behind"

@@ -24,7 +24,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changes(algorithm: str, teacher: Path, **more: Any) -> dict[str, Any]:
     """What makes a run file of a shop one of distillation: a teacher, and no reward."""
-    base: dict[str, Any] = {"reward": None, "roles": {"teacher": {"model": str(teacher)}}, **more}
+    base: dict[str, Any] = {"reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}, **more}
     return base if algorithm == SAMPLED else {"sampling": None, **base}
 
 
@@ -75,7 +75,7 @@ def test_the_student_nears_its_teacher_on_its_own_answers(shop: Workshop, teache
 
 
 def test_a_reward_is_reported_and_filters_and_teaches_nothing(shop: Workshop, teacher: Path) -> None:
-    own = {"roles": {"teacher": {"model": str(teacher)}}}
+    own = {"roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
     alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher))
     beside = shop.train(SAMPLED, "beside", **own)
     assert alone.weights == beside.weights
@@ -148,7 +148,7 @@ def test_what_would_be_ignored_or_mean_nothing_is_refused(shop: Workshop, teache
     refused(filtered, "stream.filter reads scores, and nothing gives any")
     evaluated = shop.run(SAMPLED, "run", **base, data={"eval": str(shop.data)})
     refused(evaluated, "data.eval: nothing scores the answers", "--eval.metric length")
-    given = changes(GIVEN, teacher, roles={"teacher": {"model": str(teacher), "precompute": True}})
+    given = changes(GIVEN, teacher, roles={"teacher": {"model": str(teacher), "precompute": True, "dtype": "fp32"}})
     refused(shop.run(GIVEN, "run", **given), "output head of 'teacher'", "teacher.precompute = true keeps no model")
 
 

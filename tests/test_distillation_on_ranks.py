@@ -24,7 +24,7 @@ ON_RANKS: dict[str, Any] = {
 
 
 def changes(teacher: Path) -> dict[str, Any]:
-    return {"run": {"steps": 5}, "reward": None, "roles": {"teacher": {"model": str(teacher)}}}
+    return {"run": {"steps": 5}, "reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
 
 
 def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -17,13 +19,14 @@ from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.parts import section_of
 from rlhf.controller.precompute import precompute
-from rlhf.controller.prepare import Prepared, prepare
+from rlhf.controller.prepare import Prepared, on_processor, prepare
 from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Launcher, ModelSpec
+from rlhf.modeling.precision import Precision
 from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
@@ -135,6 +138,9 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
             f"{algorithm.name} needs at least {least} rows to evaluate on, got {len(rows)} from data.eval. Add rows, "
             "or leave data.eval out."
         )
+    for start in directory.starts()[-1:]:
+        if found := start.get("on_processor"):
+            prepared.specs = on_processor(prepared.specs, Precision(**found))
     roles = launch_roles(prepared, launcher, remember)
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
@@ -185,12 +191,18 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
         run.sync(run.first_step)
     with run.writing(directory.path):
         directory.write_config(to_toml(config))
-        directory.write_manifest(config.run.seed, plugins, run.first_step)
+        directory.write_manifest(config.run.seed, plugins, run.first_step, **_measured(prepared))
     if run.data.eval_dropped:
         progress.note(f"{run.data.eval_dropped} evaluation rows are over the limits and left out")
     if policy.precision:
         progress.note(f"precision: {policy.precision}")
     return run
+
+
+def _measured(prepared: Prepared) -> dict[str, Any]:
+    """What a resume must not measure again."""
+    found = prepared.specs["policy"].on_processor
+    return {"on_processor": dataclasses.asdict(found)} if found is not None else {}
 
 
 def _restore(run: Run) -> None:

@@ -162,7 +162,7 @@ def identity(spec: ModelSpec) -> str:
     folder = Path(spec.path).expanduser()
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("config.json")) if folder.is_dir() else []
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
-    return hashlib.sha256(repr((spec.path, spec.role.head, spec.dtype, stats)).encode()).hexdigest()
+    return hashlib.sha256(repr((spec.path, spec.role.head, spec.dtype, spec.on_processor, stats)).encode()).hexdigest()
 
 
 def _rows(batch: Batch, head: Head) -> list[slice]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from rlhf.components import Selection, select
 from rlhf.config_errors import raise_problems
@@ -21,7 +24,7 @@ from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
-from rlhf.modeling.precision import choose_device
+from rlhf.modeling.precision import Precision, choose_device, choose_precision
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import RunFile
 from rlhf.types import Update
@@ -86,6 +89,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
     places = places_of(made, choose_device("auto").type)
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
+    if any(spec.dtype == "auto" for spec in specs.values()):
+        specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
@@ -104,6 +109,11 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         list({(r.kind, r.ref): r for r in used}.values()),
         places,
     )
+
+
+def on_processor(specs: Mapping[str, ModelSpec], precision: Precision) -> dict[str, ModelSpec]:
+    """The same roles, with what ``dtype = "auto"`` means for each of them on a CPU."""
+    return {name: replace(spec, on_processor=precision) for name, spec in specs.items()}
 
 
 def total_steps(config: RunFile, rows_per_epoch: int) -> int:

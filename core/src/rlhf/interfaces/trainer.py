@@ -17,6 +17,7 @@ from rlhf.types import Head, RoleSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf.modeling.precision import Precision
     from rlhf.ops.batch import Batch
     from rlhf.ops.heads import OutputHead
     from rlhf.sync.bucket import Bucket
@@ -36,6 +37,9 @@ class ModelSpec:
     seed: int = 0
     total_updates: int = 0
     """Optimizer steps of the whole run, for the learning-rate schedule."""
+    on_processor: Precision | None = None
+    """What ``dtype = "auto"`` means on a CPU in this run: measured once, so that ranks, roles and a resume agree. None:
+    measured by the process that holds the model."""
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""

@@ -36,10 +36,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_precision(dtype: str, device: torch.device) -> Precision:
-    """``dtype``: ``auto`` | ``fp32`` | ``bf16``."""
+def choose_precision(dtype: str, device: torch.device, on_processor: Precision | None = None) -> Precision:
+    """What is computed in.
+
+    Args:
+        dtype: ``auto`` | ``fp32`` | ``bf16``.
+        on_processor: what ``auto`` was found to mean on a CPU; None: found out here.
+    """
     if dtype == "auto":
-        return _automatic(device.type)
+        return on_processor if on_processor is not None and device.type == "cpu" else _automatic(device.type)
     if dtype not in ("fp32", "bf16"):
         raise ConfigError(f"dtype = {dtype!r} is not known: use 'auto', 'fp32' or 'bf16'")
     return Precision(dtype == "bf16", f"{dtype} on {device.type}: asked for")
@@ -47,7 +52,7 @@ def choose_precision(dtype: str, device: torch.device) -> Precision:
 
 @cache
 def _automatic(device_type: str) -> Precision:
-    """Once per process, so that all roles of a run agree."""
+    """Once per process: a measurement need not come out the same again."""
     if device_type == "cuda":
         supported = torch.cuda.is_bf16_supported()
         why = "the GPU supports bf16" if supported else "the GPU does not support bf16"

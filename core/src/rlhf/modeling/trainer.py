@@ -97,7 +97,7 @@ class PackedTrainer(Trainer):
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
-        self.precision: Precision = choose_precision(spec.dtype, device)
+        self.precision: Precision = choose_precision(spec.dtype, device, spec.on_processor)
         loaded.attention = self.config.attention
         check_kernel(self.config.attention, device, self.precision.bf16)
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None

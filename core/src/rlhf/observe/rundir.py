@@ -81,8 +81,6 @@ class RunDirectory:
     def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
         """``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume adds a start
         to the list and keeps the earlier ones."""
-        path = self.path / "manifest.json"
-        starts = read_json(path)["starts"] if self.resumed and path.exists() else []
         start = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "first_step": first_step,
@@ -91,7 +89,13 @@ class RunDirectory:
             "environment": environment(),
             **more,
         }
-        write_json(path, {"schema": 1, "starts": [*starts, start]}, nonfinite="mark")
+        write_json(self.path / "manifest.json", {"schema": 1, "starts": [*self.starts(), start]}, nonfinite="mark")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """What the manifest says of the starts before this one."""
+        path = self.path / "manifest.json"
+        found: list[dict[str, Any]] = read_json(path)["starts"] if self.resumed and path.exists() else []
+        return found
 
     def cut(self, step: int | None) -> None:
         """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue
