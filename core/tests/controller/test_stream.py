@@ -187,6 +187,8 @@ def test_ready_batches_come_back_after_a_resume():
         ({"low": 0.0, "high": 1.0}, [1, 1], False),
         ({"low": 0.0, "high": 1.0}, [0, 1], True),
         ({"min_std": 0.0}, [0.3, 0.3], False),
+        ({"min_std": 0.0}, [0.1, 0.1, 0.1], False),  # 0.1 + 0.1 + 0.1 is not 3 times 0.1
+        ({"low": 0.1}, [0.1, 0.1, 0.1], False),
         ({"min_std": 0.0}, [0.3, 0.4], True),
         ({"low": 0.0}, [], False),
     ],

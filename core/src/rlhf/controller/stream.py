@@ -158,12 +158,13 @@ def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
     """
     if not scores:
         return False
-    mean = math.fsum(scores) / len(scores)
-    if filter.low is not None and not filter.low < mean:
+    least = min(scores)  # what is above it is exactly 0 for equal scores: the mean of three times 0.1 is not 0.1
+    above = math.fsum(s - least for s in scores) / len(scores)
+    if filter.low is not None and not filter.low < least + above:
         return False
-    if filter.high is not None and not mean < filter.high:
+    if filter.high is not None and not least + above < filter.high:
         return False
     if filter.min_std is not None:
-        std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / len(scores))
+        std = math.sqrt(math.fsum((s - least - above) ** 2 for s in scores) / len(scores))
         return std > filter.min_std
     return True
