@@ -114,6 +114,35 @@ def test_a_round_goes_on_with_its_own_samples_after_a_resume():
     assert [version for version, _, _ in again_rollouts.calls] == [3, 3, 3], "the round's batches are not drawn again"
 
 
+@pytest.mark.parametrize(
+    ("options", "done", "versions"),
+    [
+        ({"staleness": 2}, 6, [6, 6, 6, 7, 8, 9]),
+        ({"staleness": 2}, 5, [3, 5, 5, 6, 7, 8, 9]),
+        ({"round": 4}, 6, [6, 6, 8, 8, 8, 8]),
+        ({"round": 3}, 6, [6, 6, 6, 9, 9, 9]),
+    ],
+)
+def test_a_run_that_gets_more_steps_generates_at_once_what_it_would_have_before(options, done, versions):
+    """The weights that the definition asks of the first further batches are gone: they get those of the resume."""
+    rollouts = Recorded()
+    s = stream(rollouts, **options)
+    for step in range(done):
+        s.start(step)
+        s.take(step)
+        rollouts.generator.version = step + 1
+    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    longer = stream(rollouts, **options, total_steps=12)
+    longer.load_state_dict(saved, groups)
+    taken = []
+    for step in range(done, 12):
+        longer.start(step)
+        taken.append(longer.take(step))
+        rollouts.generator.version = step + 1
+    assert [b.version for b in taken] == versions
+    assert [g.number for b in taken for g in b.groups] == list(range(4 * done, 48)), "no prompt is skipped or repeated"
+
+
 def test_a_generator_with_the_wrong_weights_is_an_error():
     rollouts = Recorded()
     s = stream(rollouts)

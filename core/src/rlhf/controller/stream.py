@@ -66,6 +66,9 @@ class Stream:
         self.next_number = 0
         """Number of the next group of the run."""
         self.ready: deque[ReadyBatch] = deque()
+        self._extended_at = 0
+        """Step at which a run was resumed for more steps than it was to have: what it would have generated before, had
+        it known, is generated now."""
 
     def start(self, step: int) -> None:
         """Generate what is missing of ``step``'s round and of the ``staleness`` batches behind it, each batch with
@@ -83,7 +86,7 @@ class Stream:
 
     def version_of(self, batch: int) -> int:
         """Version of the weights that batch number ``batch`` is generated with."""
-        return max(0, self._round_of(batch) - self.staleness)
+        return max(self._extended_at, self._round_of(batch) - self.staleness)
 
     def samples_with(self, version: int) -> bool:
         """Whether training samples are drawn with the weights of ``version``; inside a round none are."""
@@ -148,6 +151,9 @@ class Stream:
             end = start + ready["groups"]
             self.ready.append(ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"])))
             start = end
+        trained = self.generated - len(self.ready)
+        due = self._round_of(trained - 1) + self.round + self.staleness if trained else 0
+        self._extended_at = trained if self.generated < min(due, self.total_steps) else 0
 
 
 def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
