@@ -292,6 +292,26 @@ def test_an_environment_that_never_ends(shop: Workshop) -> None:
 # ------------------------------------------------------------------------------------------ nothing is lost
 
 
+def test_what_was_learnt_before_an_evaluation_that_fails_is_saved(shop: Workshop) -> None:
+    """A metric that the evaluation does not have shows when it is first looked for, after two steps of work."""
+    evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
+    wrong = {**evaluated, "eval": {"every": 2, "metric": "pass@2"}}
+    broken = shop.run("rloo", "broken", **wrong)
+    refused(broken, "eval.metric is 'pass@2', which the evaluation does not have; there are", "pass@1")
+    assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
+    assert [line["step"] for line in broken.lines()] == [1, 2]
+    again = shop.train("rloo", "broken", "--resume", **evaluated)
+    assert again.weights == shop.train("rloo", "whole", **evaluated).weights
+    assert again.lines() == Finished(shop.folder / "whole", 0).lines()
+
+
+def test_a_resume_may_add_an_evaluation(shop: Workshop) -> None:
+    shop.train("sft", "run", run={"steps": 2})
+    longer = shop.train("sft", "run", "--resume", data={"eval": str(shop.data)}, run={"steps": 3})
+    assert "data.eval" in longer.said
+    assert "eval/loss" in longer.lines()[-1]
+
+
 def test_what_was_learnt_before_a_failure_is_saved(shop: Workshop) -> None:
     """A reward that fails in the third step, with no checkpoint asked for before the end."""
     marker = shop.folder / "down"

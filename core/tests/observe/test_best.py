@@ -49,6 +49,27 @@ def test_state_survives_a_restart(restored):
     assert restored.update(7, {"eval/pass@1": 0.33}) == (False, True)
 
 
+def test_an_evaluation_whose_answers_got_no_reward_is_one_without_improvement():
+    tracker = BestTracker(patience=2)
+    assert tracker.update(1, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
+    assert tracker.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.0}) == (True, False)
+    assert tracker.update(3, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
+    several = BestTracker("pass@4")
+    several.update(1, {"eval/pass@1": 0.5, "eval/pass@4": 0.7, "eval/unscored": 0.1})
+    assert several.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.6}) == (False, False), "no prompt has four"
+    with pytest.raises(ConfigError, match="does not have"):
+        BestTracker("pass@3").update(1, {"eval/pass@1": 0.5, "eval/unscored": 0.6})
+
+
+def test_a_metric_that_was_never_there_may_be_corrected():
+    wrong = BestTracker("pass@3")
+    with pytest.raises(ConfigError, match="does not have"):
+        wrong.update(1, {"eval/pass@1": 0.5})
+    right = BestTracker("pass@1")
+    right.load_state_dict(wrong.state_dict())
+    assert right.update(2, {"eval/pass@1": 0.4}) == (True, False)
+
+
 def test_state_before_the_first_evaluation():
     restored = BestTracker("pass@1")
     restored.load_state_dict(BestTracker("pass@1").state_dict())

@@ -174,13 +174,12 @@ class Run:
             metrics["data/bad_rows"] = float(self.data.bad_rows)
         is_best = False
         if self._evaluates(done):
-            assert self.evaluate is not None
-            with self.timed("evaluate"):
-                found = self.evaluate()
-            self.algorithm.evaluated(found)
-            metrics |= found
-            if self.best is not None:
-                is_best, _ = self.best.update(done, metrics)
+            try:
+                is_best = self._evaluate(done, metrics)
+            except Exception:  # the step itself is whole: without the numbers of its evaluation it can be saved
+                self._record(done, metrics)
+                self.done, self._intact = done, collect_state(self, done)
+                raise
         self._record(done, metrics)
         self.done, self._intact, section = done, collect_state(self, done), self.config.checkpoint
         self._tell(done, metrics)
@@ -257,6 +256,15 @@ class Run:
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after so many steps."""
         return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
+
+    def _evaluate(self, done: int, metrics: Metrics) -> bool:
+        """Evaluate the weights of now, add the numbers to ``metrics``; whether they are the best so far."""
+        assert self.evaluate is not None
+        with self.timed("evaluate"):
+            found = self.evaluate()
+        self.algorithm.evaluated(found)
+        metrics |= found
+        return self.best is not None and self.best.update(done, metrics)[0]
 
     def _take_devices_back(self) -> None:
         """Trainers learn, and save, with everything where it belongs."""

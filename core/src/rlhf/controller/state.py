@@ -74,7 +74,7 @@ def read_state(run: Run, folder: Path) -> int:
         run.stream.load_state_dict(state["stream"], read_groups(folder / "ready.jsonl", run.data.row))
     else:
         run.data.load_state_dict(state["data"])
-    if run.best is not None:
+    if run.best is not None and "best" in state:  # evaluation may come or go, too
         run.best.load_state_dict(state["best"])
     run.updates = int(state["updates"])
     return int(state["step"])

@@ -38,9 +38,20 @@ class BestTracker:
         """Evaluations since the last improvement."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
-        """(this is the best so far, it is time to stop). Raises ConfigError where the metric is missing."""
-        self.metric = self._find(metrics)
-        value = float(metrics[self.metric])
+        """(this is the best so far, it is time to stop).
+
+        An evaluation in which too few answers got a reward for the metric to exist counts as one without improvement.
+        Raises ConfigError where the metric is none of the evaluation's.
+        """
+        known, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
+        try:
+            self.metric = self._find(metrics)
+        except ConfigError:
+            if not (unscored == 1 or (known and unscored > 0)):
+                raise
+            value = math.nan
+        else:
+            value = float(metrics[self.metric])
         sign = 1.0 if self._direction() == "max" else -1.0
         improved = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
         if improved:
@@ -66,15 +77,18 @@ class BestTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError where the state is of another metric: values of two metrics cannot be compared."""
         before, now = state["metric"], self.metric
+        if state["value"] is None:  # nothing to compare with: the metric may have been misspelled
+            self.waited = int(state["waited"])
+            return
         same = before is None or now is None or before in (now, f"eval/{now}")
         if same:
             self.metric = before or now
-        if not same or (state["value"] is not None and state["mode"] != self._direction()):
+        if not same or state["mode"] != self._direction():
             raise CheckpointError(
                 f"the checkpoint's best value is of {before!r} ({state['mode']}), this run follows {now!r} "
                 f"({self.mode}). Set eval.metric and eval.mode back, or start a new run."
             )
-        self.value = None if state["value"] is None else float(state["value"])
+        self.value = float(state["value"])
         self.step, self.waited = state["step"], int(state["waited"])
 
     def _direction(self) -> str:
