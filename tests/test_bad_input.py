@@ -305,6 +305,33 @@ def test_what_was_learnt_before_an_evaluation_that_fails_is_saved(shop: Workshop
     assert again.lines() == Finished(shop.folder / "whole", 0).lines()
 
 
+BROKEN = """
+import os
+from rlhf.interfaces import Advantage
+from rlhf.ops.returns import return_to_go
+
+class Broken(Advantage):
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        self.calls = getattr(self, "calls", 0) + 1
+        assert self.calls < 3 or not os.path.exists({marker!r}), "broke in the third step"
+        G_NA = return_to_go(R_NA, mask_NA, 1.0)
+        return G_NA, G_NA
+"""
+
+
+def test_what_was_learnt_before_a_step_breaks_ahead_of_its_update_is_saved(shop: Workshop) -> None:
+    marker = shop.folder / "broken"
+    advantage = shop.file("broken.py", BROKEN.format(marker=str(marker)))
+    algorithm = {"algorithm": {"advantage": {"use": f"file:{advantage}"}}}
+    whole = shop.train("rloo", "whole", **algorithm)
+    marker.touch()
+    broken = shop.run("rloo", "run", **algorithm)
+    refused(broken, "broke in the third step", code=1)
+    assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
+    marker.unlink()
+    assert_same_run(shop.train("rloo", "run", "--resume", **algorithm), whole)
+
+
 def test_a_resume_may_add_an_evaluation(shop: Workshop) -> None:
     shop.train("sft", "run", run={"steps": 2})
     longer = shop.train("sft", "run", "--resume", data={"eval": str(shop.data)}, run={"steps": 3})

@@ -107,4 +107,5 @@ def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := source`` on every rank."""
     source, target = roles[update.source], roles[update.role]
     buckets = list(source.group.stream("buckets", "live"))
+    target.changes += 1
     target.every("load_buckets", buckets)

@@ -22,6 +22,9 @@ from rlhf.types import Annotation, Head, Update
 class Role:
     """What the controller calls a model by. ``budget`` is the token budget of a micro-batch."""
 
+    changes = 0
+    """How often its weights were asked to change: optimizer steps and snapshots."""
+
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
         self.spec, self.group, self.budget = spec, group, budget
         self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
@@ -63,6 +66,7 @@ class Role:
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
         """One optimizer step on ``batch``, whose weight columns are already there."""
         shares, arguments = self._shares(batch, loss), (loss, dict(update.coef), dict(update.live))
+        self.changes += 1
         results = self.group.call("update", [(micros, *arguments) for micros in shares])
         return add_sums(sums for sums, _ in results), results[0][1]
 

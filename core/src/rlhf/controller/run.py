@@ -73,7 +73,9 @@ class Run:
         self._stopping = False
         self._covered: set[str] = set()
         self._intact: State | None = None
-        """The state of the last finished step, as long as it is in no checkpoint and the weights are still its own."""
+        """The state of the last finished step, as long as it is in no checkpoint."""
+        self._intact_changes = 0
+        """:meth:`_changes` then: where more were made since, the weights are no longer its own."""
 
     # ------------------------------------------------------------------------------- around the steps
 
@@ -122,7 +124,6 @@ class Run:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """The phase that changes weights."""
-        self._intact = None
         self._take_devices_back()
         with self.timed("learn"):
             yield
@@ -178,14 +179,14 @@ class Run:
                 is_best = self._evaluate(done, metrics)
             except Exception:  # the step itself is whole: without the numbers of its evaluation it can be saved
                 self._record(done, metrics)
-                self.done, self._intact = done, collect_state(self, done)
+                self._hold(done)
                 raise
         self._record(done, metrics)
-        self.done, self._intact, section = done, collect_state(self, done), self.config.checkpoint
+        self._hold(done)
         self._tell(done, metrics)
         # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
         self._stopping = self.stop.requested or self._is_exhausted()
-        last = done == self.total_steps or self._stopping
+        last, section = done == self.total_steps or self._stopping, self.config.checkpoint
         if _due(done, section.every) or last or (is_best and section.save_best):
             self.save(done, best=is_best and section.save_best)
         if _due(done, section.export_every) and not last:
@@ -204,7 +205,7 @@ class Run:
         """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
         when a row, a reward or an environment fails. The failure remains the error to show."""
         state, self._intact = self._intact, None
-        if state is None:
+        if state is None or self._changes() != self._intact_changes:
             return
         try:
             self._take_devices_back()
@@ -256,6 +257,14 @@ class Run:
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after so many steps."""
         return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
+
+    def _hold(self, done: int) -> None:
+        """``done`` steps are whole: until they are in a checkpoint, :meth:`rescue` can save them."""
+        self.done, self._intact, self._intact_changes = done, collect_state(self, done), self._changes()
+
+    def _changes(self) -> int:
+        """How often weights of a role were changed, or may have been."""
+        return sum(role.changes for role in self.roles.values())
 
     def _evaluate(self, done: int, metrics: Metrics) -> bool:
         """Evaluate the weights of now, add the numbers to ``metrics``; whether they are the best so far."""
