@@ -24,7 +24,7 @@ from rlhf.ops.heads import VALUES
 from rlhf.ops.kl import Estimator, KLController
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
-from rlhf.types import Annotation, Group, Head, Needs, RoleSpec, Snapshot, Update
+from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
@@ -196,6 +196,21 @@ class PolicyGradient(Algorithm):
         features = ("correction",) if corrected else ()
         return Needs(tuple(roles), self.advantage.group_min, corrected, features)
 
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        problems, shaping = super().misfits(shape), self.config.shaping
+        if self.config.minibatches > shape.trajectories:
+            problems.append(
+                f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
+                f"would be empty. Set --algorithm.minibatches {shape.trajectories} or less."
+            )
+        if shaping.overlong_max is not None and shaping.overlong_max - shaping.overlong_buffer >= shape.most_tokens:
+            problems.append(
+                f"algorithm.shaping: punishment begins above overlong_max - overlong_buffer = "
+                f"{shaping.overlong_max - shaping.overlong_buffer} tokens, and no answer has more than "
+                f"{shape.most_tokens}: it would do nothing. Set --algorithm.shaping.overlong_max {shape.most_tokens}."
+            )
+        return problems
+
     def annotations(self, step: int) -> list[Annotation]:
         wanted = []
         if self._stores_old:
@@ -209,8 +224,10 @@ class PolicyGradient(Algorithm):
         return wanted
 
     def updates(self, step: int) -> list[Update | Snapshot]:
-        """``step`` counts from 0: with ``critic_warmup`` N the policy stands still in the steps 0 .. N-1."""
-        passes = {"epochs": self.config.epochs, "minibatches": self.config.minibatches}
+        """``step`` counts from 0: with ``critic_warmup`` N the policy stands still in the steps 0 .. N-1. A batch of
+        fewer samples than minibatches (filtered, or failed) has a minibatch for each."""
+        minibatches = min(self.config.minibatches, self._samples or self.config.minibatches)
+        passes = {"epochs": self.config.epochs, "minibatches": minibatches}
         updates: list[Update | Snapshot] = []
         if self.advantage.needs_values:
             updates.append(Update("critic", "value_loss", **passes))
@@ -241,13 +258,14 @@ class PolicyGradient(Algorithm):
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient to the KL of this step and its number of trajectories."""
+        samples, measured, used = self._samples, self._measured_kl, self.kl.beta
+        self._samples, self._measured_kl = 0, None
         if not self._uses_kl:
             return {}
-        kl = self._measured_kl if self._kl_in("reward") else metrics.get("policy/kl_reference")
-        used = self.kl.beta
-        if kl is not None and self._samples:  # None: the policy stood still, or its only update was skipped
-            self.kl.update(kl, self._samples)
-        self._samples, self._measured_kl = 0, None
+        kl = measured if self._kl_in("reward") else metrics.get("policy/kl_reference")
+        # The policy's first steps may be the critic's alone: what it did not cause must not move the coefficient.
+        if kl is not None and step >= self.config.critic_warmup:  # None: its only update was skipped
+            self.kl.update(kl, samples)
         return {"kl/coef": used}
 
     def state_dict(self) -> dict[str, Any]:

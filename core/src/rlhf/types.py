@@ -226,6 +226,19 @@ class Needs:
     lent: tuple[Lent, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class OnlineShape:
+    """How large batches and answers of an online run can get."""
+
+    trajectories: int
+    """Of a whole batch: ``data.batch_size`` times ``sampling.samples_per_prompt``."""
+    answer_tokens: int
+    """Own tokens that an answer can have: ``sampling.max_new_tokens``, times the turns in an environment, within
+    ``data.max_tokens``."""
+    most_tokens: int
+    """Own tokens that no answer exceeds, whatever the rollout does."""
+
+
 How = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant", "seq_mean", "unit_mean"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from rlhf.config_errors import raise_problems
 from rlhf.interfaces import Algorithm, Generator, Trainer
 from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection, SyncSection
-from rlhf.types import Needs, RoleSpec
+from rlhf.types import Needs, OnlineShape, RoleSpec
 
 CORRECTION = "correction"
 """In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
@@ -111,6 +111,7 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
             f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
         )
+    problems += algorithm.misfits(_shape(run, rollout_needs_env))
     if rollout_needs_env and run.env is None:
         problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME.")
     if run.env is not None and not rollout_needs_env:
@@ -144,6 +145,14 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
                 "stream.filter.min_std: one sample per prompt has no deviation; set --sampling.samples_per_prompt 2."
             )
     return problems
+
+
+def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
+    """Only in an environment it is known how many turns an answer can have."""
+    s, most = run.sampling, run.data.max_tokens - 1
+    turns = run.env.max_turns if rollout_needs_env and run.env is not None else 1
+    answer = min(s.max_new_tokens * turns, most)
+    return OnlineShape(run.data.batch_size * s.samples_per_prompt, answer, answer if rollout_needs_env else most)
 
 
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:

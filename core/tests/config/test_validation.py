@@ -51,6 +51,26 @@ def test_what_fits_passes():
     check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
 
 
+class Shaped(Fake):
+    """Refuses every shape, saying which it is."""
+
+    def misfits(self, shape):
+        return [str(shape)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs_env", "shape"),
+    [
+        ([], False, "trajectories=16, answer_tokens=256, most_tokens=2047"),
+        ([("sampling.samples_per_prompt", "4"), ("data.batch_size", "8")], False, "trajectories=32, answer_tokens=256"),
+        ([("env", "game"), ("env.max_turns", "3")], True, "answer_tokens=768, most_tokens=768"),
+        ([("env", "game"), ("env.max_turns", "30")], True, "answer_tokens=2047, most_tokens=2047"),
+    ],
+)
+def test_an_algorithm_is_asked_what_does_not_fit_the_size_of_batches_and_answers(flags, needs_env, shape):
+    assert shape in messages([*BASE, *flags], Shaped(), rollout_needs_env=needs_env)
+
+
 def test_too_few_rows_a_step_are_refused():
     said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
     assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said

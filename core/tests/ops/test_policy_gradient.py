@@ -11,7 +11,7 @@ from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.returns import gae, return_to_go
 from rlhf.policy_gradient import BOOTSTRAP, KLConfig, PolicyGradient, PolicyGradientConfig, ShapingConfig
 from rlhf.testing import fabricate
-from rlhf.types import Annotation, LossOutput, Reduce, Update
+from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Update
 
 
 class Plain(Advantage):
@@ -106,6 +106,44 @@ def test_critic_warmup_is_exactly_n_steps():
     algorithm = build(Critic, critic_warmup=2)
     roles = [[u.role for u in algorithm.updates(step)] for step in range(4)]
     assert roles == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]
+
+
+def test_the_coefficient_stands_still_while_the_critic_learns_alone():
+    """The policy is still its reference then: a KL of 0 would drive beta down before it has done anything."""
+    algorithm = build(Critic, critic_warmup=2, kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
+    for step, beta in enumerate([0.1, 0.1, 0.1 * (1 - 0.2 * 12 / 100)]):
+        algorithm._samples, algorithm._measured_kl = 12, 0.0
+        assert algorithm.finish(step, {}) == {"kl/coef": 0.1}
+        assert algorithm.kl.beta == pytest.approx(beta, rel=1e-12)
+
+
+def test_a_batch_that_came_short_has_a_minibatch_for_each_sample():
+    """Twelve samples of a batch that should have more; the schedule is planned with what the config says."""
+    algorithm = build(minibatches=20, epochs=2)
+    assert algorithm.updates(0)[0].minibatches == 20
+    algorithm.credit(algorithm.assemble(fabricate.groups(0)))
+    assert (algorithm.updates(0)[0].minibatches, algorithm.updates(0)[0].epochs) == (12, 2)
+    algorithm.finish(0, {})
+    assert algorithm.updates(1)[0].minibatches == 20
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "says"),
+    [
+        ({"minibatches": 8}, OnlineShape(8, 9, 99), None),
+        ({"minibatches": 9}, OnlineShape(8, 9, 99), "--algorithm.minibatches 8 or less"),
+        ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=12)}, OnlineShape(8, 9, 9), None),
+        (
+            {"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)},
+            OnlineShape(8, 9, 9),
+            "begins above overlong_max - overlong_buffer = 9 tokens, and no answer has more than 9",
+        ),
+        ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)}, OnlineShape(8, 9, 99), None),
+    ],
+)
+def test_options_that_would_do_nothing_or_break_are_told_before_the_run(config, shape, says):
+    told = build(**config).misfits(shape)
+    assert not told if says is None else says in " ".join(told)
 
 
 @pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}])

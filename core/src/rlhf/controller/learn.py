@@ -91,7 +91,10 @@ def train(
 def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[Batch]:
     """The optimizer batches of an update: per epoch a seeded shuffle of the units, cut into near-equal parts."""
     if update.minibatches > batch.units:
-        raise TrainingError(f"{update.minibatches} minibatches of {batch.units} units: some would be empty")
+        raise TrainingError(
+            f"{update.minibatches} minibatches of {batch.units} units: some would be empty. An algorithm asks for at "
+            "most as many as its batch has units"
+        )
     for epoch in range(update.epochs):
         if update.minibatches == 1:
             yield batch

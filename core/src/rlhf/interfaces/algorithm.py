@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.tokens import Tokens
-from rlhf.types import Annotation, DataForm, Group, Needs, Snapshot, Update
+from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, Snapshot, Update
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Example
@@ -53,6 +54,11 @@ class Algorithm(Component):
         """Once, before a model is loaded: whatever depends on the policy's tokenizer. Raises ConfigError where that
         does not have what the options ask for."""
         return
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        """Online, before a model is loaded: which options could not do what they say in a run of this shape, one
+        sentence each, with what to set. Default: what the losses say."""
+        return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
 
     @abstractmethod
     def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> Batch | None:

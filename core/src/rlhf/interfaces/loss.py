@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from rlhf.interfaces.component import Component
-from rlhf.types import Annotation, Head, LossOutput, Reduce
+from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -48,6 +48,11 @@ class Loss(Component):
     @abstractmethod
     def reduce(self) -> dict[str, Reduce]:
         """{term: how it is reduced}, declared before the first forward pass. All terms share one ``over`` mask."""
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        """Which options could not do what they say in an online run of this shape, one sentence each, with what to set.
+        Asked before a model is loaded."""
+        return []
 
     def prepass(self) -> tuple[Annotation, ...]:
         """Columns computed with the live weights immediately before each optimizer step."""

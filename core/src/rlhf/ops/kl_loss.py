@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.kl import Estimator, kl_estimate
 from rlhf.ops.reduce import LEVEL
-from rlhf.types import Annotation, Head, LossOutput, Reduce
+from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -43,6 +43,9 @@ class WithKL(Loss):
         if LEVEL[first.how] == "tok":
             return {**terms, "kl": Reduce(first.how, over=first.over, roles=first.roles, constant=first.constant)}
         return {**terms, "kl": Reduce("token_mean", over=first.over, roles=first.roles)}
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        return self.inner.misfits(shape)
 
     def prepass(self) -> tuple[Annotation, ...]:
         return self.inner.prepass()

@@ -7,7 +7,7 @@ from rlhf.errors import TrainingError
 from rlhf.policy_gradient import KLConfig
 from rlhf.testing import fabricate
 from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.types import Update
+from rlhf.types import OnlineShape, Update
 from rlhf_plugin_grpo import GRPO, DrGRPO
 
 
@@ -43,6 +43,15 @@ def test_dr_grpo_refuses_answers_beyond_the_constant():
     turn.ids, turn.logprobs = [1] * 300, [-1.0] * 300
     with pytest.raises(TrainingError, match="300 own tokens"):
         algorithm.loss.prepare(algorithm.assemble(groups))
+
+
+@pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coef=0.1, where="loss")])
+def test_dr_grpo_says_before_the_run_that_answers_can_exceed_the_constant(kl):
+    algorithm = TestDrGRPO().build(DrGRPO.Config(kl=kl))
+    assert algorithm.misfits(OnlineShape(8, 256, 2047)) == []
+    (told,) = algorithm.misfits(OnlineShape(8, 512, 2047))
+    assert "max_length = 256, and an answer can have 512 own tokens" in told
+    assert "Set --algorithm.loss.max_length 512" in told
 
 
 def test_group_of_equal_rewards_teaches_nothing():

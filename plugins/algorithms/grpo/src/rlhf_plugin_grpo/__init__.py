@@ -26,7 +26,7 @@ class DrGRPO(PolicyGradient):
 
     Without the division by the standard deviation no prompt weighs more for being nearly solved; with a constant
     instead of the answer's length no token weighs more for standing in a short answer. ``loss.max_length`` belongs at
-    ``sampling.max_new_tokens`` (times the turns): an answer beyond it is an error, a larger one only scales the loss.
+    ``sampling.max_new_tokens`` (times the turns): less is refused before the run, a larger one only scales the loss.
 
     Deviations from the paper: (1) KL is off unless ``kl.coef`` is set, as the paper recommends.
     """

@@ -11,7 +11,7 @@ from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.correction import CorrectionConfig, correction_weights
 from rlhf.ops.kl import k3
-from rlhf.types import LossOutput, Reduce
+from rlhf.types import LossOutput, OnlineShape, Reduce
 from torch import Tensor
 
 Metrics = dict[str, tuple[Any, Tensor]]
@@ -23,7 +23,7 @@ class PolicyLossConfig(ComponentConfig):
     answers times ``max_length``."""
     max_length: int | None = Field(default=None, gt=0)
     """For ``seq_sum_constant`` only: the most tokens that an answer may have (``sampling.max_new_tokens``, over all
-    turns). A longer answer is an error; a smaller limit in sampling only scales the loss."""
+    turns). Less is refused; a smaller limit in sampling only scales the loss."""
     correction: CorrectionConfig = CorrectionConfig()
     """Weights for samples drawn with other numbers than the trainer's (generator precision, staleness)."""
     entropy_coef: float | None = None
@@ -72,6 +72,16 @@ class PolicyLoss(Loss):
         if c.entropy_coef:
             terms["entropy"] = Reduce(c.aggregation, coef=-c.entropy_coef, constant=how.constant)
         return terms
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        limit, longest = self.config.max_length, shape.answer_tokens
+        if limit is None or longest <= limit:
+            return []
+        return [
+            f"algorithm.loss.max_length = {limit}, and an answer can have {longest} own tokens "
+            f"(sampling.max_new_tokens, times the turns): the first longer one would end the run. Set "
+            f"--algorithm.loss.max_length {longest}."
+        ]
 
     def prepare(self, batch: Batch) -> Batch:
         """Refuse answers beyond ``max_length``, whose share the constant would get wrong."""
