@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.data.spans import Span
 from rlhf.errors import DataError
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]
 
 _OPEN, _CLOSE = "\ue000", "\ue001"  # private use: no text has them
 _MARKER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
@@ -205,8 +205,10 @@ class ChatTemplate:
 
 
 def _including(end: str, text: str, position: int) -> int:
-    at = text.find(end, position) if end else -1
-    return at + len(end) if at >= 0 else position
+    """Behind the end token where it follows, white space between them aside; else ``position``: a template may end only
+    the last answer with it, or the user's messages too."""
+    following = text[position:].lstrip()
+    return len(text) - len(following) + len(end) if end and following.startswith(end) else position
 
 
 def _mark(number: int) -> str:

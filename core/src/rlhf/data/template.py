@@ -11,6 +11,7 @@ from rlhf.data.conversation import ChatTemplate, Frame, Message, Span
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.data.spans import edges_are_between
 from rlhf.data.steps import StepEnds, decoder_of
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
@@ -298,15 +299,14 @@ class Template:
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them lie in ``spans``.
 
-        The text is tokenised once. Where a token would reach over the start of a span, the policy could never have
-        produced it (it was given the text before, already tokenised): then the pieces are tokenised apart.
+        The text is tokenised once. Where a token would reach over the start of a span, or could, the policy could never
+        have produced it (it was given the text before, already tokenised): then the pieces are tokenised apart.
         """
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             offsets: list[Span] = encoded["offset_mapping"]
-            edges = {edge for span in spans for edge in span}
-            if not any(a < edge < b for a, b in offsets for edge in edges if a < edge):
-                return encoded["input_ids"], [a < b and any(s <= a and b <= e for s, e in spans) for a, b in offsets]
+            if edges_are_between(offsets, [edge for span in spans for edge in span]):
+                return encoded["input_ids"], [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
         ids, mask, position = list[int](), list[bool](), 0
         for start, end in [*spans, (len(text), len(text))]:
             for piece, trained in ((text[position:start], False), (text[start:end], True)):
