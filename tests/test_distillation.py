@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.test_resume import Runs, config
 
 SAMPLED, GIVEN = "distill_on_policy", "distill"
 BOTH = (GIVEN, SAMPLED)
+MIXED = {"algorithm": {"sampled": 0.5}}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,45 @@ def test_the_student_nears_its_teacher_on_its_own_answers(shop: Workshop, teache
     assert 0 < lines[0]["length/mean"] <= 6
 
 
+def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> None:
+    """Six steps of four rows, two samples each: rows whose answers are the data's are learnt from as they are."""
+    run = shop.train(
+        SAMPLED,
+        "run",
+        **changes(SAMPLED, teacher),
+        run={"steps": 6},
+        algorithm={"sampled": 0.5},
+        sampling={"samples_per_prompt": 2},
+    )
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for sample in run.samples():
+        groups.setdefault(sample["group"], []).append(sample)
+    given = [members for members in groups.values() if members[0]["turns"][1]["given"]]
+    assert len(groups) == 24
+    assert 4 <= len(given) <= 20
+    assert all(len(members) == 1 for members in given)
+    rows = [json.loads(line) for line in shop.data.read_text().splitlines()]
+    for [sample] in given:
+        row = rows[sample["row"]["index"]]
+        assert [turn["text"] for turn in sample["turns"]] == [row["prompt"], row["response"]]
+    assert all(len(members) == 2 for members in groups.values() if members not in given)
+    assert sum(line["stream/given"] for line in run.lines()) == len(given)
+    tokens = [len(s["turns"][1]["ids"]) for m in groups.values() if m not in given for s in m]
+    assert max(line.get("length/max", 0) for line in run.lines()) == max(tokens)
+    alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher), run={"steps": 6})
+    assert run.weights != alone.weights
+
+
+def test_mixing_needs_answers_and_no_environment(shop: Workshop, teacher: Path) -> None:
+    prompts = shop.rows("prompts.jsonl", [{"prompt": "1+1="}])
+    changed = changes(SAMPLED, teacher) | MIXED
+    run = shop.run(SAMPLED, "run", **changed, data={"train": str(prompts)})
+    refused(run, "has no column 'response'", "learns from the answers of some rows", code=1)
+    run = shop.run(SAMPLED, "run", **changed, env={"use": "number_game"}, rollout={"use": "multi_turn"})
+    refused(run, "learns from the answers of 0.5 of the rows", "env 'number_game' is set")
+    assert not (shop.folder / "run").exists()
+
+
 def test_a_reward_is_reported_and_filters_and_teaches_nothing(shop: Workshop, teacher: Path) -> None:
     own = {"roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
     alone = shop.train(SAMPLED, "alone", **changes(SAMPLED, teacher))
@@ -93,13 +134,15 @@ def test_hidden_states_in_bf16_are_nearly_those_in_fp32(shop: Workshop, teacher:
         assert two["policy/divergence"] == pytest.approx(one["policy/divergence"], rel=2e-2)
 
 
-@pytest.mark.parametrize(("algorithm", "staleness"), [(GIVEN, 0), (SAMPLED, 0), (SAMPLED, 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "more"), [(GIVEN, 0, {}), (SAMPLED, 0, {}), (SAMPLED, 2, {}), (SAMPLED, 2, MIXED)]
+)
 def test_killed_and_resumed_it_ends_as_it_would_have(
-    forks: Any, shop: Workshop, teacher: Path, algorithm: str, staleness: int
+    forks: Any, shop: Workshop, teacher: Path, algorithm: str, staleness: int, more: dict[str, Any]
 ) -> None:
     runs = Runs(forks, shop)
     whole, broken = (
-        config(shop, algorithm, name, staleness, **changes(algorithm, teacher)) for name in ("whole", "broken")
+        config(shop, algorithm, name, staleness, **changes(algorithm, teacher), **more) for name in ("whole", "broken")
     )
     reference = runs.start(whole)
     runs.die_at(broken, "step 4")

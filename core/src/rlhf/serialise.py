@@ -106,7 +106,9 @@ def _reward_out(result: RewardResult, name: str, trajectory: Trajectory) -> dict
 def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
     values = {f.name: line[f.name] for f in fields(Trajectory) if f.name != "row"}
     turns = [
-        Turn(**{**{f.name: turn[f.name] for f in fields(Turn)}, "versions": _tuples(turn["versions"])})
+        Turn(
+            **{**{f.name: turn[f.name] for f in fields(Turn) if f.name in turn}, "versions": _tuples(turn["versions"])}
+        )
         for turn in line["turns"]
     ]
     rewards = {

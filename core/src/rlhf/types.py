@@ -47,7 +47,8 @@ class Turn:
 
     ids: list[int]
     sampled: bool
-    """True where the policy chose these tokens; False for prompt, environment and tool tokens."""
+    """True where the policy chose these tokens, or they stand for its choice (:attr:`given`); False for prompt,
+    environment and tool tokens."""
     logprobs: list[float] | None = None
     """Per token, of the sampling distribution, as the generator reports it; sampled turns only."""
     versions: tuple[tuple[int, int], ...] = ()
@@ -61,6 +62,8 @@ class Turn:
     """Decoded, special tokens left out; rewards and environments read this."""
     fresh: bool = False
     """The context was rewritten here (compaction, stripped thinking): a new sequence, same trajectory."""
+    given: bool = False
+    """A sampled turn that nobody sampled: an answer that the data gives, which stands where the policy's would."""
 
 
 @dataclass(slots=True)
@@ -126,6 +129,11 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """Number of tokens that the policy itself chose: the only length that penalties count."""
         return sum(len(t.ids) for t in self.turns if t.sampled)
+
+    @property
+    def given(self) -> bool:
+        """Its answer is the data's (:attr:`Turn.given`)."""
+        return any(turn.given for turn in self.turns)
 
     @property
     def truncated(self) -> bool:
@@ -223,6 +231,10 @@ class Needs:
     reward: bool = True
     """Data form ``prompts``: False where it learns from samples that nobody scored; they reach ``assemble`` with
     ``Trajectory.reward = None``."""
+    given: float = 0.0
+    """Data form ``prompts``, without a reward: share of the rows, from 0 to below 1, whose group is one trajectory with
+    the row's own answer (:attr:`Turn.given`) in place of samples. Which rows is a function of the run's seed and the
+    group's number. They are neither scored nor filtered."""
     lent: tuple[Lent, ...] = ()
 
 

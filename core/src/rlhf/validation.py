@@ -158,6 +158,16 @@ def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
     """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
     problems = []
+    if needs.given and (needs.reward or not 0 < needs.given < 1):
+        problems.append(
+            f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
+            "so given needs reward = False and lies from 0 to below 1. Report this to its author."
+        )
+    if needs.given and run.env is not None:
+        problems.append(
+            f"{name} configured like this learns from the answers of {needs.given:.3g} of the rows, which answer the "
+            f"row's prompt and no environment, but env {run.env.use!r} is set. Remove it, or have all answers sampled."
+        )
     what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
     if run.stream != StreamSection():
         problems.append(f"[stream] is set, but {what}. Remove it.")

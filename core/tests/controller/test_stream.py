@@ -1,5 +1,7 @@
 """Staleness is exact, filters refill exactly what is missing, and a stream resumes with its ready batches."""
 
+from dataclasses import replace
+
 import pytest
 from rlhf.controller.rollouts import RolloutSettings
 from rlhf.controller.stream import Stream, passes
@@ -170,6 +172,24 @@ def test_a_filter_that_never_fills_the_batch_trains_on_what_it_has():
     ready = s.take(0)
     assert [g.row.index for g in ready.groups] == [0]
     assert ready.counts["short"] == 3
+
+
+def test_answers_of_the_data_pass_the_filter_and_are_counted():
+    class Mixed(Recorded):
+        def run(self, rows, first_number, settings):
+            groups = super().run(rows, first_number, settings)
+            for group in groups:
+                if group.row.index in (1, 6):
+                    answer = Turn([2], True, given=True)
+                    group.trajectories = [Trajectory(group.row, [Turn([1], False), answer], (group.number, 0))]
+            return groups
+
+    s = stream(Mixed(score=lambda i: float(i == 3)), filter=FilterSection(low=0.1, max_rounds=2), group_min=2)
+    s.settings = replace(s.settings, given=0.5)
+    s.start(0)
+    ready = s.take(0)
+    assert [g.row.index for g in ready.groups] == [1, 3, 6]
+    assert (ready.counts["given"], ready.counts["filtered"], ready.counts["short"]) == (2, 5, 1)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ class PlainTemplate:
     def encode_prompt(self, row):
         return Turn([row["id"]], False, text=str(row["id"]))
 
+    def encode_answer(self, row):
+        return [self.encode_prompt(row), Turn([1, 0], True, finish="stop", text="given", given=True)]
+
     def encode_opening(self, row, text):
         return [self.encode_prompt(row), self.encode_observation(text)]
 
@@ -102,6 +105,32 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
     assert [g.row["id"] for g in groups] == [10, 11]
     assert [t.index for g in groups for t in g.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_a_share_of_the_rows_has_its_own_answers_by_number_and_nothing_is_drawn_or_scored_for_them(main):
+    groups, generator = run(main, rows(*[1] * 40), given=0.25)
+    given = [g.number for g in groups if any(t.given for t in g.trajectories)]
+    assert [n for n in range(40) if settings(given=0.25).gives(n)] == given
+    assert 4 <= len(given) <= 16
+    assert [len(w) for w in generator.waves] == [2 * (40 - len(given))]
+    for g in groups:
+        if g.number in given:
+            [t] = g.trajectories
+            assert (t.index, t.answer, t.reward, t.rewards, t.truncated) == ((g.number, 0), "given", None, {}, False)
+        else:
+            assert [t.reward for t in g.trajectories] == [1.0, 1.0]
+    without, _ = run(main, rows(*[1] * 40))
+    for one, other in zip(groups, without, strict=True):
+        assert one.number in given or [t.turns for t in one.trajectories] == [t.turns for t in other.trajectories]
+
+
+def test_which_rows_have_their_own_answers_depends_on_seed_and_number_alone():
+    chosen = {seed: [n for n in range(4000) if settings(given=0.3, seed=seed).gives(n)] for seed in (0, 1)}
+    assert chosen[0] != chosen[1]
+    assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
+    more = {n for n in range(4000) if settings(given=0.6).gives(n)}
+    assert more > set(chosen[0])
+    assert not any(settings().gives(n) for n in range(100))
 
 
 def test_an_observation_closes_an_answer_that_was_cut(main):

@@ -59,6 +59,46 @@ def test_long_rows_are_dropped_counted_and_resumed_over(write, chars):
     assert [r.index for r in resumed.take(9)] == [r.index for r in data.take(9)]
 
 
+def answered(section, tokenizer):
+    return TrainData(section, tokenizer, "prompts", 0, answers=True)
+
+
+def test_prompts_with_answers_are_read_as_both(write, chars, chat):
+    rows = [{"question": "ab", "answer": "cde"}]
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cde"}]
+    for tokenizer, source in ((chars, rows), (chat, rows), (chat, [{"messages": talk}])):
+        data = answered(DataSection(train=(write("a.jsonl", source),)), tokenizer)
+        [row] = data.take(1)
+        prompt, answer = data.template.encode_answer(row)
+        sequence = data.template.encode_demonstration(row).sequences[0]
+        assert prompt == data.template.encode_prompt(row)
+        assert answer.ids == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
+        assert answer.ids[-1] in data.template.end_token_ids
+        assert (answer.text, answer.given, answer.finish) == ("cde", True, "stop")
+        assert sequence.ids[: len(prompt.ids + answer.ids)] == prompt.ids + answer.ids
+
+
+def test_prompts_that_need_answers_are_refused_without(write, chars):
+    with pytest.raises(DataError, match=r"(?s)no column 'response'.*learns from the answers of some rows"):
+        answered(DataSection(train=(write("a.jsonl", [{"prompt": "x"}]),)), chars)
+    with pytest.raises(DataError, match=r"texts to continue, without prompts"):
+        answered(DataSection(train=(write("t.jsonl", [{"text": "x"}]),)), chars)
+    rows = [
+        {"prompt": "ab", "response": "cd"},
+        {"prompt": "ab", "response": " "},
+        {"prompt": "ab", "response": "cdefg"},
+    ]
+    section = DataSection(train=(write("b.jsonl", rows),), eval=(write("c.jsonl", [{"prompt": "x"}]),), shuffle=False)
+    data = answered(section, chars)
+    assert len(data.eval_rows()) == 1, "held-out rows are only answered"
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: column 'response': the answer is empty"):
+        data.take(3)
+    drops = section.model_copy(update={"bad_rows": "drop", "too_long": "drop", "max_tokens": 6})
+    data = answered(drops, chars)
+    assert [r.index for r in data.take(2)] == [0, 0]
+    assert (data.bad_rows, data.dropped) == (1, 1)
+
+
 def test_nothing_that_fits_ends_instead_of_looping(write, chars):
     section = DataSection(train=(write("a.jsonl", prompts(4)[1:]),), max_prompt_tokens=1, too_long="drop")
     with pytest.raises(DataError, match="nothing is left to train on"):

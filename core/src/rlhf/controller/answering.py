@@ -97,8 +97,12 @@ class NoGenerator(Generator):
         raise RolloutError("the rollout asked for tokens, but declares needs_generator = False: set it to True")
 
 
-def training_settings(config: RunFile) -> RolloutSettings:
-    """How training samples are drawn: ``[sampling]`` and ``[stream]``."""
+def training_settings(config: RunFile, given: float = 0.0) -> RolloutSettings:
+    """How training samples are drawn: ``[sampling]`` and ``[stream]``.
+
+    Args:
+        given: ``Needs.given`` of the algorithm.
+    """
     s = config.sampling
     drawn = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
     return RolloutSettings(
@@ -109,6 +113,7 @@ def training_settings(config: RunFile) -> RolloutSettings:
         config.data.max_tokens,
         config.stream.rollout_deadline,
         config.stream.on_failed_sample == "abort",
+        given,
     )
 
 

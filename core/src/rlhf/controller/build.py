@@ -169,7 +169,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
             run.stream = Stream(
                 data,
                 answers.rollouts,
-                training_settings(config),
+                training_settings(config, algorithm.needs().given),
                 batch_size=config.data.batch_size,
                 total_steps=prepared.total_steps,
                 staleness=config.stream.staleness,

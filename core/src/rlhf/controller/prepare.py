@@ -78,7 +78,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     policy = model_of(config, roles, "policy")
     tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
     algorithm.use_tokens(tokens_of(tokenizer))
-    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed)
+    answers = algorithm.needs().given > 0
+    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)

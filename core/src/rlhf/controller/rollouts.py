@@ -28,6 +28,8 @@ class PromptTemplate(Protocol):
 
     def encode_prompt(self, row: Row) -> Turn: ...
 
+    def encode_answer(self, row: Row) -> list[Turn]: ...
+
     def encode_opening(self, row: Row, text: str) -> list[Turn]: ...
 
     def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
@@ -52,6 +54,12 @@ class RolloutSettings:
     deadline: float
     """Seconds a sample may spend outside generation."""
     abort_on_failure: bool = True
+    given: float = 0.0
+    """Share of the rows whose group is the row's own answer (``Needs.given``)."""
+
+    def gives(self, number: int) -> bool:
+        """Whether group ``number`` holds its row's own answer."""
+        return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
 
 
 class Rollouts:
@@ -81,7 +89,8 @@ class Rollouts:
 
     async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
         numbers = range(first_number, first_number + len(rows))
-        samples = [(number, sample) for number in numbers for sample in range(settings.samples)]
+        drawn = [number for number in numbers if not settings.gives(number)]
+        samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
         waves = Waves(self.generator, self.main, samples, self.limit)
         tasks = [
             asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
@@ -95,6 +104,8 @@ class Rollouts:
             await waves.settled()
 
     async def _group(self, row: Row, number: int, settings: RolloutSettings, waves: Waves) -> Group:
+        if settings.gives(number):
+            return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):

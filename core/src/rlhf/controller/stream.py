@@ -103,6 +103,8 @@ class Stream:
     def _generate(self) -> ReadyBatch:
         accepted: list[Group] = []
         counts = {"prompts": 0.0, "filtered": 0.0, "failed_samples": 0.0, "failed_groups": 0.0, "short": 0.0}
+        if self.settings.given:
+            counts["given"] = 0.0
         rounds = 1 + (self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20)
         for _ in range(rounds):
             missing = self.batch_size - len(accepted)
@@ -117,6 +119,9 @@ class Stream:
         return ReadyBatch(accepted, self.rollouts.generator.version, counts)
 
     def _admit(self, group: Group, counts: dict[str, float]) -> Group | None:
+        if any(t.given for t in group.trajectories):
+            counts["given"] += 1
+            return group
         failed = [t for t in group.trajectories if t.status == "failed"]
         counts["failed_samples"] += len(failed)
         if failed and self.on_failed_sample == "drop_group":

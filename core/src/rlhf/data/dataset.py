@@ -18,6 +18,8 @@ from rlhf.errors import DataError
 from rlhf.runfile import DataSection
 from rlhf.types import DataForm, Row
 
+_ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -40,11 +42,14 @@ class TrainData:
     Every row handed out can be learnt from and fits: another is refused with its file and line, or left out and counted
     in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say; nothing is ever cut.
 
+    Args:
+        answers: form ``prompts`` only: training rows must have an answer too, read as of form ``demonstrations``.
+
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
 
-    def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int) -> None:
-        self.section, self.form = section, form
+    def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int, answers: bool = False) -> None:
+        self.section, self.form, self.answers = section, form, answers
         self.template = Template(tokenizer, section)
         self._train = [load_source(s) for s in section.train]
         self._eval = [load_source(s) for s in section.eval]
@@ -120,12 +125,19 @@ class TrainData:
         self._examples = {}
         return kept
 
-    def judge(self, row: Row) -> Verdict:
-        """Whether a row can be used, and as which tokens; counts nothing."""
+    def judge(self, row: Row, answered: bool = False) -> Verdict:
+        """Whether a row can be used, and as which tokens; counts nothing.
+
+        Args:
+            answered: form ``prompts``: the row's own answer must be usable too.
+        """
         try:
             if self.form == "prompts":
                 tokens = len(self.template.encode_prompt(row).ids)
                 long = check_prompt(tokens, self.section)
+                if answered and not long:
+                    example = self.template.encode_demonstration(row)
+                    long, tokens = check_example(example, self.section), len(example.sequences[0].ids)
                 return Verdict("too_long" if long else "", long, tokens=tokens)
             example = self._encode(row)
             long = check_example(example, self.section)
@@ -158,7 +170,8 @@ class TrainData:
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
         """Whether a row can be used; :attr:`_why` says why not."""
-        where, why = self._source(sources, row.source).where(row.index), self.judge(row)
+        answered = self.answers and sources is self._train
+        where, why = self._source(sources, row.source).where(row.index), self.judge(row, answered)
         self._why = why
         if why.example is not None:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
@@ -182,23 +195,23 @@ class TrainData:
 
     def _recognise(self, key: str, sources: Sequence[Source]) -> list[str]:
         """Give every source its layout; what is wrong with those that have none."""
-        problems = []
+        problems, answered = [], self.answers and key == "train"
         for source in sources:
             title = f"data.{key} {source.name!r} ({source.section.path})"
             try:
-                source.layout = self._layout(source)
+                source.layout = self._layout(source, "demonstrations" if answered else self.form)
             except DataError as error:
-                problems.append(f"{title} {error}")
+                problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
                 continue
             if not source.layout.given:
                 self.notes.append(f"{title} is read as {source.layout}")
         return problems
 
-    def _layout(self, source: Source) -> Layout:
+    def _layout(self, source: Source, form: DataForm) -> Layout:
         section, chat = self.section, self.template.chat is not None
         whole = section.loss_on == "all" and not chat
         layout = recognise(
-            self.form,
+            form,
             source.columns,
             source.read(0),
             named=named_columns(section),
@@ -208,6 +221,8 @@ class TrainData:
         if "text" in layout.columns and (section.template == "chat" or section.system is not None):
             key = "system" if section.system is not None else 'template = "chat"'
             raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
+        if "text" in layout.columns and self.form == "prompts":
+            raise DataError("has texts to continue, without prompts to answer.")
         return layout
 
     @staticmethod

@@ -74,6 +74,23 @@ class Template:
             messages.append({"role": "user", "content": text})
         return [self._turn(self._ids(self.chat.text(messages, answer=True)))]
 
+    def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
+        """The row's prompt and the row's own answer to it, token by token as :meth:`encode_demonstration` has them with
+        ``data.loss_on = "completion"``: the end token belongs to the answer, what a chat template writes behind it is
+        left out.
+
+        Args:
+            text: another answer to the row's prompt.
+        """
+        cells = self._cells(row)
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(text, cells)
+        first, last = sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
+        answer = sequence.ids[first:last]
+        return [
+            self._turn(sequence.ids[:first]),
+            Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
+        ]
+
     def encode_observation(self, text: str, closed: bool = True) -> Turn:
         """What the environment says, as the chat template writes a user's message after an answer.
 
@@ -229,16 +246,17 @@ class Template:
 
     def _answered(self, cells: Cells, field: str) -> TokenSequence:
         """The row's prompt and the answer in a field."""
-        if self.chat is not None:
-            prompt = self._prompt_messages(cells)
-            if isinstance(cells.value(field), list):
-                return self._conversation([*prompt, *cells.messages(field)])
-            text = cells.text(field, _TEXT_OR_MESSAGES)
-        else:
-            front = self._plain_prompt(cells, optional=self.section.loss_on == "all")
-            text = cells.text(field)
+        if self.chat is not None and isinstance(cells.value(field), list):
+            return self._conversation([*self._prompt_messages(cells), *cells.messages(field)])
+        text = cells.text(field, "text" if self.chat is None else _TEXT_OR_MESSAGES)
+        return self._answered_by(text, cells, f"{cells.name(field)}: ")
+
+    def _answered_by(self, text: str, cells: Cells, where: str = "") -> TokenSequence:
+        """The row's prompt and an answer to it."""
+        prompt = [] if self.chat is None else self._prompt_messages(cells)
+        front = "" if self.chat is not None else self._plain_prompt(cells, optional=self.section.loss_on == "all")
         if not text.strip():
-            raise DataError(f"{cells.name(field)}: the answer is empty; there is nothing to learn from")
+            raise DataError(f"{where}the answer is empty; there is nothing to learn from")
         if self.chat is not None:
             return self._conversation([*prompt, {"role": "assistant", "content": text}])
         return self._completed(front, text)

@@ -3,7 +3,7 @@
 Columns of the batch:
 
 =================  =====  ==============================================================================
-``loss_mask``      token  bool, the policy sampled this token
+``loss_mask``      token  bool, the policy sampled this token, or it is of an answer that the data gave
 ``last_action``    token  bool, the last sampled token of the trajectory
 ``gen_logprobs``   token  float32, as the generator reported (only where every sampled turn has them)
 ``temperature``    token  float32, what the token was sampled with (1 where not sampled)
@@ -11,8 +11,9 @@ Columns of the batch:
 ``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
 ``score``          unit   float64, what the dynamic filter read (only with ``scored``)
 ``group, sample``  unit   int64, the trajectory's index
-``own_tokens``     unit   int64, tokens that the policy sampled
+``own_tokens``     unit   int64, tokens that the policy sampled, or of the given answer
 ``truncated``      unit   bool, the last sampled turn ended because its budget was used up
+``given``          unit   bool, the data gave the answer (``Needs.given``)
 =================  =====  ==============================================================================
 
 Shape suffixes: N tokens, U units, A the most action tokens that a unit has.
@@ -120,6 +121,7 @@ def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logpro
             "sample": trajectory.index[1],
             "own_tokens": trajectory.sampled_tokens,
             "truncated": trajectory.truncated,
+            "given": trajectory.given,
         },
     )
 

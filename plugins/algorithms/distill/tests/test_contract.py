@@ -1,9 +1,12 @@
 """The conformance suites of both algorithms and the loss."""
 
+import pytest
 import torch
+from pydantic import ValidationError
 from rlhf.testing import fabricate
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.loss import LossContract
+from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_distill import Distill, DistillDemonstrations, DistillOnPolicy
 
 
@@ -19,6 +22,32 @@ class TestDistillJensenShannon(AlgorithmContract):
 
 class TestDistillOnPolicy(AlgorithmContract):
     algorithm = DistillOnPolicy
+    configs = (DistillOnPolicy.Config(), DistillOnPolicy.Config(sampled=0.5))
+
+
+def test_what_is_not_sampled_is_asked_of_the_data():
+    assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().given == 0
+    needs = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.25), {"loss": Distill(Distill.Config(alpha=1.0))}).needs()
+    assert (needs.given, needs.reward) == (0.75, False)
+    with pytest.raises(ValidationError, match="greater than 0"):
+        DistillOnPolicy.Config(sampled=0)
+
+
+def test_given_answers_are_learnt_from_and_lengths_are_of_sampled_ones():
+    def group(number, prompt, answer, logprobs=None, finish="stop"):
+        row = Row({}, "data", number)
+        turns = [Turn(prompt, False), Turn(answer, True, logprobs, finish=finish, given=logprobs is None)]
+        return Group(row, number, [Trajectory(row, turns, (number, 0))])
+
+    algorithm = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.5), {"loss": Distill(Distill.Config(alpha=1.0))})
+    sampled = group(1, [5], [6, 7], [-1.0, -1.0], "length")
+    batch = algorithm.assemble([group(0, [3, 4], [5, 6, 7, 8, 2]), sampled])
+    assert batch.ids_N.tolist() == [3, 4, 5, 6, 7, 8, 2, 5, 6, 7]
+    assert batch.tok["loss_mask"].tolist() == [False, False, *[True] * 5, False, True, True]
+    _, metrics = algorithm.credit(batch)
+    assert metrics == {"length/mean": 2.0, "length/max": 2.0, "length/truncated": 1.0}
+    given = algorithm.assemble([group(0, [3, 4], [5, 6])])
+    assert algorithm.credit(given)[1] == {}
 
 
 class TestLoss(LossContract):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
@@ -66,6 +68,10 @@ class DistillDemonstrations(_Distillation):
         return pack(units) if units else None
 
 
+
+    With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the other rows' own answers are learnt from, as ``distill``
+    with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled; here every row is
+    drawn for itself, by the run's seed and its group's number, so steps are alike in cost and a resume draws the same.
 class DistillOnPolicy(_Distillation):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
@@ -73,6 +79,10 @@ class DistillOnPolicy(_Distillation):
     through the sampling. The whole vocabulary is compared, at ``loss.temperature``, whatever temperature the answers
     were sampled at.
     """
+    class Config(_Distillation.Config):
+        sampled: float = Field(default=1.0, gt=0, le=1)
+        """Share of the rows whose answers the student samples; the others have theirs from the data."""
+
 
     name = "distill_on_policy"
     source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
@@ -83,6 +93,9 @@ class DistillOnPolicy(_Distillation):
         super().__init__(config, parts)
         alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
         if alpha < 1:
+    def needs(self) -> Needs:
+        return replace(super().needs(), given=1 - self.config.sampled)
+
             raise ConfigError(
                 f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
                 f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
@@ -94,12 +107,13 @@ class DistillOnPolicy(_Distillation):
 
         batch = assemble(examples, scored=False)
         # without the column temperature: heads read the student's logits as they are
-        return None if batch is None else batch.only(("loss_mask", "own_tokens", "truncated"))
+        return None if batch is None else batch.only(("loss_mask", "own_tokens", "truncated", "given"))
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         from rlhf.ops.pipeline import length_metrics
 
-        return batch, length_metrics(batch)
+        own = [unit for unit, given in enumerate(batch.unit["given"].tolist()) if not given]
+        return batch, length_metrics(batch.select(own)) if own else {}
 
 
 @hookimpl
