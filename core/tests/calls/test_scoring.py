@@ -129,6 +129,8 @@ def test_a_wrong_answer_fails_the_whole_group(make_group, make, message: str) ->
         (RewardResult(1.0, steps=((1, 3, 1.0),)), "a step reward for token 3 of turn 1, which has 3 tokens"),
         (RewardResult(1.0, steps=((1, 0, math.nan),)), "a step reward with value (nan)"),
         (RewardResult(1.0, steps=((1, 1.0),)), "allowed: (turn, token in turn, value)"),
+        (RewardResult(1.0, info={"x": {1, 2}}), "info.x is a set, which JSON cannot hold. Allowed: dict"),
+        (RewardResult(1.0, info={3: 1.0}), "info has the key 3; keys must be text"),
     ],
 )
 def test_an_invalid_result_fails_its_sample_only(make_group, result, message: str) -> None:
@@ -335,7 +337,7 @@ def test_a_plain_reward_runs_in_a_worker_with_its_config(sync, make_group) -> No
         ("loop", "score() took longer than its deadline of 1 s; its worker process was killed"),
         ("nan", "RewardResult(value=nan); allowed: a finite number"),
         ("short", "returned 0 results for 1 trajectories"),
-        ("object", "returned info with a object; allowed: numbers, text, lists and dicts of them"),
+        ("object", "info.x is a object, which JSON cannot hold. Allowed: dict with text keys, list, str"),
     ],
 )
 def test_a_plain_reward_fails_as_clearly_as_an_async_one(sync, make_group, mode: str, message: str) -> None:

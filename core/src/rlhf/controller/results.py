@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlhf.checkpoint.json_values import encode
+from rlhf.errors import CheckpointError
 from rlhf.types import EnvStep, RewardResult, Sampling, Trajectory
 
 
@@ -87,9 +89,12 @@ def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
         steps = tuple(_check_step_reward(s, trajectory) for s in result.steps)
         if not isinstance(result.info, dict):
             raise InvalidResult(f"returned RewardResult(info={_describe(result.info)}); allowed: a dict")
+        encode(result.info, "info", nonfinite="mark")  # written once the step is learnt: what cannot be, fails now
         return RewardResult(value, score, steps, result.info)
     except InvalidResult as error:
         return str(error)
+    except CheckpointError as error:
+        return f"returned RewardResult(info={_describe(result.info)}): {error}"
 
 
 def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, float]:
