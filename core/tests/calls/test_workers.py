@@ -134,6 +134,28 @@ def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_gro
     assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
 
 
+def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:
+    """Killed from outside, for its memory say: the next call is served by another."""
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def pid() -> int:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act="ok"), deadline=20.0))[0]["info"]["pid"]
+
+    async def scenario() -> tuple[int, int, int]:
+        first = await pid()
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        return first, await pid(), await pid()
+
+    try:
+        first, second, third = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert first != second == third
+    assert gone(second)
+
+
 def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
     pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
 

@@ -78,6 +78,11 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the process itself is still there."""
+        return self.alive and self._process.poll() is None
+
     async def start(self) -> None:
         """Import the plugin there and build it with its config."""
         await self.call("path", list(sys.path), deadline=START_DEADLINE)
@@ -194,8 +199,12 @@ class WorkerPool:
         """A started worker that belongs to the caller until :meth:`release`."""
         await self._permit()
         try:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.running:
+                    return worker
+                worker.kill()  # it died while nobody used it, which is no failure of the call to come
+                self._workers.remove(worker)
             worker = Worker(self.resolved, self.config, self.error, self.what)
             self._workers.append(worker)
             try:
