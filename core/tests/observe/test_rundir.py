@@ -54,6 +54,11 @@ def test_nothing_to_resume(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
+def test_output_that_cannot_be_written_to():
+    with pytest.raises(ConfigError, match=r"run.output /proc/self cannot be written to: .*Choose another --output"):
+        RunDirectory.create("/proc/self")  # no user can make files there
+
+
 def test_output_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="which is a file; it must be a folder"):

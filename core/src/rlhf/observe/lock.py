@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -25,17 +26,22 @@ class FolderLock:
         self._key = os.path.realpath(folder)
         if self._key in self._held:
             raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as cause:
+            raise _unusable(folder, "written to", cause) from cause
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except OSError as cause:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
+            if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
+                raise _unusable(folder, "locked", cause) from cause
             raise ConfigError(
                 f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
             ) from cause
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         self._descriptor: int | None = descriptor
         self._held.add(self._key)
 
@@ -45,3 +51,9 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
             self._held.discard(self._key)
+
+
+def _unusable(folder: Path, what: str, cause: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.output {folder} cannot be {what}: {cause.strerror}. Choose another --output, or give access to that one."
+    )
