@@ -2,7 +2,8 @@
 
 Two layers: the TOML file, then flags in the order given (a flag given twice: the last one counts). Every problem of
 both is reported at once. A later layer may select another plugin, but what an earlier layer set for the plugin that
-is replaced is then an error naming both, never dropped.
+is replaced is then an error naming both, never dropped. For launcher, trainer and generator, which are where a run runs
+and not what it computes, those options are the new plugin's to read or to refuse.
 """
 
 from __future__ import annotations

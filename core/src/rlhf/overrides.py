@@ -12,6 +12,9 @@ from rlhf.runfile import LISTS, SINGLE, Choice, RunFile, label_of
 
 LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
 """{path of a list of sections: the field that a plain text stands for}."""
+RUNTIME = ("launcher", "trainer", "generator")
+"""Where another plugin does the same work elsewhere: it reads the options of the one that it replaces (a learning rate
+is one on any trainer), and refuses those that it does not have."""
 
 
 class Overrides:
@@ -119,11 +122,9 @@ class Overrides:
         if old is not None and old.removeprefix("plugin:") == new.removeprefix("plugin:"):
             return
         own = _own_fields(path)
+        if path in RUNTIME:
+            return
         left = [f"{path}.{p}" for p in _leaves({k: v for k, v in node.items() if k not in own})]
-        if path == "trainer":  # [critic.trainer] holds options of the same plugin
-            for role, section in [*self.data.items(), *(self.data.get("roles") or {}).items()]:
-                if isinstance(section, dict) and isinstance(section.get("trainer"), dict):
-                    left += [f"{role}.trainer.{p}" for p in _leaves(section["trainer"])]
         for field in left:
             if field not in flags and not self.origins.get(field, "").startswith("flag"):
                 was = f"{old!r}" if old is not None else "the plugin that is there by default"
