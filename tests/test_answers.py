@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rlhf_cli.main import main, split_dotted
 
-from tests.runs import Workshop
+from tests.runs import REWARD, Workshop
 
 SHORT = ("--sampling.max_new_tokens", "4", "--data.max_tokens", "16", "--policy.dtype", "fp32")
 Say = Callable[..., tuple[int, str, str]]
@@ -47,6 +48,27 @@ def test_eval_takes_a_run_file_and_ignores_its_algorithm(shop: Workshop, say: Sa
     assert not (shop.folder / "unused").exists(), "nothing is trained and no run directory is made"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("ppo", {"critic": {"dtype": "fp32", "trainer": {"lr": 1e-3}}, "placement": {"critic": {"share": "policy"}}}),
+        ("grpo", {"reference": {"dtype": "fp32"}, "algorithm": {"kl": {"coef": 0.1}}}),
+        ("rloo", {"sampling": {"top_p": 0.9}, "algorithm": {"loss": {"correction": {"preset": "tis"}}}}),
+        ("rloo", {"stream": {"filter": {"min_std": 0.0}, "staleness": 1}}),
+        ("sft", {"data": {"loss_on": "all"}, "sampling": {"max_new_tokens": 4}}),
+    ],
+    ids=["a critic", "a reference", "truncated samples", "a filter", "all tokens"],
+)
+def test_a_run_file_that_trains_is_one_that_evaluates(
+    shop: Workshop, say: Say, algorithm: str, changes: dict[str, Any]
+) -> None:
+    _, path = shop.arguments(shop.config(algorithm, "unused", **changes))
+    words = () if algorithm != "sft" else ("--reward", f"file:{shop.file('reward.py', REWARD)}")
+    code, out, err = say("eval", path, "--eval.max_rows", "3", "--json", *words)
+    assert code == 0, err
+    assert json.loads(out)["prompts"] == 3, "without data.eval and --data it is the training rows that are answered"
+
+
 def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
     code, out, _ = say("generate", "--model", shop.model, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)
     assert code == 0
@@ -63,6 +85,11 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("generate", "--model", "m", "--prompt", "a", "--data", "b"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--tepm", "1"), "no flag --tepm"),
         (("generate", "--model", "m", "--prompt", "a", "--eval.samples"), "--eval.samples needs a value"),
+        (("generate", "--model", "m", "--prompt", "a", "--sampling.temperature", "0.7"), "Set --eval.temperature."),
+        (("generate", "--model", "m", "--prompt", "a", "--sampling.top_p", "0.7"), "drawn from all tokens"),
+        (("generate", "--model", "m", "--prompt", "a", "--eval.samples", "2"), "gives the same answer 2 times"),
+        (("generate", "--model", "m", "--prompt", "a", "--save", "no/where.jsonl"), "there is no folder no"),
+        (("eval", "--model", "m", "--data", "b", "--reward", "math", "--save", "."), "is a folder"),
     ],
 )
 def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str) -> None:

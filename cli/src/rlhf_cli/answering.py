@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.config import load
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
+
+
+_WHOLE = "Leave it out: answers are drawn from all tokens."
+INSTEAD = {
+    "temperature": "Set --eval.temperature.",
+    "samples_per_prompt": "Set --eval.samples.",
+    "top_p": _WHOLE,
+    "top_k": _WHOLE,
+    "min_p": _WHOLE,
+    "ignore_eos": "Leave it out: an answer ends where the model ends it.",
+}
+"""{field of [sampling] that answering does not read: what to do}. A run file may hold them: it is for training too."""
+
+
+def check_folder(save: Path | None) -> None:
+    """Raises ConfigError where a file of answers could not be made: before, not after all are drawn."""
+    if save is not None and (not save.parent.is_dir() or save.is_dir()):
+        what = "is a folder" if save.is_dir() else f"cannot be made: there is no folder {save.parent}"
+        raise ConfigError(f"--save {save} {what}. Name a file in a folder that exists.")
 
 
 def load_for_answers(
@@ -13,17 +34,26 @@ def load_for_answers(
 ) -> tuple[RunFile, Plugins]:
     """The run file with flags, and the plugins. Its algorithm is not used; without a file none need be named.
 
-    Raises ConfigError where a model, data or (``scored``) a reward is missing.
+    Raises ConfigError where a model, data or (``scored``) a reward is missing, and for a flag about drawing training
+    samples, which would do nothing.
     """
     if run_file is None:
         flags = [("algorithm.use", "answer"), *flags]
     config = load(run_file, flags)
+    for field, instead in INSTEAD.items():
+        if config.origins.get(f"sampling.{field}", "").startswith("flag"):
+            raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {instead}")
     if config.policy.model is None:
         raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
     if not (config.data.eval or config.data.train):
         raise ConfigError("no data is named. Set --data FILE.")
     if scored and not config.reward and config.env is None:
         raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
+    if config.eval.samples > 1 and config.eval.temperature == 0 and config.env is None:
+        raise ConfigError(
+            f"eval.samples = {config.eval.samples} at eval.temperature = 0 gives the same answer {config.eval.samples} "
+            "times. Set --eval.temperature 1, or --eval.samples 1."
+        )
     if not scored:
         config = config.model_copy(update={"reward": ()})
     return config, Plugins.discover()

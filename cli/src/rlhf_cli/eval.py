@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rlhf_cli.answering import load_for_answers
+    from rlhf_cli.answering import check_folder, load_for_answers
 
+    check_folder(args.save)
     config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
     from rlhf.controller.inference import evaluate_model
 

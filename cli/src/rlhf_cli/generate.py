@@ -1,7 +1,7 @@
 """Sample answers: `rlhf generate --model PATH --prompt "47+38="`, or `--data FILE` for many.
 
-Sampling parameters are those of a run file: `--sampling.temperature 0.7`, `--sampling.max_new_tokens 64`,
-`--eval.samples 4`. With `--save FILE.jsonl` every answer is written with its tokens and log-probs.
+The best token is taken each time; `--eval.temperature 0.7` draws, and `--eval.samples 4` so many answers to each prompt
+then. `--sampling.max_new_tokens 64` bounds them. `--save FILE.jsonl` writes every answer with its tokens and log-probs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rlhf.errors import ConfigError
 
-    from rlhf_cli.answering import load_for_answers
+    from rlhf_cli.answering import check_folder, load_for_answers
 
+    check_folder(args.save)
     if bool(args.prompt) == bool(args.data):
         raise ConfigError("give the prompts either as --prompt TEXT (repeated for several) or as --data FILE")
     flags = overrides(args, {"data": "data.eval"})

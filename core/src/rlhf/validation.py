@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
 from rlhf.interfaces import Algorithm, Generator, Trainer
-from rlhf.runfile import EnvSection, ModelSection, RunFile, StreamSection, SyncSection
+from rlhf.runfile import EnvSection, EvalSection, ModelSection, RunFile, StreamSection, SyncSection
 from rlhf.types import Needs, OnlineShape, RoleSpec
 
 CORRECTION = "correction"
@@ -64,6 +64,7 @@ def check(
             else f"generator {generator.name!r} holds no copy of the weights"
         )
         problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
+    problems += _evaluation(run, generator is not None)
     raise_problems("these parts of the configuration do not fit together", problems)
 
 
@@ -145,6 +146,18 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
                 "stream.filter.min_std: one sample per prompt has no deviation; set --sampling.samples_per_prompt 2."
             )
     return problems
+
+
+def _evaluation(run: RunFile, sampled: bool) -> list[str]:
+    """What would be evaluated to no purpose, or not at all."""
+    if not run.data.eval and run.eval != EvalSection():
+        return ["[eval] is set, but there is no data.eval to evaluate on. Set --eval-data FILE, or remove it."]
+    if run.data.eval and sampled and run.eval.samples > 1 and run.eval.temperature == 0 and run.env is None:
+        return [
+            f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives one answer {run.eval.samples} times, and "
+            "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
+        ]
+    return []
 
 
 def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:

@@ -71,6 +71,15 @@ def test_an_algorithm_is_asked_what_does_not_fit_the_size_of_batches_and_answers
     assert shape in messages([*BASE, *flags], Shaped(), rollout_needs_env=needs_env)
 
 
+def test_an_evaluation_that_would_tell_nothing_is_refused():
+    data = ("data.eval", "b.jsonl")
+    assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
+    said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
+    assert "eval.samples = 4 at eval.temperature = 0 gives one answer 4 times" in said
+    check(load(None, [*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")]), Fake())
+    check(load(None, [*BASE, data, ("eval.every", "4")]), Fake())
+
+
 def test_too_few_rows_a_step_are_refused():
     said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
     assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rlhf.components import select
 from rlhf.controller.answering import Answering, answering, evaluation_settings
 from rlhf.controller.build import launch_roles
 from rlhf.controller.evaluate import evaluate_rollouts
 from rlhf.controller.learn import Metrics
 from rlhf.controller.prepare import Prepared, prepare
-from rlhf.interfaces import Algorithm
+from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
-from rlhf.runfile import Choice, RunFile
+from rlhf.runfile import Choice, ModelSection, RunFile, SamplingSection, StreamSection
 from rlhf.serialise import write_groups
 from rlhf.types import Group, Needs, RoleSpec
 
@@ -39,9 +40,7 @@ class Answer(Algorithm):
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answering]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
     plugins.register("algorithm", Answer)
-    data = config.data.model_copy(update={"train": config.data.eval or config.data.train})
-    algorithm = Choice(use="answer")
-    config = config.model_copy(update={"algorithm": algorithm, "data": data, "observer": ()})
+    config = _for_answers(config, plugins)
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
     for note in prepared.data.notes:
         print(f"note: {note}", file=sys.stderr)  # noqa: T201
@@ -54,6 +53,27 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
             closing.callback(closer)
         made.sync.push(0)
         yield prepared, made
+
+
+def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
+    """The run file without what is for training alone: a file that trains is one that evaluates, as it is."""
+    rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
+    data = {"train": rows, "eval": rows, "loss_on": "completion"}
+    rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]
+    held = {role.name for reward in rewards for role in reward.roles()}
+    unused = {name: ModelSection() for name in ("critic", "reference") if name not in held}
+    return config.model_copy(
+        update={
+            "algorithm": Choice(use="answer"),
+            "data": config.data.model_copy(update=data),
+            "sampling": SamplingSection(max_new_tokens=config.sampling.max_new_tokens, stop=config.sampling.stop),
+            "stream": StreamSection(rollout_deadline=config.stream.rollout_deadline),
+            "roles": {name: section for name, section in config.roles.items() if name in held},
+            "placement": {name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *held}},
+            "observer": (),
+            **unused,
+        }
+    )
 
 
 def evaluate_model(
