@@ -305,7 +305,11 @@ class Template:
             if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
         render = self.chat.render(messages, trained)
-        return TokenSequence(*self._masked(render.text, render.answers))
+        ids, mask = self._masked(render.text, render.answers)
+        # A sample ends with the answer's end token. What a template writes behind it is learnt by nobody, and a score
+        # read there would be of a token that no sample has.
+        end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+        return TokenSequence(ids[:end], mask[:end])
 
     def _completed(self, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, the end token included."""
