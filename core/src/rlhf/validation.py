@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
-from rlhf.interfaces import Algorithm, Generator, Trainer
+from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
 from rlhf.runfile import EnvSection, EvalSection, ModelSection, RunFile, StreamSection, SyncSection
-from rlhf.types import Needs, OnlineShape, RoleSpec
+from rlhf.types import DataForm, Needs, OnlineShape, RoleSpec
 
 CORRECTION = "correction"
 """In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
 LENDING = "lend:head"
 """Capability of trainers: what ``Needs.lent`` asks for."""
+
+LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
+    "completion": (),
+    "assistant": ("demonstrations", "pairs", "labels"),
+    "all": ("demonstrations",),
+}
+"""{value of ``data.loss_on``: forms that it is for}; none: all of them."""
+ONLY_OF: Mapping[DataForm, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected", "margin"),
+    "labels": ("label",),
+    "steps": ("steps", "step_labels", "step_separator"),
+}
+"""{form: fields of ``[data]`` that are read of its rows alone}."""
 
 
 def check(
@@ -37,11 +50,7 @@ def check(
     """
     needs = algorithm.needs()
     problems = _models(run, algorithm, needs, reward_roles)
-    if algorithm.data != "demonstrations" and run.data.loss_on != "completion":
-        problems.append(
-            f"data.loss_on = {run.data.loss_on!r} is for demonstrations; {algorithm.name} learns from "
-            f"{algorithm.data}. Remove it."
-        )
+    problems += _ignored_columns(run, algorithm)
     if run.data.batch_size < needs.rows_min:
         problems.append(
             f"{algorithm.name} needs at least {needs.rows_min} rows a step, got data.batch_size = "
@@ -66,6 +75,27 @@ def check(
         problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
     problems += _evaluation(run, generator is not None)
     raise_problems("these parts of the configuration do not fit together", problems)
+
+
+def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
+    data, form, problems = run.data, algorithm.data, []
+    learns = f"{algorithm.name} learns from {form}"
+    forms = LOSS_ON[data.loss_on]
+    if forms and form not in forms:
+        problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
+    for reader, fields in ONLY_OF.items():
+        given = [name for name in fields if getattr(data, name) != type(data).model_fields[name].default]
+        if given and form != reader:
+            named = ", ".join(f"data.{name}" for name in given)
+            problems.append(f"{named}: read of {reader} only; {learns}. Remove what is not read.")
+    losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
+    if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
+        problems.append(
+            f"data.margin = {data.margin!r}: the loss of {algorithm.name} reads no margins. Remove it, or use one that "
+            "does."
+        )
+    return problems
 
 
 def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Collection[RoleSpec]) -> list[str]:
@@ -128,6 +158,16 @@ def _online(run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env:
             "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
             "length, or remove it."
         )
+    if needs.given and (needs.reward or not 0 < needs.given < 1):
+        problems.append(
+            f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
+            "so given needs reward = False and lies from 0 to below 1. Report this to its author."
+        )
+    if needs.given and run.env is not None:
+        problems.append(
+            f"{name} configured like this learns from the answers of {needs.given:.3g} of the rows, which answer the "
+            f"row's prompt and no environment, but env {run.env.use!r} is set. Remove it, or have all answers sampled."
+        )
     if run.stream.round > 1 and run.stream.staleness > 0:
         problems.append(
             f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both say with which "
@@ -171,16 +211,6 @@ def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
     """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
     problems = []
-    if needs.given and (needs.reward or not 0 < needs.given < 1):
-        problems.append(
-            f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
-            "so given needs reward = False and lies from 0 to below 1. Report this to its author."
-        )
-    if needs.given and run.env is not None:
-        problems.append(
-            f"{name} configured like this learns from the answers of {needs.given:.3g} of the rows, which answer the "
-            f"row's prompt and no environment, but env {run.env.use!r} is set. Remove it, or have all answers sampled."
-        )
     what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
     if run.stream != StreamSection():
         problems.append(f"[stream] is set, but {what}. Remove it.")

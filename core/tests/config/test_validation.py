@@ -6,7 +6,7 @@ import pytest
 from rlhf.components import check
 from rlhf.config import load
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, Generator, Trainer
+from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
 from rlhf.types import Lent, Needs, RoleSpec
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
@@ -199,8 +199,57 @@ def test_a_policy_without_an_output_for_tokens_answers_nothing():
     )
 
 
-def test_loss_on_is_for_demonstrations():
+def of_form(form, loss=None):
+    algorithm = Demonstrations()
+    algorithm.data, algorithm.parts = form, {} if loss is None else {"loss": loss}
+    return algorithm
+
+
+class WithMargin(Loss):
+    name = "far"
+
+    def outputs(self):
+        return ("scores",)
+
+    def columns(self):
+        return ("margin",)
+
+    def reduce(self):
+        return {}
+
+    def __call__(self, x):
+        raise NotImplementedError
+
+
+def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
     assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
+    every_answer = [*OFFLINE, ("data.loss_on", "assistant")]
+    for form in ("demonstrations", "pairs", "labels"):  # what a pair that parts early is told to set must be possible
+        check(load(None, every_answer), of_form(form))
+    said = messages(every_answer, of_form("steps"))
+    assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in said
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "reader"),
+    [
+        ("demonstrations", "chosen", "pairs"),
+        ("labels", "margin", "pairs"),
+        ("pairs", "label", "labels"),
+        ("demonstrations", "steps", "steps"),
+        ("labels", "step_separator", "steps"),
+    ],
+)
+def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
+    said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
+    assert f"data.{field}: read of {reader} only; imitate learns from {form}. Remove what is not read." in said
+    check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader, WithMargin()))
+
+
+def test_margins_that_no_loss_reads_are_refused():
+    margins = [*OFFLINE, ("data.margin", "by")]
+    check(load(None, margins), of_form("pairs", WithMargin()))
+    assert "data.margin = 'by': the loss of imitate reads no margins. Remove it" in messages(margins, of_form("pairs"))
 
 
 def test_capabilities():
