@@ -391,6 +391,50 @@ def test_pairs(chat, chars):
     assert [trained(chat, s) for s in example.sequences] == ["g<eos>", "b<eos>"]
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_sequence_ends_where_a_sample_would(with_template, template):
+    """A reward model reads its score at the last token: the same one in training and of what a policy sampled."""
+    tokenizer = with_template(template)
+    encoder = Template(tokenizer, section())
+    for sequence in encoder.encode_pair(row(prompt="p", chosen="g", rejected="b")).sequences:
+        assert sequence.ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert sequence.loss_mask[-1]
+
+
+def test_answers_of_several_messages_that_part_early(chat):
+    """Behind a prompt as in whole conversations: only the last answers would be trained on, in contexts that differ."""
+    a, b, more = ({"role": r, "content": c} for r, c in (("assistant", "g"), ("assistant", "b"), ("user", "u")))
+    columns = {"prompt": "p", "chosen": [a, more, b], "rejected": [b, more, a]}
+    message = refused(lambda: Template(chat, section()).encode_pair(row(**columns)))
+    assert "the chosen and the rejected messages differ before their last answers" in message
+    assert 'data.loss_on = "assistant"' in message
+    every = Template(chat, section(loss_on="assistant")).encode_pair(row(**columns))
+    assert [runs(chat, s) for s in every.sequences] == [["g<eos>", "b<eos>"], ["b<eos>", "g<eos>"]]
+    same = {**columns, "rejected": [a, more, a]}
+    last = Template(chat, section()).encode_pair(row(**same))
+    assert [runs(chat, s) for s in last.sequences] == [["b<eos>"], ["g<eos>"]]
+    one = {**columns, "rejected": "b"}
+    assert "differ before their last answers" in refused(lambda: Template(chat, section()).encode_pair(row(**one)))
+
+
+def test_begin_and_end_tokens_that_a_text_says_itself_stand_once(bpe):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = type(bpe._tokenizer).from_str(bpe._tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<eos>")
+    template = Template(tokenizer, section())
+    for begin in ("", "<eos>"):
+        assert template.encode_prompt(row(prompt=begin + "x")).ids == template.encode_prompt(row(prompt="x")).ids
+        for end in ("", "<|im_end|>"):
+            sequence = template.encode_demonstration(row(prompt=begin + "x", response="y" + end)).sequences[0]
+            assert tokenizer.decode(sequence.ids) == "<eos>xy<|im_end|>"
+            assert trained(tokenizer, sequence) == "y<|im_end|>"
+        steps = {"prompt": begin + "x", "completions": ["y"], "labels": [1]}
+        assert tokenizer.decode(template.encode_steps(row(**steps)).sequences[0].ids) == "<eos>xy\n"
+
+
 def test_slow_tokenizers_have_the_same_masks(with_template, monkeypatch):
     tokenizer = with_template(CHATML)
     template = Template(tokenizer, section(messages="m", loss_on="assistant"))

@@ -141,16 +141,18 @@ class Template:
         that an assistant says is trained on."""
         cells = self._cells(row)
         fields = ("chosen", "rejected")
-        if self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list):
-            both = [self._messages(cells, name) for name in fields]
-            if self.section.loss_on == "completion" and both[0][:-1] != both[1][:-1]:
-                raise DataError(
-                    "the chosen and the rejected conversation differ before their last answers, and only those are "
-                    'trained on; set data.loss_on = "assistant" to train on all that the assistant says'
-                )
-            sequences = [self._conversation(messages) for messages in both]
+        whole = self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list)
+        if whole:
+            sequences = [self._conversation(self._messages(cells, name)) for name in fields]
         else:
             sequences = [self._answered(cells, name) for name in fields]
+        fronts = [value[:-1] if isinstance(value := cells.values[name], list) else [] for name in fields]
+        if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
+            raise DataError(
+                f"the chosen and the rejected {'conversation' if whole else 'messages'} differ before their last "
+                'answers, and only those are trained on; set data.loss_on = "assistant" to train on all that the '
+                "assistant says"
+            )
         if sequences[0].ids == sequences[1].ids:
             raise DataError("the chosen and the rejected answer are the same, token by token: nothing can be preferred")
         values = {"margin": cells.margin()} if "margin" in cells.layout.columns else {}
@@ -200,7 +202,8 @@ class Template:
     def _prompt_turn(self, row: Row) -> Turn:
         cells = self._cells(row)
         if self.chat is None:
-            return self._turn([*self._bos, *self._ids(self._plain_prompt(cells))])
+            ids = self._ids(self._plain_prompt(cells))
+            return self._turn([*self._begin(ids), *ids])
         return self._turn(self._ids(self.chat.text(self._prompt_messages(cells), answer=True)))
 
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
@@ -264,11 +267,12 @@ class Template:
     def _continued(self, cells: Cells, text: str) -> TokenSequence:
         """The row's prompt and the beginning of an answer."""
         if self.chat is None:
-            bos, prompt = self._bos, self._plain_prompt(cells)
+            prompt = self._plain_prompt(cells)
         else:
-            bos, prompt = [], self.chat.text(self._prompt_messages(cells), answer=True)
+            prompt = self.chat.text(self._prompt_messages(cells), answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
-        return TokenSequence([*bos, *ids], [*(False for _ in bos), *mask])
+        begin = self._begin(ids) if self.chat is None else []
+        return TokenSequence([*begin, *ids], [*(False for _ in begin), *mask])
 
     def _messages(self, cells: Cells, field: str) -> list[Message]:
         return self._with_system(cells.messages(field), cells, field)
@@ -313,10 +317,15 @@ class Template:
 
     def _completed(self, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, the end token included."""
-        end = [self.tokenizer.eos_token_id] if self.section.add_eos else []
         ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
-        ids, mask = [*self._bos, *ids, *end], [*(False for _ in self._bos), *mask, *(True for _ in end)]
+        ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
+        begin, end = self._begin(ids), [] if ended else [self.tokenizer.eos_token_id]
+        ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
         return TokenSequence(ids, [True] * len(ids) if self.section.loss_on == "all" else mask)
+
+    def _begin(self, ids: Sequence[int]) -> list[int]:
+        """What the tokenizer puts before a text: nothing where the text says it itself."""
+        return [] if list(ids[:1]) == self._bos else self._bos
 
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them lie in ``spans``.
