@@ -27,7 +27,8 @@ PARTS = {
     "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
 }
 """The runs of each part, in order; what several need is run once."""
-SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--eval.max_rows", "8")
+SMALL = ("--run.steps", "2", "--data.batch_size", "4")
+SMALL_EVAL = ("--eval.max_rows", "8")
 SMALL_SAMPLES = ("--sampling.max_new_tokens", "16", "--algorithm.min_reward", "0")
 
 
@@ -43,7 +44,10 @@ def runs(parts: Sequence[str]) -> list[str]:
 
 def command(run: str, small: bool) -> list[str]:
     file = WARM_START if run == "sft" else (str(HERE / f"{run}.toml"),)
-    flags = (*SMALL, *(SMALL_SAMPLES if run == "rejection_sampling" else ())) if small else ()
+    if not small:
+        return ["rlhf", "train", *file]
+    samples, evaluated = run == "rejection_sampling", run != "sft"  # the warm start has no held-out rows
+    flags = (*SMALL, *(SMALL_SAMPLES if samples else ()), *(SMALL_EVAL if evaluated else ()))
     return ["rlhf", "train", *file, *flags]
 
 
