@@ -25,6 +25,18 @@ def test_losses_go_down():
     assert maximise.update(2, {"loss": 2.0}) == (True, False)
 
 
+@pytest.mark.parametrize("metric", ["loss/sigmoid", "eval/loss/odds", "loss/nll", "divergence", "eval/kl", "nll"])
+def test_terms_of_losses_and_divergences_go_down(metric):
+    tracker = BestTracker(metric)
+    assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, True, False]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "eval/lossless/pass@1", "reward_margin", "agreement"])
+def test_all_else_goes_up(metric):
+    tracker = BestTracker(metric)
+    assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
+
+
 def test_pass_at_1_is_preferred_over_loss():
     tracker = BestTracker()
     tracker.update(1, {"eval/loss": 2.0, "eval/pass@1": 0.5})

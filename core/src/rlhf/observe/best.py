@@ -10,7 +10,7 @@ from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
 DEFAULT_METRICS = ("eval/pass@1", "eval/loss")
 """Where the run file names none: the first of these that the evaluation has."""
-_LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error")
+_LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl")
 
 
 class BestTracker:
@@ -18,7 +18,8 @@ class BestTracker:
 
     Args:
         metric: its name, with or without ``eval/``; None: the first of pass@1 and loss that exists.
-        mode: ``max``, ``min``, or ``auto``: ``min`` for losses (by the last part of the name), else ``max``.
+        mode: ``max``, ``min``, or ``auto``: by its name ``min`` for losses, terms of losses (``loss/<term>``) and
+            divergences, else ``max``.
         patience: stop after this many evaluations in a row without improvement; None: never.
 
     An improvement is strict. NaN never improves and counts as an evaluation without improvement.
@@ -94,8 +95,8 @@ class BestTracker:
     def _direction(self) -> str:
         if self.mode != "auto":
             return self.mode
-        last = (self.metric or "").rsplit("/", 1)[-1]
-        return "min" if last.endswith(_LOWER_IS_BETTER) else "max"
+        *front, last = (self.metric or "").split("/")
+        return "min" if "loss" in front or last.endswith(_LOWER_IS_BETTER) else "max"
 
     def _find(self, metrics: Mapping[str, float]) -> str:
         candidates = DEFAULT_METRICS if self.metric is None else (self.metric, f"eval/{self.metric}")
