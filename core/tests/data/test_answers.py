@@ -79,6 +79,18 @@ def test_what_is_no_answer_is_counted(tmp_path):
     assert [[a.sample for a in g] for g in read_answers([path], truncated=True).groups] == [[0, 5, 6]]
 
 
+def test_a_last_line_without_its_line_end_counts(tmp_path):
+    whole = write(tmp_path / "f.jsonl", sample((0, 0), "a"), sample((1, 0), "b"))
+    cut = tmp_path / "g.jsonl"
+    cut.write_text(whole.read_text().removesuffix("\n"))
+    assert read_answers([cut]) == read_answers([whole])
+    cut.write_text(whole.read_text()[:-20])
+    with pytest.raises(DataError, match=r"g.jsonl:2 is not a recorded sample: .* not valid JSON"):
+        read_answers([cut])
+    cut.write_text("")
+    assert read_answers([cut]).groups == []
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

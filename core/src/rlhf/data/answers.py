@@ -53,14 +53,15 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
     found = Recorded()
     for path in (file for source in sources for file in _files(source)):
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # texts may hold other line ends
+            text = path.read_text(encoding="utf-8").removesuffix("\n")
+            lines = text.split("\n") if text else []  # and not by other line ends, which texts may hold
         except (OSError, UnicodeDecodeError) as cause:
             raise DataError(f"cannot read {path}: {cause}") from cause
         groups: dict[int, list[Answer]] = {}
-        for number, text in enumerate(lines, 1):
+        for number, one in enumerate(lines, 1):
             where = f"{path}:{number}"
             try:
-                line = loads(text, where)
+                line = loads(one, where)
                 members = groups.setdefault(line["group"], [])
                 if line["sample"] is None:
                     continue
