@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.forks import Forks
 from tests.runs import Finished, Workshop, assert_same_run
@@ -132,6 +134,31 @@ def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
     assert margins[3] != 0
     checkpoint = Path(run["run"]["output"]) / "checkpoints/step-000005/roles"
     assert (checkpoint / "reference/model.safetensors").exists()
+
+
+def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: Runs) -> None:
+    """TR-DPO, stated from the weights in the checkpoints: after every second step 0.6 policy + 0.4 old reference."""
+    soft = {"algorithm": {"snapshot_every": 2, "snapshot_share": 0.6}, "checkpoint": {"every": 1, "keep": 9}}
+    killer = {"observer": [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]}
+    whole = runs.end(run := offline(runs.shop, "whole", **soft, **killer))
+    assert whole.code == 0, whole.err
+
+    def weights(step: int, role: str) -> dict[str, torch.Tensor]:
+        return load_file(Path(run["run"]["output"]) / f"checkpoints/step-{step:06}/roles/{role}/model.safetensors")
+
+    old = weights(1, "reference")
+    for step in (2, 4):
+        policy, new = weights(step, "policy"), weights(step, "reference")
+        stated = {name: 0.6 * policy[name].double() + 0.4 * old[name].double() for name in old}
+        assert max(float((policy[name] - old[name]).abs().max()) for name in old) > 1e-3
+        for name in old:
+            torch.testing.assert_close(new[name].double(), stated[name], rtol=1e-6, atol=1e-8)
+        old = new
+    assert all(torch.equal(tensor, weights(3, "reference")[name]) for name, tensor in weights(2, "reference").items())
+
+    broken = offline(runs.shop, "broken", **soft, **killer)
+    runs.die_at(broken, "step 3")
+    assert_same_run(runs.resume(broken), whole)
 
 
 def test_online_dpo_learns_what_is_rewarded_and_counts_ties(shop):

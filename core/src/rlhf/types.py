@@ -335,10 +335,12 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``role := source``, weights copied (reference := policy)."""
+    """``role := share source + (1 - share) role``, of the weights (reference := policy, where ``share`` is 1)."""
 
     role: str
     source: str
+    share: float = 1.0
+    """Above 0, at most 1. Mixed in fp32 and rounded to the precision in which ``role`` holds its weights."""
 
 
 Level = Literal["token", "sequence", "unit"]

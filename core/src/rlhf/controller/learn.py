@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from rlhf.controller.roles import Role
 from rlhf.errors import TrainingError, boundary
@@ -14,6 +15,8 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.losses import add_sums, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.seeds import derive_seed
+from rlhf.sync.bucket import Bucket
+from rlhf.sync.fingerprint import marks
 from rlhf.types import Snapshot, Update
 
 Metrics = dict[str, float]
@@ -107,8 +110,33 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 
 
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
-    """``role := source`` on every rank."""
+    """``role := share source + (1 - share) role`` on every rank."""
     source, target = roles[update.source], roles[update.role]
-    buckets = list(source.group.stream("buckets", "live"))
+    sent: list[Bucket] = list(source.group.stream("buckets", "live"))
+    if update.share < 1:
+        held = {name: tensor for bucket in target.group.stream("buckets", "live") for name, tensor in bucket.tensors}
+        sent = [mixed(bucket, held, update) for bucket in sent]
     target.changes += 1
-    target.every("load_buckets", buckets)
+    target.every("load_buckets", sent)
+
+
+def mixed(bucket: Bucket, held: Mapping[str, Tensor], update: Snapshot) -> Bucket:
+    """``share bucket + (1 - share) held``, tensor by tensor, in new memory.
+
+    Args:
+        held: every tensor of the role that is overwritten, by name.
+
+    Raises TrainingError where the two roles are not of one architecture.
+    """
+    made: list[tuple[str, Tensor]] = []
+    for name, tensor in bucket.tensors:
+        old = held.get(name)
+        if old is None or old.shape != tensor.shape:
+            what = "lacks it" if old is None else f"has it with the shape {tuple(old.shape)}"
+            raise TrainingError(
+                f"role {update.role!r} cannot be mixed with {update.source!r}: of the tensor {name!r}, of shape "
+                f"{tuple(tensor.shape)}, it {what}. Both must be of one architecture and vocabulary."
+            )
+        new = tensor.to(old.device).float() * update.share + old.float() * (1 - update.share)
+        made.append((name, new.to(old.dtype)))
+    return Bucket(tuple(made), tuple(marks([tensor for _, tensor in made])))

@@ -61,3 +61,7 @@ def test_a_snapshot_needs_a_reference(algorithm):
     loss = DPOLoss(DPOLoss.Config(reference_free=True))
     with pytest.raises(ConfigError, match=r"algorithm\.snapshot_every = 2 copies the policy to the reference, which"):
         algorithm(algorithm.Config(snapshot_every=2), {"loss": loss})
+    with pytest.raises(ValidationError, match=r"snapshot_share = 0\.5 is read every snapshot_every steps"):
+        algorithm.Config(snapshot_share=0.5)
+    with pytest.raises(ValidationError, match="greater than 0"):
+        algorithm.Config(snapshot_every=2, snapshot_share=0)

@@ -109,6 +109,8 @@ def test_the_reference_is_replaced_behind_the_update():
     kinds = [[type(u) for u in built.updates(step)] for step in range(4)]
     assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
     assert built.updates(1)[1] == Snapshot("reference", "policy")
+    soft = algorithm(DPO.Config(snapshot_every=2, snapshot_share=0.6))
+    assert soft.updates(1)[1] == Snapshot("reference", "policy", 0.6)
     assert [type(u) for u in algorithm().updates(1)] == [Update]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 class PairwiseConfig(ComponentConfig):
     snapshot_every: int | None = Field(default=None, ge=1)
     """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    snapshot_share: float = Field(default=1.0, gt=0, le=1)
+    """The policy's share of the new reference, alpha of TR-DPO (arXiv:2404.09656): what is left is the old one's."""
+
+    @model_validator(mode="after")
+    def _read(self) -> PairwiseConfig:
+        if self.snapshot_share < 1 and self.snapshot_every is None:
+            raise ValueError(
+                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: "
+                "set it, or leave this out"
+            )
+        return self
 
 
 class Pairwise(Algorithm):
@@ -96,4 +107,6 @@ class Pairwise(Algorithm):
 
     def _snapshot(self, step: int) -> list[Snapshot]:
         every = self.config.snapshot_every
-        return [Snapshot("reference", "policy")] if every is not None and (step + 1) % every == 0 else []
+        if every is None or (step + 1) % every != 0:
+            return []
+        return [Snapshot("reference", "policy", self.config.snapshot_share)]
