@@ -5,6 +5,7 @@ import os
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

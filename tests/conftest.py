@@ -26,6 +26,18 @@ def shop(tiny: Workshop, tmp_path) -> Workshop:
     return Workshop(tmp_path, tiny.model, tiny.data)
 
 
+@pytest.fixture(scope="module")
+def two_cpus() -> Iterator[None]:
+    """A Ray of two CPUs by its count, on this machine only, for all runs of a module in this process."""
+    pytest.importorskip("ray")
+    from rlhf_plugin_ray.cluster import Cluster
+    from rlhf_plugin_ray.config import RayConfig
+
+    made = Cluster(RayConfig(cpus=2, object_store_gib=0.25))
+    yield
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Processes that run the command and can be killed."""
