@@ -46,6 +46,23 @@ def test_labels_are_learnt(shop: Workshop, algo: str, loss_type: str) -> None:
         assert first["policy/kl"] == 0
 
 
+def test_mismatched_answers_keep_to_the_longest_sequence_allowed(shop: Workshop) -> None:
+    """Prompts of 3 and 9 tokens, answers of 2 and 8 with their end: behind the long prompt the long one is cut."""
+    rows = [
+        {"prompt": prompt, "response": answer, "label": n % 2 == 0}
+        for n, (prompt, answer) in enumerate([("1+1+1+1+=", "4"), ("1+=", "1234567"), ("2+=", "2"), ("3+=", "3")])
+    ]
+    run = config(shop, "run", data={"batch_size": 4, "max_tokens": 11})
+    run["data"]["train"] = str(shop.rows("long.jsonl", rows))
+    lines = train(shop, run).lines()
+    # row 0 gets the answer of row 3, row 1 that of row 0, row 2 that of row 1 (3 + 8 tokens: it fits)
+    assert all("labels/cut_twins" not in line for line in lines)
+    run = config(shop, "cut", data={"batch_size": 4, "max_tokens": 11})
+    run["data"]["train"] = str(shop.rows("longer.jsonl", [rows[1], rows[0], *rows[2:]]))
+    lines = train(shop, run).lines()
+    assert [line["labels/cut_twins"] for line in lines] == [1.0] * 4
+
+
 def logprob(model: Any, ids: list[int], start: int) -> float:
     """Sum over the tokens from ``start`` on, by transformers, in one forward pass of this sequence alone."""
     with torch.no_grad():

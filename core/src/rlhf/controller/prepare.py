@@ -71,6 +71,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     made = run_parts(config, plugins, scored)
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
     rollout, env = made.rollout, parts.get("env")
+    algorithm.max_tokens = config.data.max_tokens
     algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
     observers = {}
     for number, choice in enumerate(config.observer):

@@ -45,6 +45,9 @@ class Algorithm(Component):
         self.step_sources: dict[str, float] = {}
         """Set by the runtime before the first step: {reward source with ``credit = "step"``: its weight}. An online
         algorithm hands it to :func:`rlhf.ops.trajectories.assemble`."""
+        self.max_tokens: int | None = None
+        """Set by the runtime before the first step: ``data.max_tokens``, which every row and sample keeps to. An
+        algorithm that makes sequences of its own keeps to it too."""
 
     @abstractmethod
     def needs(self) -> Needs:

@@ -88,6 +88,21 @@ def test_equal_rows_have_no_mismatched_answer_and_z_is_zero():
     assert algorithm.parts["loss"].prepare(batch).unit["kl"].tolist() == [0.0, 0.0]
 
 
+def test_a_mismatched_answer_is_cut_at_the_longest_sequence_allowed_and_counted():
+    algorithm = make()
+    rows = [row([1, 2, 3], [11], index=0), row([4], [12, 13, 14], index=1), row([5, 6], [15, 16], index=2)]
+    algorithm.max_tokens = 4
+    batch = algorithm.assemble(rows)
+    assert twin_of(batch) == [[1, 2, 3, 15], [4, 11], [5, 6, 12, 13]], "one token of two, all, two of three"
+    assert sequences(batch)[0][1] == (1, [1, 2, 3, 15], [0, 0, 0, 0], [0, 0, 0, 1])
+    assert [s[0][1] for s in sequences(batch).values()] == [[1, 2, 3, 11], [4, 12, 13, 14], [5, 6, 15, 16]]
+    assert algorithm.credit(batch)[1] == {"labels/cut_twins": 2.0}
+    algorithm.max_tokens = 5
+    assert twin_of(algorithm.assemble(rows)) == [[1, 2, 3, 15, 16], [4, 11], [5, 6, 12, 13, 14]]
+    assert algorithm.credit(batch)[1] == {}
+    assert max(len(ids) for ids in twin_of(make().assemble(rows))) == 5, "without a limit, whole"
+
+
 def test_an_empty_prompt_gives_no_mask_at_a_first_token():
     batch = make().assemble([row([], [11, 12], index=0), row([], [13, 14, 15], index=1)])
     assert batch.tok["loss_mask"].int().tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.interfaces import Algorithm, Slot
@@ -20,8 +21,9 @@ class KTO(Algorithm):
 
     One optimizer step per step, over all its rows. A unit is a row's answer (role 0, unit column ``label``: whether it
     is desirable) and, where the loss reads the policy's drift on mismatched answers, its prompt with another row's
-    answer (role 1, under the mask ``twin_mask``). A row without a trained token is left out and counted; with fewer
-    than two rows left there is nothing to mismatch, and nothing is learnt.
+    answer (role 1, under the mask ``twin_mask``), whose end is cut where both go beyond ``data.max_tokens`` (counted).
+    A row without a trained token is left out and counted; with fewer than two rows left there is nothing to mismatch,
+    and nothing is learnt.
     """
 
     name = "kto"
@@ -31,6 +33,7 @@ class KTO(Algorithm):
 
     _left_out = 0
     _without_twin = 0
+    _cut_twins = 0
 
     @property
     def _mismatched(self) -> bool:
@@ -57,7 +60,7 @@ class KTO(Algorithm):
                     place = (side, example.row.source, example.row.index)
                     rows.append(Labelled.of(example.sequences[index], desirable, place))
                     sources.add(number)
-        self._left_out, self._without_twin = answers - len(rows), 0
+        self._left_out, self._without_twin, self._cut_twins = answers - len(rows), 0, 0
         if not rows or (self._mismatched and len(sources) < 2):
             return None
         return pack(self._with_twins(rows) if self._mismatched else [_unit(row) for row in rows])
@@ -65,7 +68,15 @@ class KTO(Algorithm):
     def _with_twins(self, rows: Sequence[Labelled]) -> list[UnitData]:
         chosen = twins(rows)
         self._without_twin = chosen.count(None)
-        return [_unit(row, None if i is None else rows[i], twinned=True) for row, i in zip(rows, chosen, strict=True)]
+        units = []
+        for row, i in zip(rows, chosen, strict=True):
+            twin = None if i is None else rows[i]
+            room = None if self.max_tokens is None else self.max_tokens - len(row.prompt)
+            if twin is not None and room is not None and len(twin.answer) > room:
+                self._cut_twins += 1
+                twin = replace(twin, answer=twin.answer[:room], mask=twin.mask[:room])
+            units.append(_unit(row, twin, twinned=True))
+        return units
 
     def annotations(self, step: int) -> list[Annotation]:
         own = Annotation("reference", "logprobs", "ref_logprobs")
@@ -76,7 +87,11 @@ class KTO(Algorithm):
         return [own, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        counts = {"labels/left_out": self._left_out, "labels/without_twin": self._without_twin}
+        counts = {
+            "labels/left_out": self._left_out,
+            "labels/without_twin": self._without_twin,
+            "labels/cut_twins": self._cut_twins,
+        }
         return batch, {name: float(count) for name, count in counts.items() if count}
 
     def updates(self, step: int) -> list[Update]:  # type: ignore[override]
