@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.forks import Forks
 from tests.runs import Finished, Workshop
 
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
@@ -56,6 +57,28 @@ def test_a_resumed_run_loads_no_reference(shop, options):
     again = shop.train("dpo", "cut", "--reference.precompute", "true", "--resume", **cut)
     assert "precomputing" not in again.said
     assert again.lines()[-1]["policy/loss"] == pytest.approx(whole.lines()[-1]["policy/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("bytes_", "kept"), [(700, False), (1300, True)], ids=["the first part", "the second part"])
+def test_a_full_disk_is_told_as_the_runs_own_error(
+    forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, kept: bool
+) -> None:
+    """No file can grow beyond what the table needs; what was written of it before serves the resumed run."""
+    options = {**options, "data": {**options["data"], "batch_size": 1}}
+    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    run = shop.config("dpo", "full", **options, reference={"precompute": True})
+    full = forks.start(shop.arguments(run), limits={"RLIMIT_FSIZE": bytes_})
+    assert full.wait() == 1, full.output
+    assert "Traceback" not in full.output
+    table = shop.folder / "full/precomputed/reference.safetensors"
+    assert f"{table} could not be saved" in full.output
+    assert "The disk is full" in full.output
+    assert "There is no checkpoint yet: start the run again." in full.output
+    assert [p.name for p in table.parent.iterdir()] == ([table.name] if kept else [])
+    again = forks.start(shop.arguments(run))
+    assert again.wait() == 0, again.output
+    assert ("precomputing ref_logprobs of 10 sequences" if kept else "of 26 sequences") in again.output
+    assert Finished(shop.folder / "full", 0).weights == whole.weights
 
 
 def test_a_reference_that_follows_the_policy_is_refused(shop, options):

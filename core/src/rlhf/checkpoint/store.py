@@ -11,8 +11,9 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,19 @@ class CheckpointStore:
                 f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
                 f"(now {self.keep}) or choose another run.output."
             )
+        if not kept:
+            return CheckpointError(f"{text} There is no checkpoint yet: start the run again.")
         return CheckpointError(f"{text} The checkpoints of steps {kept} are intact; continue with --resume.")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turn a full disk, met while ``path`` of this run is written, into an error that says what is left of it."""
+        try:
+            yield
+        except Exception as cause:
+            if isinstance(cause, OSError) or files.disk_is_full(cause):
+                raise self.unwritten(str(path), cause) from cause
+            raise
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

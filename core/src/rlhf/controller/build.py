@@ -123,13 +123,14 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
 def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -> Run:
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
+    store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in data.notes:
         progress.note(note)
 
     def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
         path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
         size = 8 * config.data.batch_size
-        return precompute(spec, path, algorithm, lambda: data.every_example(size), load, progress.note)
+        return precompute(spec, path, algorithm, lambda: data.every_example(size), load, progress.note, store.writing)
 
     rows = data.eval_rows()[: config.eval.max_rows]
     least = algorithm.needs().rows_min
@@ -152,7 +153,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
         data=data,
         launcher=launcher,
         directory=directory,
-        store=CheckpointStore(directory.path, config.checkpoint.keep, progress.note),
+        store=store,
         progress=progress,
         total_steps=prepared.total_steps,
         snapshots=prepared.snapshots,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,8 +61,11 @@ class Table:
             "values": torch.cat([self.values[key] for key in order]),
         }
         partial = path.with_suffix(".partial")
-        save_file(tensors, partial, {"model": model})
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, {"model": model})
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, model: str) -> Table:
@@ -101,12 +105,14 @@ def precompute(
     examples: Callable[[], Iterable[Sequence[Example]]],
     launch: Callable[[], Role],
     note: Callable[[str], None],
+    writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext(),
 ) -> PrecomputedRole:
     """The role's annotations of all examples; those that ``path`` holds from before a resume are not made again.
 
     Args:
         examples: every row that the run may use, in parts that are assembled at once.
         launch: loads the role's model; called only where something is missing.
+        writing: entered while ``path`` is written; turns a full disk into the run's own error.
     """
     model = identity(spec)
     table = Table.load(path, model)
@@ -135,7 +141,8 @@ def precompute(
             done = len(table.values) - len(known)
             if done * 10 // total > told:
                 told = done * 10 // total
-                table.save(path, model)  # a run that is stopped meanwhile goes on from here
+                with writing(path):
+                    table.save(path, model)  # a run that is stopped meanwhile goes on from here
                 note(f"{role.name}: {done // len(heads)} of {total // len(heads)} sequences precomputed")
         role.group.shutdown()
         del role

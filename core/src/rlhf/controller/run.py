@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint import CheckpointStore, read_json, write_json
-from rlhf.checkpoint.files import disk_is_full
 from rlhf.controller.learn import Metrics
 from rlhf.controller.phases import Phases
 from rlhf.controller.roles import Role
@@ -215,15 +214,9 @@ class Run:
         else:
             self.progress.note(f"saved what was learnt in {state.step} steps; continue with --resume")
 
-    @contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
+    def writing(self, path: Path) -> AbstractContextManager[None]:
         """Turn a full disk into an error that says what is left of the run."""
-        try:
-            yield
-        except Exception as cause:
-            if isinstance(cause, OSError) or disk_is_full(cause):
-                raise self.store.unwritten(str(path), cause) from cause
-            raise
+        return self.store.writing(path)
 
     def export(self, path: Path) -> None:
         """The policy in Hugging Face format; its moving average where one is kept."""
