@@ -366,6 +366,16 @@ def test_generation_blocks_must_be_one_per_answer(with_template):
     assert "marks 1 passages with {% generation %} for 2 assistant messages" in message
 
 
+def test_what_a_template_with_generation_blocks_refuses_is_a_bad_row(with_template):
+    """Not an error of its own kind: `data.bad_rows = "drop"` leaves it out, and else its file and line are named."""
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + GENERATION
+    template = Template(with_template(strict), section(messages="m", template_kwargs={"bos_token": "x"}))
+    assert template.encode_demonstration(row(m=TURNS)).sequences[0].loss_mask[-1]
+    message = refused(lambda: template.encode_demonstration(row(m=[{"role": "system", "content": "s"}, *TURNS])))
+    assert "the chat template refuses the messages (system, user, assistant, user, assistant): TemplateError" in message
+    assert "no system" in message
+
+
 def test_conversations_that_are_refused(chat):
     template = Template(chat, section(messages="m"))
     message = refused(lambda: template.encode_demonstration(row(m=TURNS[:3])))

@@ -62,10 +62,7 @@ class ChatTemplate:
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **self._kwargs
             )
         except Exception as error:  # jinja2 errors, and whatever a template raises
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise DataError(
-                f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}"
-            ) from error
+            raise _refused(messages, error) from error
         return rendered
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
@@ -135,10 +132,13 @@ class ChatTemplate:
 
         names = self._tokenizer.special_tokens_map
         rendered: Any
-        rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
-            [[dict(m) for m in messages]], chat_template=self._source, return_assistant_tokens_mask=True,
-            **names, **self._kwargs,
-        )  # fmt: skip
+        try:
+            rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
+                [[dict(m) for m in messages]], chat_template=self._source, return_assistant_tokens_mask=True,
+                **{**names, **self._kwargs},
+            )  # fmt: skip
+        except Exception as error:  # as in `text`
+            raise _refused(messages, error) from error
         assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if len(spans[0]) != len(assistants):
             raise DataError(
@@ -202,6 +202,11 @@ class ChatTemplate:
         known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
         following = following.lstrip()
         return max((t for t in known if following.startswith(t)), key=len, default="")
+
+
+def _refused(messages: Sequence[Message], error: Exception) -> DataError:
+    roles = ", ".join(str(m.get("role")) for m in messages)
+    return DataError(f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}")
 
 
 def _including(end: str, text: str, position: int) -> int:
