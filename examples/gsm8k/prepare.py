@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.testing.tiny import EOS, PAD, tiny_model
@@ -17,6 +18,10 @@ from rlhf.testing.tiny import EOS, PAD, tiny_model
 VOCABULARY = 2048
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 FILES = {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"}
+SIZE = {"hidden": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate": 704, "std": 0.02}
+SMALL_SIZE = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 352, "std": 0.02}
+SMALL_VOCABULARY, SMALL_ROW = 1024, 280
+"""With --small: tokens, and characters of the longest row."""
 
 
 def read(data: str, split: str) -> list[dict[str, str]]:
@@ -38,7 +43,7 @@ def cleaned(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"question": r["question"], "answer": CALCULATOR_MARK.sub("", r["answer"])} for r in rows]
 
 
-def train_tokenizer(texts: list[str], path: Path) -> None:
+def train_tokenizer(texts: list[str], path: Path, vocabulary: int = VOCABULARY) -> None:
     """Byte-level BPE with every digit a token of its own, so that numbers are spelled alike wherever they stand."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +55,7 @@ def train_tokenizer(texts: list[str], path: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -59,19 +64,23 @@ def train_tokenizer(texts: list[str], path: Path) -> None:
     tokenizer.save_pretrained(str(path))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder for train.jsonl, test.jsonl and model/")
     parser.add_argument("--data", required=True, metavar="DIR|hub", help="folder with the two files, or `hub`")
-    arguments = parser.parse_args()
-    output = arguments.output
+    parser.add_argument("--small", action="store_true", help="short rows and a smaller model: to try the commands")
+    arguments = parser.parse_args(words)
+    output, small = arguments.output, arguments.small
     output.mkdir(parents=True, exist_ok=True)
     rows = {split: cleaned(read(arguments.data, split)) for split in FILES}
+    if small:
+        rows = {split: [r for r in its if sum(map(len, r.values())) <= SMALL_ROW] for split, its in rows.items()}
     for split, its in rows.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in its)
         (output / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    train_tokenizer([text for row in rows["train"] for text in row.values()], output / "model")
-    tiny_model(output / "model", hidden=256, layers=6, heads=8, kv_heads=4, intermediate=704, std=0.02)
+    texts = [text for row in rows["train"] for text in row.values()]
+    train_tokenizer(texts, output / "model", SMALL_VOCABULARY if small else VOCABULARY)
+    tiny_model(output / "model", **(SMALL_SIZE if small else SIZE))
     print(f"{len(rows['train'])} training and {len(rows['test'])} held-out rows, tokenizer and model in {output}")
 
 

@@ -11,45 +11,73 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/gsm8k")
 
 
-def run(*command: str) -> None:
-    """Run a command with this Python's `rlhf`, showing it first; stop where it fails."""
-    print(f"\n$ {' '.join(command)}", flush=True)
+SMALL = {
+    "sft": ("--run.steps", "80", "--trainer.lr", "4e-3"),
+    "grpo": ("--run.steps", "8", "--trainer.lr", "5e-4"),
+}
+"""What a smaller model and fewer steps ask for, by run file."""
+SMALL_ANSWERS = ("--sampling.max_new_tokens", "64")
+SMALL_ROWS = 96
+
+
+def execute(command: Sequence[str]) -> int:
+    """Run a command with this Python's `rlhf`; returns its exit code."""
     words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
-    if subprocess.run(words, check=False).returncode:
-        sys.exit(f"`{' '.join(command)}` failed; the message above says why")
+    return subprocess.run(words, check=False).returncode
 
 
-def rates(model: Path, rows: int) -> dict[str, float]:
+def train(name: str, small: bool) -> list[str]:
+    flags = (*SMALL[name], "--policy.dtype", "fp32") if small else ()
+    sampled = (*SMALL_ANSWERS, "--eval.max_rows", str(SMALL_ROWS)) if small and name == "grpo" else ()
+    return ["rlhf", "train", str(HERE / f"{name}.toml"), *flags, *sampled]
+
+
+def answers(name: str) -> Path:
+    return RUNS / f"answers-{name}.jsonl"
+
+
+def evaluate(name: str, small: bool, rows: int) -> list[str]:
+    flags = (*SMALL_ANSWERS, "--policy.dtype", "fp32") if small else ()
+    model = str(RUNS / name / "model")
+    return [
+        "rlhf", "eval", str(HERE / "grpo.toml"), "--model", model, "--eval.max_rows", str(rows),
+        "--save", str(answers(name)), *flags,
+    ]  # fmt: skip
+
+
+def rates(name: str) -> dict[str, float]:
     """Share of sampled answers to held-out questions that each reward accepts, by the reward's name."""
-    answers = RUNS / f"answers-{model.parent.name}.jsonl"
-    run(
-        "rlhf", "eval", str(HERE / "grpo.toml"), "--model", str(model),
-        "--eval.max_rows", str(rows), "--save", str(answers),
-    )  # fmt: skip
-    scored = [json.loads(line)["rewards"] for line in answers.read_text().splitlines()]
-    return {name: sum(rewards[name]["value"] for rewards in scored) / len(scored) for name in ("math", "format")}
+    scored = [json.loads(line)["rewards"] for line in answers(name).read_text().splitlines()]
+    return {reward: sum(rewards[reward]["value"] for rewards in scored) / len(scored) for reward in ("math", "format")}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], int] = execute) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, metavar="DIR|hub", help="folder with the two files, or `hub`")
-    parser.add_argument("--sft-steps", type=int, help="fewer steps than sft.toml's, to try the commands")
-    parser.add_argument("--grpo-steps", type=int, help="fewer steps than grpo.toml's")
-    parser.add_argument("--eval-rows", type=int, default=400, help="held-out questions")
-    arguments = parser.parse_args()
-    start = time.perf_counter()
+    parser.add_argument(
+        "--small", action="store_true", help="short rows, a smaller model and fewer steps: to try the commands"
+    )
+    arguments = parser.parse_args(words)
+    small, start = arguments.small, time.perf_counter()
+    prepare = ["python", str(HERE / "prepare.py"), str(RUNS / "task"), "--data", arguments.data]
+    names, rows = ("sft", "grpo"), SMALL_ROWS if small else 400
     shutil.rmtree(RUNS, ignore_errors=True)
-    run("python", str(HERE / "prepare.py"), str(RUNS / "task"), "--data", arguments.data)
-    for name, steps in (("sft", arguments.sft_steps), ("grpo", arguments.grpo_steps)):
-        rows = ("--eval.max_rows", str(min(200, arguments.eval_rows))) if name == "grpo" else ()
-        run("rlhf", "train", str(HERE / f"{name}.toml"), *(("--run.steps", str(steps)) if steps else ()), *rows)
-    before, after = (rates(RUNS / name / "model", arguments.eval_rows) for name in ("sft", "grpo"))
+    for command in (
+        [*prepare, *(["--small"] if small else [])],
+        *(train(name, small) for name in names),
+        *(evaluate(name, small, rows) for name in names),
+    ):
+        print(f"\n$ {' '.join(command)}", flush=True)
+        if execute(command):
+            sys.exit(f"`{' '.join(command)}` failed; the message above says why")
+    before, after = map(rates, names)
     print(
         f"\nDone in {time.perf_counter() - start:.0f} s. The model is in {RUNS / 'grpo' / 'model'}.\n"
         f"held-out answers that are right: {before['math']:.3f} -> {after['math']:.3f}\n"
