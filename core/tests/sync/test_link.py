@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -163,6 +164,20 @@ def test_a_wait_has_an_end(connect, kind):
     assert "waiting for the engines to take a bucket took longer than 1 s (sync.timeout)" in late[-1].lost
     with pytest.raises(SyncError, match="does not come"):
         take(sinks[0], late[-1])
+
+
+def test_an_end_that_waits_for_others_to_connect_is_told_to_stop():
+    """Two receivers and the trainer should meet; one receiver never comes."""
+    meeting, address = serve("127.0.0.1", 30.0)
+    link = Link("broadcast", address, 2, 1, False, 30.0)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(outlet, link, 0), pool.submit(inlet, link, 0, CPU)]
+        time.sleep(0.5)
+        assert not any(w.done() for w in waiting)
+        meeting.give_up()
+        for end in waiting:
+            with pytest.raises(SyncError, match="the weight sync was given up while the ends of the link met"):
+                end.result()
 
 
 def test_the_store_is_on_one_address_only():

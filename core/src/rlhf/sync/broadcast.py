@@ -92,11 +92,13 @@ class BroadcastInlet(Inlet):
 
 
 def _group(link: Link, meeting: Meeting, rank: int) -> Any:
-    """A process group beside those that the processes have; rank 0 sends. All ends make theirs at the same time."""
-    store, size = PrefixStore("group", meeting.store), link.receivers + 1
+    """A process group beside those that the processes have; rank 0 sends. All ends make theirs at the same time, and
+    each waits for all others. SyncError where that is given up."""
+    # a connection of its own: while one thread waits in a store, no other can look whether the sync was given up
+    store, size = PrefixStore("group", Meeting.at(link.address, link.timeout).store), link.receivers + 1
     limit = timedelta(seconds=link.timeout)
     if not link.cuda:
-        return ProcessGroupGloo(store, rank, size, limit)
+        return meeting.leaving_behind(lambda: ProcessGroupGloo(store, rank, size, limit), "the ends of the link met")
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

@@ -9,11 +9,16 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 
 from rlhf.errors import SyncError
+
+T = TypeVar("T")
 
 _GIVEN_UP = "given up"
 _SHORTEST, _LONGEST = 0.0002, 0.005
@@ -64,6 +69,24 @@ class Meeting:
                 raise SyncError(f"{what} took longer than {self.timeout:g} s (sync.timeout)")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
+
+    def leaving_behind(self, call: Callable[[], T], what: str) -> T:
+        """What ``call`` returns, which waits for other ends by itself and cannot be told to stop: where the sync is
+        given up, it is left to its own timeout in a thread. SyncError then, and where it raises RuntimeError."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=run, daemon=True, name="rlhf-sync-meeting").start()
+        self.until(answer.done, what)
+        try:
+            return answer.result()
+        except RuntimeError as error:
+            raise SyncError(f"the weight sync broke off while {what}: {error}") from error
 
 
 def serve(host: str, timeout: float) -> tuple[Meeting, str]:

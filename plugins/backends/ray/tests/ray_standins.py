@@ -149,6 +149,7 @@ class OddGenerator(Generator):
         self.asleep = False
         self.note(f"started {os.getpid()}")
         self.note(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+        self._flagged("die-in-start")
 
     def note(self, text: str) -> None:
         if self.config.folder:
@@ -166,6 +167,8 @@ class OddGenerator(Generator):
             yield position, Turn(tokens(self.weights, request), True, [0.0], ((0, self.version),), "stop")
 
     def begin_load(self, version: int) -> None:
+        if self._takes_away("lost-in-load"):
+            raise WorkerError("the engine's own process is gone")
         self.coming, self.got = version, {}
 
     def connect(self, link: Any, first: int) -> None:
@@ -173,7 +176,15 @@ class OddGenerator(Generator):
         from rlhf.sync.link import inlet
 
         self.note(f"connect {link.kind}")
+        self._flagged("die-before-connect")
+        if self._takes_away("fail-connect"):
+            raise OSError("no network today")
         self.inlet = inlet(link, first, torch.device("cpu"))
+        self._flagged("die-after-connect")
+
+    def receivers(self) -> int:
+        self._flagged("die-receivers")
+        return 1
 
     def take(self, sent: Any) -> None:
         self._flagged("die-before-take")
@@ -182,9 +193,18 @@ class OddGenerator(Generator):
         self._flagged("die-in-take")
 
     def _flagged(self, name: str) -> None:
-        if (flag := Path(self.config.folder) / name).exists() and self.config.folder:
-            flag.unlink()
+        if self._takes_away(name):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _takes_away(self, name: str) -> bool:
+        """Whether there is a flag of this name, and no other engine was quicker."""
+        if not self.config.folder:
+            return False
+        try:
+            (Path(self.config.folder) / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def end_load(self) -> list[Proof]:
         self.version, self.weights = self.coming, "".join(sorted(self.got.values()))

@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, SyncError, WorkerError
 
+from rlhf_plugin_ray.fleet import Fleet
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send
 from rlhf_plugin_ray.placing import Seat
+from rlhf_plugin_ray.trouble import Trouble, answer_of
+from rlhf_plugin_ray.vigil import Vigil
 
 if TYPE_CHECKING:
     from rlhf.sync.link import Kind
     from rlhf.sync.meeting import Meeting
 
-    from rlhf_plugin_ray.engines import EngineGroup
     from rlhf_plugin_ray.group import RayGroup
 
 LINKS = "accept:links"
@@ -32,16 +34,19 @@ class Bridge:
         self,
         kind: Kind,
         policy: RayGroup,
-        engines: EngineGroup,
+        fleet: Fleet,
         cuda: bool,
         timeout: float,
-        answers: Callable[[Sequence[Member], Sequence[Any]], list[Any]],
+        watch: Callable[[Sequence[Member], str], Vigil],
     ) -> None:
-        self.kind, self.policy, self.engines, self.cuda, self.timeout = kind, policy, engines, cuda, timeout
-        self._answers = answers
+        self.kind, self.policy, self.fleet, self.cuda, self.timeout = kind, policy, fleet, cuda, timeout
+        self._watch = watch
         self._meeting: Meeting | None = None
+        self._receivers: int | None = None
+        """Processes of one engine that take weights; engines are alike."""
         self.fit = False
         """Whether everything can cross."""
+        fleet.gave_up = self.drop
 
     def drop(self) -> None:
         """Whoever waits for another end stops waiting; nothing crosses until :meth:`build`."""
@@ -50,21 +55,47 @@ class Bridge:
             self._meeting.give_up()
 
     def build(self) -> None:
-        """Connect every end that lives now."""
+        """Connect every end. Where an engine dies meanwhile, which the fleet notes, the link is not fit; to be called
+        once all engines live."""
         from rlhf.sync.link import Link
         from rlhf.sync.meeting import serve
 
         self.drop()
         self.policy.settle("connect")
-        engines = list(self.engines.engines.values())
-        counts = [self.engines.receivers_of(engine) for engine in engines]
+        if self._receivers is None:
+            first = min(self.fleet.members)
+            self._receivers = self.fleet.ask("receivers", only=[first]).get(first)
+        if self._receivers is None:  # it died
+            return
+        engines, each = self.fleet.members, self._receivers
         self._meeting, address = serve(ray.util.get_node_ip_address(), self.timeout)
-        link = Link(self.kind, address, sum(counts), self.policy.size, self.cuda, self.timeout)
-        firsts = [sum(counts[:n]) for n in range(len(engines))]
-        members = [*self.policy.members, *engines]
-        parcel = send(pack([*[(link,)] * self.policy.size, *[(link, first) for first in firsts]]))
-        self._answers(members, [m.handle.call.remote("connect", parcel, n) for n, m in enumerate(members)])
-        self.fit = True
+        link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
+        told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
+        failed = self._connect([*self.policy.members, *engines.values()], told)
+        deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
+        for n in deaths:
+            if n < self.policy.size:
+                raise self.policy.first_cause("connect", failed[n], {})
+        for n, death in deaths.items():
+            self.fleet.bury(list(engines)[n - self.policy.size], death)
+        if failed and not deaths:
+            raise min(failed.values(), key=lambda t: t.order).error("connect", SyncError)
+        self.fit = not failed
+
+    def _connect(self, members: Sequence[Member], told: Sequence[tuple[Any, ...]]) -> dict[int, Trouble]:
+        """{place in ``members``: what went wrong there}, once all have answered."""
+        parcel = send(pack(told))
+        waiting = {m.handle.call.remote("connect", parcel, n): n for n, m in enumerate(members)}
+        vigil = self._watch(members, "connect()")
+        failed: dict[int, Trouble] = {}
+        while waiting:
+            for ref in vigil.wait(list(waiting)):
+                n = waiting.pop(ref)
+                vigil.leave(members[n])
+                if isinstance(answer := answer_of(members[n], ref), Trouble):
+                    failed[n] = answer
+                    self.drop()  # the others may wait for this end
+        return failed
 
 
 def choose(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ray
 from rlhf.errors import CapabilityError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import WorkerGroup
 
 from rlhf_plugin_ray.member import Member
 from rlhf_plugin_ray.parcel import pack, send, unpack
-from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
+from rlhf_plugin_ray.trouble import GRACE_SECONDS, Trouble, answer_of, first_of
 from rlhf_plugin_ray.vigil import Vigil
 
 _AHEAD = 2
@@ -92,18 +94,17 @@ class RayGroup(WorkerGroup):
                     vigil.leave(member)
                     results[ref] = answer_of(member, ref)
                     if isinstance(results[ref], Trouble):
-                        raise self._first_cause(method, results[ref], waiting)
+                        raise self.first_cause(method, results[ref], waiting)
         return [results[ref] for ref in answers]
 
-    def _first_cause(self, method: str, trouble: Trouble, waiting: Mapping[Any, Member]) -> RlhfError:
+    def first_cause(self, method: str, trouble: Trouble, waiting: Mapping[Any, Member]) -> RlhfError:
+        """What to raise for one rank's failure, where others have not answered yet."""
         first, hanging = first_of(trouble, waiting)
         error = first.error(method, TrainingError)
-        said = str(error).splitlines()[0]
         if hanging:
-            names = ", ".join(m.name for m in hanging)
-            self._broken = f"{names} did not come back from {method}() after a failure: {said}"
+            self._broken = _stuck(hanging, method, error)
         elif first.died:
-            self._broken = said
+            self._broken = str(error).splitlines()[0]
         return error
 
     def _next(self, method: str, items: Any, answers: Mapping[Any, Member], timeout: float | None) -> Any | None:
@@ -116,7 +117,7 @@ class RayGroup(WorkerGroup):
         mark = answer_of(self.members[0], item if mark is None else mark)
         if isinstance(mark, Trouble):
             self._open = None
-            raise self._first_cause(method, mark, answers)
+            raise self.first_cause(method, mark, answers)
         return item
 
     def _advance(self, method: str, items: Any, answers: Mapping[Any, Member], timeout: float | None) -> Any | None:
@@ -132,4 +133,21 @@ class RayGroup(WorkerGroup):
                 for ref in ready:  # another rank has ended; where it failed, rank 0 may wait for it for ever
                     answer = answer_of(waiting.pop(ref), ref)
                     if isinstance(answer, Trouble):
-                        raise self._first_cause(method, answer, waiting)
+                        error = self.first_cause(method, answer, waiting)
+                        if not self._broken and not _runs_out(items):
+                            self._broken = _stuck([source], method, error)
+                        raise error
+
+
+def _runs_out(items: Any) -> bool:
+    """Whether a stream comes to its end by itself in a moment."""
+    end = time.monotonic() + GRACE_SECONDS
+    while ray.wait([items], timeout=max(0.0, end - time.monotonic()), fetch_local=False)[0]:
+        if next(items, None) is None:
+            return True
+    return False
+
+
+def _stuck(members: Sequence[Member], method: str, error: Exception) -> str:
+    names = ", ".join(m.name for m in members)
+    return f"{names} did not come back from {method}() after a failure: {str(error).splitlines()[0]}"

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from rlhf.errors import CapabilityError, ConfigError, WorkerError
+from rlhf.errors import CapabilityError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Plugins, Resolved
 from rlhf.plugins.entry import FILE
@@ -23,10 +21,12 @@ from rlhf_plugin_ray.bridge import LINKS, Bridge, choose
 from rlhf_plugin_ray.cluster import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
+from rlhf_plugin_ray.fleet import Fleet
 from rlhf_plugin_ray.group import RayGroup
 from rlhf_plugin_ray.member import Member, slug
 from rlhf_plugin_ray.parcel import pack, send
-from rlhf_plugin_ray.placing import Seat, bundles_of, check_fits, device_kind, seats_of
+from rlhf_plugin_ray.placing import Seat, check_fits, device_kind
+from rlhf_plugin_ray.reservation import Reservation
 from rlhf_plugin_ray.same import check_same
 from rlhf_plugin_ray.stall import Stall
 from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
@@ -56,15 +56,9 @@ class RayLauncher(Launcher):
     def __init__(self, config: RayConfig | None = None) -> None:
         super().__init__(config)
         self._cluster: Cluster | None = None
-        self._group: PlacementGroup | None = None
-        self._places: dict[str, Place] = {}
-        self._seats: dict[str, list[Seat]] = {}
+        self._reservation: Reservation | None = None
         self._link: Kind | None = None
         """Between the policy and the engines; None: the object store."""
-        self._nodes: list[str] = []
-        """Of each bundle, where it is."""
-        self._gpus: list[int] | None = None
-        """How many each bundle has; None where the cluster has none."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._running: list[Member] = []
         self._launched: list[RayGroup | EngineGroup] = []
@@ -80,52 +74,16 @@ class RayLauncher(Launcher):
             self._cluster = Cluster(self.config)
             nodes = self._cluster.nodes()
             check_fits(places, nodes, self.config.strategy)
-            self._places = dict(places)
-            self._seats = self._reserve(device_kind(nodes))
+            self._reservation = Reservation(places, device_kind(nodes), self.config)
             self._plugins = (
                 ray.cloudpickle.dumps([p for p in plugins if p not in installed]),
                 Plugins.manifest(installed),
             )
 
-    def _reserve(self, kind: str) -> dict[str, list[Seat]]:
-        """Wait for the devices."""
-        bundles = bundles_of(self._places, kind)
-        self._group = placement_group([dict(b.resources) for b in bundles], strategy=self.config.strategy)
-        if not self._group.wait(self.config.start_timeout):
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            raise ConfigError(
-                f"the cluster did not give the {sum(b.devices for b in bundles)} {kind}s of the placement within "
-                f"{self.config.start_timeout:g} s (launcher.start_timeout): others hold them. Free now: "
-                f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}"
-            )
-        at = placement_group_table(self._group)["bundles_to_node_id"]
-        self._gpus = [b.devices for b in bundles] if kind == "GPU" else None
-        self._nodes = [at[n] for n in range(len(bundles))]
-        return seats_of(self._places, bundles, self._nodes)
-
-    def _visible(self, seats: Sequence[Seat]) -> list[list[str] | None]:
-        """The GPUs of each seat, asked anew each time: after the loss of a node Ray may have moved a bundle."""
-        if self._gpus is None:
-            return [None] * len(seats)
-
-        def mine() -> tuple[str, list[str]]:
-            return ray.get_runtime_context().get_node_id(), [str(n) for n in ray.get_gpu_ids()]
-
-        asked = {}
-        for index in sorted({index for seat in seats for index, _ in seat.slots}):
-            where = PlacementGroupSchedulingStrategy(self._group, index)
-            task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=where)
-            asked[index] = task.remote()
-        found = dict(zip(asked, ray.get(list(asked.values()), timeout=self.config.start_timeout), strict=True))
-        for seat in seats:
-            if len({found[index][0] for index, _ in seat.slots}) > 1:
-                raise WorkerError("a node was lost, and what is left of the devices of one process lies on two nodes")
-        return [[found[index][1][n] for index, n in seat.slots] for seat in seats]
-
     # -------------------------------------------------------------------------------------- launch
 
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> RayGroup:
-        role, seats = spec.role.name, self._seats_of(spec.role.name)
+        role, seats = spec.role.name, self._reserved(spec.role.name).seats[spec.role.name]
         if spec.world_size != len(seats):
             raise CapabilityError(
                 f"role {role!r} has {len(seats)} places and a world of {spec.world_size} ranks; they must be equal"
@@ -136,64 +94,77 @@ class RayLauncher(Launcher):
                 [meeting] = self._answers(members[:1], [members[0].handle.rendezvous.remote()])
                 spec = replace(spec, rendezvous=meeting)
             self._build(members, [(trainer, config, replace(spec, rank=rank)) for rank in range(len(members))])
-        self._launched.append(RayGroup(role, members, self._watch))
-        return self._launched[-1]
+        group = RayGroup(role, members, self._watch)
+        self._launched.append(group)
+        return group
 
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
         check_takes_tensors(generator)
-        seats = self._seats_of(GENERATOR)
+        seats = self._reserved(GENERATOR).seats[GENERATOR]
 
         def start(numbers: Sequence[int]) -> list[Member]:
-            members = self._start({f"engine {n}": seats[n] for n in numbers})
-            self._build(members, [(generator, config, spec)] * len(members))
+            before = len(self._running)
+            try:
+                members = self._start({f"engine {n}": seats[n] for n in numbers})
+                self._build(members, [(generator, config, spec)] * len(members))
+            except BaseException:  # another attempt may follow, in the same place
+                for member in self._running[before:]:
+                    member.kill()
+                raise
             return members
 
         with self._or_nothing():
-            front = EngineGroup(generator, spec, start, self._watch, len(seats), self.config.max_restarts)
+            fleet = Fleet(start, self._watch, len(seats), self.config.max_restarts)
+        front = EngineGroup(generator, spec, fleet)
         self._launched.append(front)
         return front
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
-        links, cuda = LINKS in generator.capabilities, self._gpus is not None
+        links = LINKS in generator.capabilities
         with self._or_nothing():
-            seats = self._seats_of(POLICY), self._seats_of(GENERATOR)
-            self._link = choose(transport, links, *seats, cuda, self._nodes)
+            reserved = self._reserved(POLICY, GENERATOR)
+            seats = reserved.seats[POLICY], reserved.seats[GENERATOR]
+            self._link = choose(transport, links, *seats, reserved.cuda, reserved.nodes)
 
     def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
         if self._link is not None:
             assert isinstance(policy, RayGroup)
             assert isinstance(generator, EngineGroup)
-            generator.bridge = Bridge(self._link, policy, generator, self._gpus is not None, timeout, self._answers)
+            cuda = self._reserved().cuda
+            generator.bridge = Bridge(self._link, policy, generator.fleet, cuda, timeout, self._watch)
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:  # each of them, whatever another raises
             if self._cluster is not None:
                 last_first.callback(self._cluster.close)
-            if self._group is not None and ray.is_initialized():
-                last_first.callback(remove_placement_group, self._group)
+            if self._reservation is not None:
+                last_first.callback(self._reservation.release)
             for member in self._running:  # those of a start that failed, too
                 last_first.callback(member.kill)
             for one in self._launched:
                 last_first.callback(one.close if isinstance(one, EngineGroup) else one.shutdown)
-            self._launched, self._running, self._group, self._cluster = [], [], None, None
+            self._launched, self._running, self._reservation, self._cluster = [], [], None, None
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _seats_of(self, role: str) -> list[Seat]:
-        if role not in self._seats:
-            raise CapabilityError(f"{role!r} was not placed: call place() with it first")
-        return self._seats[role]
+    def _reserved(self, *roles: str) -> Reservation:
+        """Where these roles have their seats."""
+        for role in roles:
+            if self._reservation is None or role not in self._reservation.seats:
+                raise CapabilityError(f"{role!r} was not placed: call place() with it first")
+        assert self._reservation is not None
+        return self._reservation
 
     def _start(self, seats: Mapping[str, Seat]) -> list[Member]:
         """Actors that have resolved the plugins as this process did, and hold nothing yet."""
-        members = []
-        for (name, seat), gpus in zip(seats.items(), self._visible(list(seats.values())), strict=True):
+        members, reserved = [], self._reserved()
+        for (name, seat), gpus in zip(seats.items(), reserved.visible(list(seats.values())), strict=True):
             env = {"OMP_NUM_THREADS": _threads() or str(seat.threads), **self.config.env}
             actor = ray.remote(concurrency_groups={"watch": 1})(Worker).options(
                 num_cpus=seat.cpus,
                 num_gpus=0,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+                scheduling_strategy=reserved.at(seat.bundle),
                 **self._named(name),
             )
             members.append(Member(name, actor.remote(name, os.getcwd(), env, gpus)))

@@ -1,0 +1,125 @@
+"""The engines of a generator: asked together, and replaced where they die."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import ray
+from rlhf.errors import RolloutError, SyncError, WorkerError
+
+from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.parcel import pack, send, unpack
+from rlhf_plugin_ray.trouble import Trouble, answer_of
+from rlhf_plugin_ray.vigil import Vigil
+
+_LOG = logging.getLogger(__name__)
+_CLOSING = 5.0
+"""Seconds for engines to close by themselves: one that is busy, or stalled, is not waited for longer."""
+_LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "receivers"})
+"""What fails in these is a sync that failed."""
+
+
+class Fleet:
+    """Engines by number. One is dead where its process ended, or one of its methods raised WorkerError: it is noted in
+    ``dead`` and left out, until :meth:`replace`."""
+
+    def __init__(
+        self,
+        start: Callable[[Sequence[int]], list[Member]],
+        watch: Callable[[Sequence[Member], str], Vigil],
+        engines: int,
+        max_restarts: int,
+    ) -> None:
+        """``start`` makes the engines of these numbers, ready to be called, or raises and leaves none of them."""
+        self._start, self._watch = start, watch
+        self._restarts_left = self._max_restarts = max_restarts
+        self.dead: dict[int, str] = {}
+        """Engines to replace, and how each died."""
+        self.gave_up: Callable[[], None] = lambda: None
+        """Called where an engine died or failed, as others may wait for it."""
+        self._closed = False
+        self.members = dict(enumerate(start(range(engines))))
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise WorkerError("the engines were shut down")
+
+    def watch(self, numbers: Collection[int], doing: str) -> Vigil:
+        return self._watch([self.members[n] for n in numbers], doing)
+
+    def ask(self, method: str, *arguments: Any, only: Collection[int] | None = None) -> dict[int, Any]:
+        """{engine: answer} of those that live to give one. A SyncError is raised once all have answered, and not at all
+        where an engine died: others feel that as a sync that fails."""
+        self.check_open()
+        parcel = send(pack([arguments]))
+        numbers = [n for n in (self.members if only is None else only) if n not in self.dead]
+        waiting = {self.members[n].handle.call.remote(method, parcel, 0): n for n in numbers}
+        vigil = self.watch(numbers, f"{method}()")
+        answers: dict[int, Any] = {}
+        failed: list[SyncError] = []
+        while waiting:
+            for ref in vigil.wait(list(waiting)):
+                number = waiting.pop(ref)
+                vigil.leave(self.members[number])
+                try:
+                    answer = self.answer(number, method, ref)
+                except SyncError as error:
+                    failed.append(error)
+                    self.gave_up()  # one of the others may have died and be the cause
+                    continue
+                if number not in self.dead:
+                    answers[number] = unpack(answer)[0]
+        if failed and not self.dead:
+            raise failed[0]
+        return {n: answers[n] for n in numbers if n in answers}
+
+    def answer(self, number: int, method: str, ref: Any) -> Any:
+        """What came; None where the engine died, which is noted. Raises what it raised."""
+        answer = answer_of(self.members[number], ref)
+        if isinstance(answer, Trouble):
+            error = answer.error(method, SyncError if method in _LOADING else RolloutError)
+            if not isinstance(error, WorkerError):
+                raise error
+            self.bury(number, error)
+            return None
+        return answer
+
+    def bury(self, number: int, death: WorkerError) -> None:
+        """Note that an engine died."""
+        self.dead[number] = str(death)
+        self.gave_up()
+
+    def replace(self) -> list[int]:
+        """Start engines in the place of those that died; their numbers. One that cannot start has died again."""
+        replaced: list[int] = []
+        while self.dead:
+            dead = dict(sorted(self.dead.items()))
+            self._restarts_left -= len(dead)
+            if self._restarts_left < 0:
+                raise WorkerError(
+                    f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were replaced already "
+                    "(launcher.max_restarts)"
+                )
+            for number, how in dead.items():
+                _LOG.warning("%s\nIt is replaced; %d more may be", how, self._restarts_left)
+                self.members[number].kill()
+            try:
+                started = self._start(list(dead))
+            except WorkerError as error:
+                self.dead = dict.fromkeys(dead, f"{error} (in the place of an engine that died)")
+                continue
+            self.members |= zip(dead, started, strict=True)
+            self.dead = {}
+            replaced += dead
+        return replaced
+
+    def close(self) -> None:
+        """Let the engines release what they hold, for a few seconds, and end their processes."""
+        if not self._closed and ray.is_initialized():
+            alive = [engine for n, engine in self.members.items() if n not in self.dead]
+            ray.wait([e.handle.call.remote("close", None, 0) for e in alive], num_returns=len(alive), timeout=_CLOSING)
+        self._closed = True
+        for engine in self.members.values():
+            engine.kill()
