@@ -1,0 +1,67 @@
+"""What the controller does with a policy and engines on Ray, over stand-ins for both; and what they should answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from ray_standins import OddConfig, OddGenerator, OddTrainer, tokens
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+
+
+class Run:
+    """A policy, engines, and the way of the weights between them."""
+
+    def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0, transport: str = "auto") -> None:
+        launcher.place({"policy": Place(), GENERATOR: Place(engines)})
+        launcher.choose_link(OddGenerator, transport)
+        self.folder, self.transport = folder, transport
+        self.policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
+        config = OddConfig(folder=str(folder), seconds=seconds)
+        self.engines = launcher.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
+        launcher.link(self.policy, self.engines, 60.0)
+        self.engines.refresh = self.push
+        self.version = self.pushes = 0
+
+    def push(self) -> None:
+        self.pushes += 1
+        self.engines.begin_load(self.version)
+        for bucket in self.policy.stream("ship", "live", 24, timeout=60.0):
+            self.engines.take(bucket)
+        self.proofs = self.engines.end_load()
+        self.weights = "".join(sorted(self.policy.call("sent", [()])[0].values()))
+
+    def sync(self, version: int) -> None:
+        self.version = version
+        self.push()
+
+    def notes(self, word: str) -> list[list[str]]:
+        lines = [line.split(maxsplit=2) for line in (self.folder / "notes.txt").read_text().splitlines()]
+        return [line for line in lines if line[0] == word]
+
+    def pids(self) -> list[int]:
+        return [engine.facts["pid"] for engine in self.engines.fleet.members.values()]
+
+    def answers(self, requests, kill: int = 0) -> dict[int, list[int]]:
+        """``kill``: an engine's process, to be killed after its first sample."""
+        got: dict[int, list[int]] = {}
+        for position, turn in self.engines.generate(requests):
+            assert position not in got
+            assert turn.versions == ((0, self.version),)
+            got[position] = turn.ids
+            if kill and any(
+                int(pid) == kill and requests[position].seed in eval(s) for _, pid, s in self.notes("generate")
+            ):
+                os.kill(kill, signal.SIGKILL)
+                kill = 0
+        return got
+
+
+def requests(prompts: int, samples: int = 4) -> list[GenerationRequest]:
+    return [GenerationRequest((p, 1), 100 * p + s, Sampling(8)) for p in range(prompts) for s in range(samples)]
+
+
+def expected(weights: str, asked) -> dict[int, list[int]]:
+    return {n: tokens(weights, r) for n, r in enumerate(asked)}

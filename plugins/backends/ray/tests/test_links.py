@@ -1,0 +1,142 @@
+"""Each way of the weights to two engines: all of it over one run, which survives what is killed on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from ray_run import Run, expected, requests
+from rlhf.errors import RolloutError, SyncError
+from rlhf.types import GenerationRequest, Sampling
+from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.launcher import RayLauncher
+
+pytestmark = pytest.mark.slow
+
+ONE_WAY = pytest.mark.parametrize("linked", ["auto"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["auto", "shared", "broadcast"])  # on CPUs "auto" is the object store
+def linked(request, cluster, tmp_path_factory):
+    """A run that works again after each of these tests."""
+    launcher = RayLauncher(RayConfig(max_restarts=20))
+    yield Run(launcher, tmp_path_factory.mktemp(request.param), transport=request.param)
+    launcher.shutdown()
+
+
+@pytest.fixture
+def r(linked):
+    """In step."""
+    linked.sync(linked.version + 1)
+    return linked
+
+
+def check_answers(r: Run) -> None:
+    asked = requests(4)
+    assert r.answers(asked) == expected(r.weights, asked)
+
+
+def check_proofs(r: Run) -> None:
+    assert [(p.who, p.version) for p in r.proofs] == [("engine 0", r.version), ("engine 1", r.version)]
+
+
+def test_requests_go_to_all_engines_and_weights_too(linked):
+    """First, as it begins without weights."""
+    r, asked = linked, requests(6)
+    assert r.answers(asked) == expected("initial", asked)
+    calls = r.notes("generate")
+    assert {int(pid) for _, pid, _ in calls} == set(r.pids())
+    assert sorted(len(seeds.split(",")) for *_, seeds in calls) == [12, 12]
+    r.sync(3)
+    assert r.engines.version == 3
+    check_proofs(r)
+    assert all(p.received == r.policy.call("sent", [()])[0] for p in r.proofs)
+    assert r.answers(asked) == expected(r.weights, asked)
+    assert [[round(x[0]) for x in e] for e in r.engines.logprobs([(1, 2), (3, 4)])] == [[pid, pid] for pid in r.pids()]
+    assert [r.engines.stale(bucket) for bucket in r.policy.stream("ship", "live", 24)] == [["w0", "w1"], ["w2", "w3"]]
+    r.sync(4)
+    links = [r.transport] * 2 * (r.transport != "auto")
+    assert [kind for _, kind in r.notes("connect")] == links, "connected once"
+    r.engines.sleep()
+    r.engines.wake()
+    assert [len(r.notes(word)) for word in ("sleep", "wake")] == [2, 2]
+    assert r.engines.name == "odd"
+    assert "accept:tensors" in r.engines.capabilities
+
+
+def test_an_engine_killed_before_a_sync(r):
+    os.kill(r.pids()[1], signal.SIGKILL)
+    r.sync(r.version + 1)
+    check_proofs(r)
+    check_answers(r)
+
+
+@pytest.mark.parametrize("when", ["die-in-take", "die-before-take"])
+def test_an_engine_killed_while_it_takes_weights(r, when):
+    (r.folder / when).touch()
+    before, pushes = r.pids(), r.pushes
+    r.sync(r.version + 1)
+    assert r.pushes == pushes + 2
+    check_proofs(r)
+    assert len(set(before) & set(r.pids())) == 1
+    check_answers(r)
+
+
+@ONE_WAY
+def test_an_engine_that_says_before_a_sync_that_it_is_gone(r):
+    """As one of several processes does, where another of them was killed."""
+    (r.folder / "lost-in-load").touch()
+    before = r.pids()
+    r.sync(r.version + 1)
+    check_proofs(r)
+    assert len(set(before) & set(r.pids())) == 1
+    check_answers(r)
+
+
+def test_a_sync_that_failed_can_be_tried_again(r):
+    before = r.pids()
+    r.engines.begin_load(r.version + 1)
+    shipped = r.policy.stream("ship", "live", 24, timeout=60.0)
+    r.engines.take(next(shipped))
+    with pytest.raises(SyncError, match=r"engine \d .*take\(\) raised AttributeError"):
+        r.engines.take("no bucket")
+    del shipped  # the controller reads no further
+    r.sync(r.version + 1)
+    check_answers(r)
+    assert r.pids() == before, "nobody died"
+
+
+@ONE_WAY
+def test_an_engine_killed_between_two_calls(r):
+    pushes = r.pushes
+    os.kill(r.pids()[1], signal.SIGKILL)
+    check_answers(r)
+    assert r.pushes == pushes + 1
+
+
+@ONE_WAY
+def test_an_engine_killed_asleep(r):
+    pushes = r.pushes
+    r.engines.sleep()
+    os.kill(r.pids()[0], signal.SIGKILL)
+    r.engines.wake()
+    assert r.pushes == pushes + 1
+    check_answers(r)
+
+
+@ONE_WAY
+def test_an_engine_killed_before_the_canaries(r):
+    pushes = r.pushes
+    os.kill(r.pids()[0], signal.SIGKILL)
+    assert [round(e[0][0]) for e in r.engines.logprobs([(1, 2)])] == r.pids()
+    assert r.pushes == pushes + 1
+
+
+@ONE_WAY
+def test_a_request_that_fails_is_an_error_not_a_death(r):
+    before = r.pids()
+    message = r"engine \d .*generate\(\) raised ValueError: a request that no engine survives"
+    with pytest.raises(RolloutError, match=message):
+        r.answers([GenerationRequest((1,), -1, Sampling(8))])
+    assert r.pids() == before
