@@ -6,6 +6,10 @@ A server process imports everything once, computes nothing (no threads are start
         process = forks.start(["train", "run.toml"])
         process.kill()
         assert process.wait() == -9
+
+Other programs in Python may run in such a child too, in a folder and an environment of their own::
+
+        process = forks.start(["script.py"], place=Place("python", folder, {**os.environ, "PYTHONPATH": "..."}))
 """
 
 from __future__ import annotations
@@ -18,9 +22,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a child runs in place of ``rlhf`` here."""
+
+    program: str
+    """``rlhf``; ``python``, whose first argument is a file; or a module that is run as ``python -m`` would."""
+    folder: str
+    environment: Mapping[str, str]
+    """The whole of it. Its ``PYTHONPATH`` is searched, and the folder of these tests is not."""
 
 
 class Forks:
@@ -50,11 +65,14 @@ class Forks:
         self._server.wait(timeout=60)
         self._server.stdout.close()
 
-    def start(self, arguments: Sequence[str], limits: Mapping[str, int] | None = None) -> Process:
+    def start(
+        self, arguments: Sequence[str], limits: Mapping[str, int] | None = None, place: Place | None = None
+    ) -> Process:
         """Run ``rlhf`` with ``arguments``. ``limits``: {name of a limit in ``resource``: value}."""
         self._count += 1
         log = self._folder / f"{self._count:03}.log"
-        pid = self.ask({"run": list(arguments), "log": str(log), "limits": dict(limits or {})})
+        request = {"run": list(arguments), "log": str(log), "limits": dict(limits or {})}
+        pid = self.ask({**request, "place": asdict(place) if place else None})
         return Process(self, pid, log)
 
     def ask(self, request: Mapping[str, Any]) -> int:
@@ -129,7 +147,18 @@ def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> 
         for name, value in request["limits"].items():
             number = getattr(resource, name)
             resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
-        code = main(request["run"])
+        place = request["place"] and Place(**request["place"])
+        if place:
+            _move(place)
+        if place and place.program != "rlhf":
+            _execute(place.program, request["run"])
+            code = 0
+        else:
+            code = main(request["run"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         import traceback
 
@@ -138,6 +167,31 @@ def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _move(place: Place) -> None:
+    import importlib
+
+    here = str(Path(__file__).parent.parent)
+    found = filter(None, place.environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [place.folder, *found, *(path for path in sys.path if path not in ("", here))]
+    importlib.invalidate_caches()
+    os.chdir(place.folder)
+    os.environ.clear()
+    os.environ.update(place.environment)
+
+
+def _execute(program: str, words: Sequence[str]) -> None:
+    """As ``__main__``; raises SystemExit where the program does."""
+    import runpy
+
+    if program == "python":
+        sys.argv = list(words)
+        sys.path[0] = str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.argv = [program, *words]
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

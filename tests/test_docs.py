@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from rlhf.testing import conformance
 from rlhf_cli.describe import options
 from rlhf_cli.main import COMMANDS, split_dotted
 
+from tests.forks import Forks, Place
 from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read
 
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
@@ -43,38 +45,56 @@ done
 """
 
 
+class Shell:
+    """Runs shell blocks in a folder of its own; ``pip install -e`` needs no network and changes no environment.
+
+    A line is one command with plain words. Those of Python run in children of a process that has imported torch.
+    """
+
+    def __init__(self, base: Path, forks: Forks) -> None:
+        tools, target, self.folder = base / "tools", base / "installed", base / "work"
+        for folder in (tools, target, self.folder):
+            folder.mkdir()
+        pip = tools / "pip"
+        pip.write_text(PIP.format(bash="/usr/bin/env bash", python=sys.executable, target=target))
+        pip.chmod(0o755)
+        self.forks = forks
+        self.environment = {
+            **os.environ,
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(target),
+            "PYTEST_ADDOPTS": "--import-mode=importlib -p no:cacheprovider",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __call__(self, text: str) -> str:
+        """What was printed. Every line must succeed."""
+        said = ""
+        for line in text.splitlines():
+            code, output = self.line(line)
+            assert code == 0, f"{line}\n{said}{output[-6000:]}"
+            said += output
+        return said
+
+    def line(self, line: str) -> tuple[int, str]:
+        """(exit code, what was printed)."""
+        program, *words = shlex.split(line, comments=True)
+        if program == "pip":
+            command, where = ["bash", "-c", line], {"cwd": self.folder, "env": self.environment}
+            done = subprocess.run(command, **where, capture_output=True, text=True, check=False)
+            return done.returncode, done.stdout + done.stderr
+        assert program in ("rlhf", "python", "pytest"), f"not known here: {line}"
+        assert not set(line) & set("|&;<>()$`*?~"), f"not one plain command: {line}"
+        process = self.forks.start(words, place=Place(program, str(self.folder), self.environment))
+        return process.wait(), process.output
+
+
 @pytest.fixture
-def shell(tmp_path):
-    """Run a shell block in a folder of its own; ``pip install -e`` needs no network and changes no environment."""
-    tools, target, work = tmp_path / "tools", tmp_path / "installed", tmp_path / "work"
-    for folder in (tools, target, work):
-        folder.mkdir()
-    (tools / "pip").write_text(PIP.format(bash="/usr/bin/env bash", python=sys.executable, target=target))
-    for tool, module in (("rlhf", "rlhf_cli.main"), ("pytest", "pytest"), ("python", "")):
-        arguments = f"-m {module}" if module else ""
-        (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(target),
-        "PYTEST_ADDOPTS": "--import-mode=importlib -p no:cacheprovider",
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def run(text: str) -> str:
-        done = subprocess.run(
-            ["bash", "-ec", text], cwd=work, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
-
-    run.folder = work
-    return run
+def shell(tmp_path: Path, forks: Forks) -> Shell:
+    return Shell(tmp_path, forks)
 
 
-def execute(page: Path, shell) -> None:
+def execute(page: Path, shell: Shell) -> None:
     """Files are written, shell blocks run, and each line of a ``text`` block is in what the last command printed."""
     output = ""
     for block in blocks(page):
@@ -92,8 +112,9 @@ def execute(page: Path, shell) -> None:
 @pytest.mark.slow
 def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
     execute(DOCS / "writing-a-plugin.md", shell)
-    mistake = "rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other 2>&1 && exit 1 || true"
-    assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in shell(mistake)
+    code, said = shell.line("rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other")
+    assert code == 2
+    assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in said
     assert not (shell.folder / "runs" / "other").exists(), "found before anything starts"
 
 
