@@ -16,8 +16,8 @@ from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
 class Bigram:
     """A trainer whose log-prob of a token is a parameter looked up by the token before it."""
 
-    def __init__(self, shares=False):
-        self.shares, self.computed = shares, 0
+    def __init__(self, shares=False, together=1):
+        self.shares, self.together, self.computed = shares, together, 0
         self.table = torch.linspace(-2, 0, 50).requires_grad_()
         self.micros = 0
 
@@ -27,7 +27,7 @@ class Bigram:
         return self.table[micro.ids_N.roll(1)] * micro.ids_N / 50
 
     def facts(self):
-        return TrainerFacts(shares_prefixes=self.shares)
+        return TrainerFacts(shares_prefixes=self.shares, ranks_per_share=self.together)
 
     def forward(self, micros, heads, view):
         return [{"logprobs": self._logprobs(m).detach() * m.tok["loss_mask"]} for m in micros]
@@ -44,8 +44,8 @@ class Bigram:
 
 
 class Ranks(WorkerGroup):
-    def __init__(self, size, shares=False):
-        self.size, self.workers = size, [Bigram(shares) for _ in range(size)]
+    def __init__(self, size, shares=False, together=1):
+        self.size, self.workers = size, [Bigram(shares, together) for _ in range(size)]
 
     def call(self, method, per_rank):
         return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
@@ -88,8 +88,8 @@ def pairs(prompts=3, per_prompt=4):
     return pack(units)
 
 
-def role(ranks, budget, shares=False):
-    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares), budget)
+def role(ranks, budget, shares=False, together=1):
+    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares, together), budget)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
@@ -107,6 +107,24 @@ def test_split_and_ranks_change_nothing(ranks, budget):
     annotation = Annotation("policy", "logprobs", "old")
     torch.testing.assert_close(
         split.annotate(data, [annotation]).tok["old"], whole.annotate(data, [annotation]).tok["old"]
+    )
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2), (6, 3)])
+@pytest.mark.parametrize("budget", [1, 8, 1000])
+def test_ranks_that_compute_together_get_one_share_that_counts_once(ranks, together, budget):
+    data, loss = batch(), NLL()
+    weighted, update = weigh(data, loss.reduce()), Update("policy", "loss")
+    apart, joint = role(ranks // together, budget), role(ranks, budget, together=together)
+    expected, _ = apart.update(weighted, loss, update)
+    got, _ = joint.update(weighted, loss, update)
+    assert got == expected
+    for n, worker in enumerate(joint.group.workers):
+        assert worker.computed == apart.group.workers[n // together].computed
+        assert torch.equal(worker.table.grad, apart.group.workers[n // together].table.grad)
+    annotation = Annotation("policy", "logprobs", "old")
+    torch.testing.assert_close(
+        joint.annotate(data, [annotation]).tok["old"], apart.annotate(data, [annotation]).tok["old"]
     )
 
 

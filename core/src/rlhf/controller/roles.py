@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import gives, resolve_head
 from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
+from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Update
 
 
@@ -50,35 +51,43 @@ class Role:
     def forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> dict[str, Tensor]:
         """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs. Sequences that no head
         reads are not computed."""
+        return self.begin_forward(batch, heads, view)()
+
+    def begin_forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> Callable[[], dict[str, Tensor]]:
+        """:meth:`forward` without waiting: the outputs come from what it returns."""
         read_B = _read_by(batch, heads)
         if not bool(read_B.all()):
-            found = self.forward(batch.keep(read_B), heads, view)
-            read_N = read_B[batch.seq_N]
-            return {name: _spread_over(read_N, values) for name, values in found.items()}
+            read, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
+            return lambda: {name: _spread_over(read_N, values) for name, values in read().items()}
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
         micros = [[slim.select(units) for units in rank] for rank in shares]
         view = self.view if view == "live" else view
-        results = self.group.call("forward", [(rank, list(heads), view) for rank in micros])
-        return {h.name: _join(batch, shares, results, h) for h in heads}
+        results = self._begin("forward", [(rank, list(heads), view) for rank in micros])
+
+        def outputs() -> dict[str, Tensor]:
+            found = results()
+            return {h.name: _join(batch, shares, found, h) for h in heads}
+
+        return outputs
 
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
         """One optimizer step on ``batch``, whose weight columns are already there."""
         shares, arguments = self._shares(batch, loss), (loss, dict(update.coef), dict(update.live))
         self.changes += 1
-        results = self.group.call("update", [(micros, *arguments) for micros in shares])
+        results = self._call("update", [(micros, *arguments) for micros in shares])
         return add_sums(sums for sums, _ in results), results[0][1]
 
     def evaluate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
         """The metric sums of an optimizer batch, without learning from it."""
         arguments = (loss, dict(update.coef), dict(update.live))
-        return add_sums(self.group.call("evaluate", [(micros, *arguments) for micros in self._shares(batch, loss)]))
+        return add_sums(self._call("evaluate", [(micros, *arguments) for micros in self._shares(batch, loss)]))
 
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
         """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
         arguments = (loss, dict(update.coef), dict(update.live))
-        self.group.call("accumulate", [(micros, *arguments) for micros in self._shares(batch, loss)])
+        self._call("accumulate", [(micros, *arguments) for micros in self._shares(batch, loss)])
         found: dict[str, Tensor] = {}
         for rank in self.group.call("gradients", [()] * self.group.size):
             for name, value in rank.items():
@@ -89,6 +98,16 @@ class Role:
     def every(self, method: str, *arguments: Any) -> list[Any]:
         """The same call on every rank."""
         return self.group.call(method, [arguments] * self.group.size)
+
+    def _call(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Every rank of a share gets the same; what the first rank of each returned."""
+        return self._begin(method, per_share)()
+
+    def _begin(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """:meth:`_call` without waiting."""
+        each = self.facts.ranks_per_share
+        results = self.group.begin(method, [arguments for arguments in per_share for _ in range(each)])
+        return lambda: results()[::each]
 
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
         heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
@@ -107,10 +126,11 @@ class Role:
         ]
 
     def _plan(self, batch: Batch) -> Plan:
+        count = self.group.size // self.facts.ranks_per_share
         if not self.facts.shares_prefixes:
-            return plan(batch.tokens_per_unit(), self.group.size, self.budget)
+            return plan(batch.tokens_per_unit(), count, self.budget)
         units = unit_prefixes(batch)
-        return plan(units.tokens, self.group.size, self.budget, units.order, units.shared)
+        return plan(units.tokens, count, self.budget, units.order, units.shared)
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
         return self.head_of(self.spec, output, over)
@@ -156,7 +176,7 @@ def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Te
     for rank, outputs in zip(shares, results, strict=True):
         for units, micro in zip(rank, outputs, strict=True):
             values = micro[head.name]
-            index = torch.cat([torch.arange(int(start_U[u]), int(start_U[u] + size_U[u])) for u in units])
+            index = spans(start_U[units], size_U[units])
             if joined is None:
                 joined = values.new_zeros((int(size_U.sum()), *values.shape[1:]))
             joined[index] = values

@@ -75,6 +75,9 @@ class TrainerFacts:
     wants_token_share: bool = False
     """Its micro-batches carry the unit column ``weight/tokens``: tokens of the unit as a share of the optimizer
     batch's."""
+    ranks_per_share: int = 1
+    """So many neighbouring ranks compute the same share of units together (each a part of every layer); a divisor of
+    the role's ranks."""
 
 
 Sums = dict[str, tuple[float, float]]
@@ -87,7 +90,8 @@ class Trainer(Component):
     Gradients ADD over micro-batches and ranks: the weights in the batch already hold the global normaliser. Every rank
     gets equally many micro-batches, none of them empty; a trainer may communicate inside any method but
     ``token_budget``, ``facts`` and ``coverage``. With several ranks ``forward``, ``accumulate`` and ``update`` return
-    the rank's own values, ``apply`` the same on all; ``weights`` yields whole tensors on rank 0 (other ranks take part
+    the rank's own values (the same on ranks that are given one share, ``TrainerFacts.ranks_per_share``), ``apply`` the
+    same on all; ``weights`` yields whole tensors on rank 0 (other ranks take part
     and may yield nothing), ``export`` and ``save`` write to a folder that all ranks see.
     """
 
