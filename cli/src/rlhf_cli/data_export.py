@@ -1,6 +1,6 @@
 """Turn recorded samples into data: `rlhf data export runs/latest --form pairs -o pairs.jsonl`.
 
-Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save` or `rlhf generate --save`.
+Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save`, `generate --save` or `score`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE ...",
     "eval": "score a model's answers on data",
     "generate": "sample answers from a model",
+    "score": "score answers that are given",
     "data": "show rows as the model will see them; make data of recorded samples",
     "plan": "show placement and memory, and whether a run fits",
     "plugins": "list, show, check and create plugins",

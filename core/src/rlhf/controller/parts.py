@@ -56,7 +56,7 @@ def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunPart
     config = resolved_run(plugins, config)
     algorithm, used = build_algorithm(plugins, config.algorithm, config.origins)
     parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
-    rewards = [_reward(plugins, config, number) for number in range(len(config.reward))]
+    rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
     roles = _roles(algorithm, rewards)
     rollout = None
     if algorithm.data == "prompts" or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
@@ -142,7 +142,8 @@ def model_spec(
     )
 
 
-def _reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
+def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
+    """The section ``[[reward]]`` of that number, resolved."""
     section = config.reward[number]
     selection = select(plugins, "reward", section, f"reward.{number}", config.origins)
     return ActiveReward(

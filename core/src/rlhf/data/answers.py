@@ -103,6 +103,6 @@ def _files(source: Path) -> list[Path]:
     if not files:
         raise DataError(
             f"{source} holds no recorded samples. Allowed: a run directory with rollouts/ (checkpoint.save_rollouts), "
-            "that folder, or a file of `rlhf eval --save` or `rlhf generate --save`."
+            "that folder, or a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`."
         )
     return files

@@ -1,0 +1,185 @@
+"""`rlhf score`: given answers scored as a run would score them, into a file that exports read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.testing.tiny import tiny_model
+from rlhf_cli.main import main
+
+from tests.runs import Workshop
+
+Say = Callable[..., tuple[int, str, str]]
+ROWS = [
+    {"prompt": "1+2=", "answer": "3", "responses": ["3", "12", "3!"]},
+    {"prompt": "2+2=", "answer": "4", "responses": ["5", "4"]},
+    {"prompt": "5+2=", "answer": "7", "responses": ["7", "7"]},
+]
+LENGTH = "def score(prompt, completion, row):\n    return float(len(completion))\n"
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(w) for w in words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop, say: Say) -> None:
+    data, out, pairs = shop.rows("rows.jsonl", ROWS), shop.folder / "scored.jsonl", shop.folder / "pairs.jsonl"
+    right = "async def score(prompt, completion, row):\n    return float(completion == row['answer'])\n"
+    rewards = (f"file:{shop.file('right.py', right)}", f"file:{shop.file('size.py', LENGTH)}")
+    words = ("score", "--model", shop.model, "--data", data, "--reward", rewards[0], "--reward", rewards[1])
+    code, told, err = say(*words, "--reward.size.weight", "-0.5", "-o", out, "--json")
+    assert code == 0, err
+    found = lines(out)
+    assert [(s["group"], s["sample"], s["turns"][1]["text"]) for s in found] == [
+        *((0, n, text) for n, text in enumerate(("3", "12", "3!"))),
+        *((1, n, text) for n, text in enumerate(("5", "4"))),
+        *((2, n, text) for n, text in enumerate(("7", "7"))),
+    ]
+    assert [s["rewards"]["right"]["value"] for s in found] == [1, 0, 0, 0, 1, 1, 1]
+    assert [s["rewards"]["size"]["value"] for s in found] == [1, 2, 2, 1, 1, 1, 1]
+    assert [s["reward"] for s in found] == [0.5, -1, -1, -0.5, 0.5, 0.5, 0.5]
+    assert [s["prompt"] for s in found[:4]] == ["1+2="] * 3 + ["2+2="]
+    means = {"right": 4 / 7, "size": 9 / 7, "reward": -0.5 / 7}
+    assert json.loads(told) == {"rows": 3, "answers": 7, "means": pytest.approx(means), "left_out": {}}
+    assert "scored the answers of 3 of 3 rows" in err
+    assert say("data", "export", out, "--form", "pairs", "-o", pairs)[0] == 0
+    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in lines(pairs)] == [
+        ("1+2=", "3", "12"),
+        ("2+2=", "4", "5"),
+    ]
+    assert say("data", "export", out, "--form", "best", "-o", pairs, "--force")[0] == 0
+    assert [r["completion"] for r in lines(pairs)] == ["3", "4", "7"]
+
+
+def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Workshop, say: Say) -> None:
+    """Stated by transformers, one sequence at a time; its tokenizer is taken where none is named."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
+    out = shop.folder / "scored.jsonl"
+    pairs = shop.rows(
+        "pairs.jsonl", [{"prompt": "1+2=", "chosen": "3", "rejected": "12"}, ROWS[1] | {"chosen": "4", "rejected": "5"}]
+    )
+    code, told, err = say(
+        *("score", "--reward", f"model:{model}", "--data", pairs, "--answers", "chosen", "--answers", "rejected"),
+        *("--roles.reward_model.dtype", "fp32", "-o", out),
+    )
+    assert code == 0, err
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    texts = ["1+2=3", "1+2=12", "2+2=4", "2+2=5"]
+    for text, line in zip(texts, lines(out), strict=True):
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            stated = float(scorer(torch.tensor([ids])).logits[0, 0])
+        assert line["reward"] == pytest.approx(stated, rel=1e-5, abs=1e-6)
+    assert "4 answers of 2 rows" in told
+    assert f"{out}.partial" not in {str(p) for p in shop.folder.iterdir()}
+
+
+def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:
+    data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(150)])
+    marker, log, out, whole = (shop.folder / name for name in ("down", "log", "scored.jsonl", "whole.jsonl"))
+    text = (
+        "import os\nasync def score(prompt, completion, row):\n"
+        f"    open({str(log)!r}, 'a').write(completion + ' ')\n"
+        f"    assert not (completion == '100' and os.path.exists({str(marker)!r})), 'server is down'\n"
+        "    return len(completion) / 3\n"
+    )
+    reward = f"file:{shop.file('down.py', text)}"
+    words = ("score", "--model", shop.model, "--data", data, "--reward", reward)
+    assert say(*words, "-o", whole)[0] == 0
+    log.unlink()
+    marker.touch()
+    code, _, err = say(*words, "-o", out)
+    assert code == 1
+    assert "answer 0 of row 100 of 'many' could not be scored" in err
+    assert "server is down" in err
+    assert "kept in" in err
+    assert not out.exists()
+    code, _, err = say(*words, "-o", out, "--run.seed", 5)
+    assert (code, "was begun with another seed" in err) == (2, True), err
+    marker.unlink()
+    log.unlink()
+    code, told, err = say(*words, "-o", out, "--json")
+    assert code == 0, err
+    assert "going on after 64 of 150 rows" in err
+    assert sorted(map(int, log.read_text().split())) == list(range(64, 150)), "what was scored is not scored again"
+    assert out.read_bytes() == whole.read_bytes()
+    assert json.loads(told)["means"]["reward"] == pytest.approx((10 + 90 * 2 + 50 * 3) / 3 / 150)
+
+
+def test_a_run_file_gives_its_rewards_and_what_cannot_be_used_is_counted(shop: Workshop, say: Say) -> None:
+    rows = [*ROWS[:2], {"prompt": "1+1=", "answer": "2", "responses": ["2", ""]}, {"prompt": "1", "responses": []}]
+    data, out = shop.rows("rows.jsonl", rows), shop.folder / "scored.jsonl"
+    run = shop.config("grpo", "unused", stream={"staleness": 1}, data={"bad_rows": "drop"})
+    _, path = shop.arguments(run)
+    code, told, err = say("score", path, "--data", data, "-o", out)
+    assert code == 0, err
+    assert "6 answers of 4 rows" in told
+    assert "left out: 1 answers that cannot be used" in told
+    assert "left out: 1 rows whose answers cannot be read" in told
+    assert not (shop.folder / "unused").exists()
+    _, path = shop.arguments(shop.config("grpo", "unused"))
+    code, _, err = say("score", path, "--data", data, "-o", out, "--force")
+    assert code == 1
+    assert "rows.jsonl, line 3, answer 1: the answer is empty" in err
+    assert len(lines(out)) == 6, "a failed call leaves what was there"
+
+
+def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Workshop, say: Say) -> None:
+    from transformers import AutoTokenizer
+
+    model = tiny_model(shop.folder / "talks", hidden=16, heads=2, kv_heads=1, chat_template="default")
+    asked = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
+    answers = ["12", [{"role": "assistant", "content": "3"}]]
+    data, out, best = (
+        shop.rows("rows.jsonl", [{"prompt": asked, "completions": answers}]),
+        *(shop.folder / name for name in ("scored.jsonl", "best.jsonl")),
+    )
+    reward = f"file:{shop.file('short.py', LENGTH.replace('float', '-float'))}"
+    code, _, err = say("score", "--model", model, "--data", data, "--reward", reward, "-o", out)
+    assert code == 0, err
+    assert [(s["turns"][1]["text"], s["reward"]) for s in lines(out)] == [("12", -2), ("3", -1)]
+    text = AutoTokenizer.from_pretrained(model).apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False)["input_ids"]
+    assert [s["turns"][0]["ids"] for s in lines(out)] == [ids, ids]
+    assert say("data", "export", out, "--form", "best", "-o", best)[0] == 0
+    assert lines(best) == [{"prompt": asked, "completion": [{"role": "assistant", "content": "3"}], "reward": -1}]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data", "DATA", "--model", "MODEL"), "no reward is named"),
+        (("--reward", "REWARD", "--model", "MODEL"), "no data is named"),
+        (("--data", "DATA", "--reward", "REWARD"), "no tokenizer is named, and no reward has a model"),
+        (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "--env.use", "x"), "env 'x' is set"),
+        (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "-o", "THERE"), "exists; --force replaces it"),
+        (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "-o", "no/f.jsonl"), "there is no folder no"),
+        (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "--algo", "ppo"), "no flag --algo"),
+    ],
+)
+def test_what_is_missing_is_named(shop: Workshop, say: Say, words: tuple[str, ...], message: str) -> None:
+    known: dict[str, Any] = {"DATA": shop.rows("rows.jsonl", ROWS), "MODEL": shop.model}
+    known |= {"REWARD": f"file:{shop.file('size.py', LENGTH)}", "THERE": shop.file("there.jsonl", "")}
+    given = [known.get(word, word) for word in words]
+    code, _, err = say("score", *given, *([] if "-o" in words else ["-o", shop.folder / "out.jsonl"]))
+    assert code == 2
+    assert message in " ".join(err.split()), err
+    assert not (shop.folder / "out.jsonl").exists()
+    assert not (shop.folder / "out.jsonl.partial").exists()
