@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from report import median, throughput
-from run import HERE, PEERS, execute, processor, versions
-from settings import PREFERENCES, THREADS, write
+from run import HERE, circumstances, execute, parsed, parser_of
+from settings import PREFERENCES, write
 
 TARGETS = {"dpo": 2.0, "dpo-cached": 2.5, "dpo-prompts": 2.0, "reward": 1.6, "sft": 1.5}
 """Throughput of ours over TRL's that this project asks of itself, in either precision."""
@@ -132,18 +131,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
                         flush=True,
                     )
     return {
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": processor(),
-            "system": platform.platform(),
-            "threads": THREADS,
-            "load_before": load,
-        },
-        "versions": {
-            "ours": versions(sys.executable, ("rlhf-core", "torch", "transformers")),
-            "trl": versions(trl, ("trl", "torch", "transformers", "accelerate")),
-        },
-        "settings": {"steps": arguments.steps, "warmup": arguments.warmup, "repeats": arguments.repeats},
+        **circumstances(arguments, load),
         "parity": parity,
         "limit": limit,
         "comparison": comparison(arms, arguments.precisions),
@@ -153,19 +141,11 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl-python", type=Path, default=PEERS / "bin/python", help="Python that has TRL")
-    parser.add_argument("--repeats", type=int, default=2, help="processes per arm")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    name = f"{date.today().isoformat()}-preferences"
+    parser = parser_of(__doc__.splitlines()[0], [*PREFERENCES, "sft"], name)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--tries", type=int, default=5, help="of a process that others disturb")
-    workloads = [*PREFERENCES, "sft"]
-    parser.add_argument("--workloads", nargs="+", default=workloads, choices=workloads)
-    parser.add_argument("--name", default=f"{date.today().isoformat()}-preferences", help="results/<name>.json")
-    arguments = parser.parse_args()
-    if not arguments.trl_python.exists():
-        sys.exit(f"{arguments.trl_python} does not exist: `make bench` makes it, or name one with --trl-python")
+    arguments = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(arguments, Path(folder))
     file = HERE / "results" / f"{arguments.name}.json"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,24 @@ def versions(python: str, names: tuple[str, ...]) -> dict[str, str]:
     return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
+def circumstances(arguments: argparse.Namespace, load_before: float) -> dict[str, Any]:
+    """When, where and with what: the head of every file of results."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": {
+            "processor": processor(),
+            "system": platform.platform(),
+            "threads": THREADS,
+            "load_before": load_before,
+        },
+        "versions": {
+            "ours": versions(sys.executable, ("rlhf-core", "torch", "transformers")),
+            "trl": versions(str(arguments.trl_python), ("trl", "torch", "transformers", "accelerate")),
+        },
+        "settings": {"steps": arguments.steps, "warmup": arguments.warmup, "repeats": arguments.repeats},
+    }
+
+
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     trl = str(arguments.trl_python)
     start, load_before = time.time(), os.getloadavg()[0]
@@ -127,18 +146,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         )
     ours = {name: runs for name, runs in arms.items() if name.endswith("/ours")}
     return {
-        "date": date.today().isoformat(),
-        "machine": {
-            "processor": processor(),
-            "system": platform.platform(),
-            "threads": THREADS,
-            "load_before": load_before,
-        },
-        "versions": {
-            "ours": versions(sys.executable, ("rlhf-core", "torch", "transformers")),
-            "trl": versions(trl, ("trl", "torch", "transformers", "accelerate")),
-        },
-        "settings": {"steps": arguments.steps, "warmup": arguments.warmup, "repeats": arguments.repeats},
+        **circumstances(arguments, load_before),
         "gradient_distance": distances,
         "limit": limit,
         "comparison": report.comparison(arms),
@@ -151,21 +159,33 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str, workloads: Sequence[str], name: str) -> argparse.ArgumentParser:
+    """The arguments that every comparison with TRL has."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--trl-python", type=Path, default=PEERS / "bin/python", help="Python that has TRL")
-    parser.add_argument("--quick", action="store_true", help="one repeat of two steps: does it work, not how fast")
     parser.add_argument("--repeats", type=int, default=2, help="processes per arm")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--name", default=date.today().isoformat(), help="results/<name>.json")
+    parser.add_argument("--workloads", nargs="+", choices=workloads, default=list(workloads))
+    parser.add_argument("--name", default=name, help="results/<name>.json")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Ends the benchmark where there is no Python that has TRL."""
     arguments = parser.parse_args()
     if not arguments.trl_python.exists():
         sys.exit(
             f"{arguments.trl_python} does not exist: `make bench` makes it, or name a Python that has the packages of "
             "requirements-peers.txt with --trl-python"
         )
+    return arguments
+
+
+def main() -> None:
+    parser = parser_of(__doc__.splitlines()[0], WORKLOADS, date.today().isoformat())
+    parser.add_argument("--quick", action="store_true", help="one repeat of two steps: does it work, not how fast")
+    arguments = parsed(parser)
     if arguments.quick:
         arguments.repeats, arguments.steps, arguments.warmup = 1, 2, 1
     with tempfile.TemporaryDirectory() as folder:

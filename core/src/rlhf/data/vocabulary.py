@@ -8,6 +8,7 @@ from typing import Any
 from rlhf.data.tokenizer import has_tokenizer
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
+from rlhf.published import settings_of
 
 
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
@@ -69,10 +70,7 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
 
 def _settings(spec: ModelSpec) -> dict[str, Any]:
     """The model's ``config.json``; empty where it cannot be read, which loading the model reports better."""
-    from transformers import PretrainedConfig
-
     try:
-        settings, _ = PretrainedConfig.get_config_dict(spec.path)
-    except (OSError, ValueError):
+        return settings_of(spec.path, f"role {spec.role.name!r}")
+    except ModelError:
         return {}
-    return dict(settings)

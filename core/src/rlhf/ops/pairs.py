@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.rows import pack_rows
 from rlhf.types import Level
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ def pack_pairs(examples: Sequence[Example]) -> Batch | None:
     A pair in which an answer has no trained token is left out: its log-prob, and with it the margin, says nothing.
     Nothing predicts a sequence's first token, so it does not count. None where no pair is left.
     """
-    units = [
-        UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
-        for example in examples
-        if all(any(s.loss_mask[1:]) for s in example.sequences)
-    ]
-    return pack(units) if units else None
+    return pack_rows(examples, all)
 
 
 def logistic_loss(margin_U: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -57,50 +57,44 @@ class DistillDemonstrations(_Distillation):
     slots = {"loss": Slot("loss", "distill")}
 
     def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        from rlhf.ops.batch import SequenceData, UnitData, pack
+        from rlhf.ops.rows import pack_rows
 
-        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
-        units = [
-            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
-            for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)
-        ]
-        return pack(units) if units else None
+        return pack_rows(examples)
 
 
-
-    With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the other rows' own answers are learnt from, as ``distill``
-    with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled; here every row is
-    drawn for itself, by the run's seed and its group's number, so steps are alike in cost and a resume draws the same.
 class DistillOnPolicy(_Distillation):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
     No reward is needed; where a run has one it is reported and filters, and is not learnt from. No gradient flows
     through the sampling. The whole vocabulary is compared, at ``loss.temperature``, whatever temperature the answers
     were sampled at.
-    """
-    class Config(_Distillation.Config):
-        sampled: float = Field(default=1.0, gt=0, le=1)
-        """Share of the rows whose answers the student samples; the others have theirs from the data."""
 
+    With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the other rows' own answers are learnt from, as ``distill``
+    with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled; here every row is
+    drawn for itself, by the run's seed and its group's number, so steps are alike in cost and a resume draws the same.
+    """
 
     name = "distill_on_policy"
     source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
     data = "prompts"
     slots = {"loss": Slot("loss", "distill", {"divergence": "reverse_kl", "alpha": 1.0})}
 
+    class Config(_Distillation.Config):
+        sampled: float = Field(default=1.0, gt=0, le=1)
+        """Share of the rows whose answers the student samples; the others have theirs from the data."""
+
     def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(config, parts)
         alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
         if alpha < 1:
-    def needs(self) -> Needs:
-        return replace(super().needs(), given=1 - self.config.sampled)
-
             raise ConfigError(
                 f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
                 f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
                 "answers."
             )
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), given=1 - self.config.sampled)
 
     def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
         from rlhf.ops.trajectories import assemble

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says about how it labels steps. Light: transformers is imported when one is read."""
+"""What a model's ``config.json`` says about how it labels steps."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ from typing import Any
 from rlhf.errors import ModelError
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, WRONG_TOKEN
-
-
-def settings_of(model: str) -> dict[str, Any]:
-    """The ``config.json`` of a folder or a hub name. Raises ModelError where it cannot be read."""
-    from transformers import PretrainedConfig
-
-    try:
-        settings, _ = PretrainedConfig.get_config_dict(model)
-    except Exception as cause:
-        raise ModelError(f"reward 'prm': the config.json of {model!r} cannot be read: {cause}") from cause
-    if not settings:
-        raise ModelError(f"reward 'prm': there is no config.json in {model!r}; give a folder or a hub name")
-    return dict(settings)
 
 
 def head_of(settings: dict[str, Any], model: str) -> str:

@@ -11,11 +11,12 @@ from pydantic import Field, field_validator
 from rlhf.data.steps import StepEnds
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
+from rlhf.published import settings_of
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
 from rlhf_plugin_prm.heads import CLASSES, step_logits
 from rlhf_plugin_prm.places import Context, contexts, last_token
-from rlhf_plugin_prm.published import head_of, label_ids, settings_of
+from rlhf_plugin_prm.published import head_of, label_ids
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -77,7 +78,7 @@ class ProcessReward(Reward):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return settings_of(self.config.model)
+        return settings_of(self.config.model, "reward 'prm'")
 
     @cached_property
     def _head(self) -> str:

@@ -32,15 +32,9 @@ class SFT(Algorithm):
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        from rlhf.ops.batch import SequenceData, UnitData, pack
+        from rlhf.ops.rows import pack_rows
 
-        # Nothing predicts a sequence's first token, so a mask of that token alone trains nothing.
-        units = [
-            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
-            for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)
-        ]
-        return pack(units) if units else None
+        return pack_rows(examples)
 
     def updates(self, step: int) -> list[Update]:  # type: ignore[override]
         return [Update("policy", "loss")]

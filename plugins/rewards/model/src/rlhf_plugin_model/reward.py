@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from pydantic import Field
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
+from rlhf.published import settings_of
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
 
@@ -46,7 +46,7 @@ class ModelReward(Reward):
 
     async def setup(self, context: RewardContext) -> None:
         self._score = context.score_with_role
-        settings = _settings(self.config.model)
+        settings = settings_of(self.config.model, f"reward {self.name!r}")
         self._vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size") or math.inf
         if self.config.normalise:
             mean, std = settings.get("mean"), settings.get("std")
@@ -76,16 +76,3 @@ def _tokens(trajectory: Trajectory) -> list[int]:
     """The last context in full: prompt, observations and answers."""
     start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
     return [i for t in trajectory.turns[start:] for i in t.ids]
-
-
-def _settings(model: str) -> dict[str, Any]:
-    """The model's ``config.json``, from a folder or the hub."""
-    from transformers import PretrainedConfig  # here, so that importing the plugin stays light
-
-    try:
-        settings, _ = PretrainedConfig.get_config_dict(model)
-    except Exception as cause:
-        raise ModelError(f"reward 'model': the config.json of {model!r} cannot be read: {cause}") from cause
-    if not settings:
-        raise ModelError(f"reward 'model': there is no config.json in {model!r}; give a folder or a hub name")
-    return settings

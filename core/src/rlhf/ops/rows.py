@@ -1,0 +1,26 @@
+"""Tokenised rows as units of a batch, one unit a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+
+if TYPE_CHECKING:
+    from rlhf.data.rows import Example
+
+
+def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bool] = any) -> Batch | None:
+    """Units of the rows' sequences, with the token column ``loss_mask``; None where no row is left.
+
+    Args:
+        taught: a row is left out unless this holds of its sequences, each of which says whether it has a token that is
+            trained on. Nothing predicts a sequence's first token, so that one does not count.
+    """
+    units = [
+        UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+        for example in examples
+        if taught(any(s.loss_mask[1:]) for s in example.sequences)
+    ]
+    return pack(units) if units else None
