@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ class Template:
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """Of rows that have none of their own."""
         self._bos = _begin_ids(tokenizer)
+        self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
         self._frame: Frame | None = None
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
@@ -331,13 +333,17 @@ class Template:
         """Tokens of ``text`` and which of them lie in ``spans``.
 
         The text is tokenised once. Where a token would reach over the start of a span, or could, the policy could never
-        have produced it (it was given the text before, already tokenised): then the pieces are tokenised apart.
+        have produced it (it was given the text before, already tokenised): then the pieces are tokenised apart. So they
+        are where the text before a span has other tokens alone, as sampling sees it (two line breaks are one token at
+        the end of a text, and two before a word).
         """
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             offsets: list[Span] = encoded["offset_mapping"]
-            if edges_are_between(offsets, [edge for span in spans for edge in span]):
-                return encoded["input_ids"], [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
+            whole: list[int] = encoded["input_ids"]
+            certain = edges_are_between(offsets, [edge for span in spans for edge in span])
+            if certain and all(self._is_given(text[:start], whole, offsets) for start, _ in spans):
+                return whole, [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
         ids, mask, position = list[int](), list[bool](), 0
         for start, end in [*spans, (len(text), len(text))]:
             for piece, trained in ((text[position:start], False), (text[start:end], True)):
@@ -346,6 +352,13 @@ class Template:
                 mask += [trained] * len(tokens)
             position = end
         return ids, mask
+
+    def _is_given(self, before: str, ids: Sequence[int], offsets: Sequence[Span]) -> bool:
+        """Whether the tokens before a span are those that its text has alone. Special tokens part a text before it is
+        tokenised, so what precedes the last of them needs no second look."""
+        end = bisect_left(offsets, len(before), key=lambda span: span[0])
+        begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
+        return not end or self._ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
