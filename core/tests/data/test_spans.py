@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rlhf.data.spans import edges_are_between
 from rlhf.data.template import Template
+from rlhf.errors import DataError
 from rlhf.runfile import DataSection
 from rlhf.types import Row
 
@@ -60,7 +61,7 @@ def byte_level():
         trainer = trainers.BpeTrainer(
             vocab_size=330, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
         )
-        backend.train_from_iterator(["def f():\n    return 1 and the    answer is 42"] * 10, trainer)
+        backend.train_from_iterator(["def f():\n    return 1 and the    answer is", "42\n\n"] * 10, trainer)
         backend.post_processor = processors.ByteLevel(trim_offsets=trim)
         return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
@@ -70,11 +71,12 @@ def byte_level():
 @pytest.mark.parametrize(
     ("prompt", "response", "expected"),
     [
-        ("Q: ", "42", ["Q", ":", " ", "42", "<eos>"]),  # not " 42", which sampling behind "Q: " never gives
-        ("Q:", " 42", ["Q", ":", " 42", "<eos>"]),
+        ("Q: ", "the", ["Q", ":", " ", "the", "<eos>"]),  # not " the", which sampling behind "Q: " never gives
+        ("Q:", " the", ["Q", ":", " the", "<eos>"]),
         ("Q:\n", "    return 1\n  and  ", None),
         ("Q:   ", "   the    answer", None),
         ("Q: x", "  return 1", None),
+        ("Q:\n\n", "42", ["Q", ":", "\n\n", "42", "<eos>"]),  # the whole text has two tokens for the two line breaks
         ("é", "é  é", None),
     ],
 )
@@ -117,3 +119,61 @@ def test_an_answer_without_an_end_token_does_not_reach_to_the_next_one(chat, mon
     encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
     sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
     assert runs(chat, sequence) == expected
+
+
+CHAT = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<eos>' }}{% endfor %}"
+OPENED = CHAT + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+UNOPENED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[' + m.content + ']' }}{% else %}"
+    "{{ ' ' + m.content + '<eos>' }}{% endif %}{% endfor %}"
+)
+"""As Mistral's: nothing opens an answer, and a space stands before it."""
+
+
+@pytest.mark.parametrize("template", [OPENED, OPENED.replace("m.content +", "m.content | trim +")])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<think>a b</think><answer>42</answer>",
+        "<answer>\n42\n</answer>\n",
+        "<b><i>x</i> </b>",
+        "x<br>",
+        "a\n\n<end> \n",
+    ],
+)
+def test_a_tag_at_the_end_is_part_of_the_answer(chat, monkeypatch, template, answer):
+    """And so is the end token behind it."""
+    monkeypatch.setattr(chat, "chat_template", template)
+    encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
+    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["<q>", answer] * 2, strict=True)]
+    sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
+    told = answer.strip() if "trim" in template else answer
+    assert runs(chat, sequence) == [f"{told}<eos>"] * 2
+
+
+def test_a_tag_at_the_end_that_the_template_leaves_out_is_refused(chat, monkeypatch):
+    monkeypatch.setattr(chat, "chat_template", OPENED.replace("m.content +", "m.content.replace('</b>', '') +"))
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): '</b>', with which it ends"):
+        Template(chat, DataSection()).encode_demonstration(row(prompt="q", response="<b>x</b>"))
+
+
+@pytest.mark.parametrize("answer", ["42", "<think>so</think> 42", " 42 "])
+def test_without_an_opening_an_answer_begins_behind_what_the_policy_is_given(chat, monkeypatch, answer):
+    monkeypatch.setattr(chat, "chat_template", UNOPENED)
+    encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
+    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", answer] * 2, strict=True)]
+    sequence = encoder.encode_demonstration(row(m=messages)).sequences[0]
+    assert runs(chat, sequence) == [f" {answer}<eos>"] * 2
+    given = encoder.encode_prompt(row(m=messages)).ids
+    assert sequence.ids[: len(given)] == given
+    assert sequence.loss_mask[len(given) :] == [True] * (len(sequence.ids) - len(given))
+
+
+def test_without_an_opening_the_context_of_an_answer_must_be_what_the_policy_is_given(chat, monkeypatch):
+    hint = UNOPENED.replace("{{ ' ' + m", "{% if loop.last %}(so){% endif %}{{ ' ' + m").replace("'[' + ", "'[' + ")
+    asks = hint + "{% if add_generation_prompt %}{% endif %}"
+    monkeypatch.setattr(
+        chat, "chat_template", asks.replace("'[' + m.content", "('[[' if loop.last else '[') + m.content")
+    )
+    with pytest.raises(DataError, match="is given nothing that opens an answer, but the messages before it, before it"):
+        Template(chat, DataSection()).encode_demonstration(row(prompt="q", response="42"))

@@ -73,24 +73,24 @@ class ChatTemplate:
         if _GENERATION.search(self._source):
             return self._marked_by_template(messages, trained)
         text = self.text(messages, answer=False)
-        marked, texts = _with_markers(messages)
+        marked, texts, tails = _with_markers(messages)
         skeleton = self.text(marked, answer=False)
         pieces = _MARKER.split(skeleton)  # text, number, text, number, ..., text
         order = [int(n) for n in pieces[1::2]]
         self._check(messages, trained, texts, order)
         position, starts, ends = 0, dict[int, int](), dict[int, int]()
+        last = {message: number for number, (message, _) in enumerate(texts)}
         rebuilt: list[str] = []
         for number, piece in zip([None, *order], pieces[0::2], strict=True):
             if number is not None:
                 message, value = texts[number]
-                head = starts.get(message)
-                if head is None:
-                    starts[message] = self._after_head(
-                        rebuilt[-1], position, message if as_asked and message in trained else None
-                    )
+                if message not in starts:
+                    asked = messages if as_asked and message in trained else None
+                    starts[message] = self._start(text, rebuilt[-1], position, message, asked)
                 rebuilt.append(value)
                 position += len(value)
-                ends[message] = position
+                tail = tails[message] if number == last[message] else ""
+                ends[message] = position + self._tail(piece, tail, message if message in trained else None)
             rebuilt.append(piece)
             position += len(piece)
         if "".join(rebuilt) != text:
@@ -179,23 +179,53 @@ class ChatTemplate:
             self._head = ready[len(without) :] if ready.startswith(without) else ""
         return self._head
 
-    def _after_head(self, piece: str, position: int, trained: int | None) -> int:
-        """Where an answer starts whose text is preceded by ``piece`` (which ends at ``position``): after the head,
-        so that what the template adds between head and text (an empty think block) is part of the answer.
+    def _start(self, text: str, piece: str, position: int, message: int, asked: Sequence[Message] | None) -> int:
+        """Where an answer starts whose text is preceded by ``piece`` (which ends at ``position`` of the render): after
+        the head, so that what the template adds between head and text (an empty think block) is part of the answer.
+        Without a head, behind what the policy is given: a space or a tag before the text is the answer's.
 
-        Raises DataError: the answer is trained on (the message's number) and is not preceded by the head, so the policy
-        would never answer in this context (Qwen3 without thinking: only the last answer has the empty block).
+        Args:
+            asked: the whole conversation where the answer is trained on, so that it must follow what the policy is
+                given before it answers.
+
+        Raises DataError: it does not (Qwen3 without thinking: only the last answer has the empty block), so the policy
+            would never answer in this context.
         """
         head = self._generation_head()
         at = piece.rfind(head) if head else -1
-        if head and at < 0 and trained is not None:
-            raise DataError(
-                f"the policy is given {head!r} before it answers, but the chat template writes message {trained} "
-                f"(assistant) after {piece[-60:]!r}: it would be trained in a context that it never sees. Train on the "
-                'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
-                "template with {% generation %} ... {% endgeneration %}."
-            )
-        return position if at < 0 else position - len(piece) + at + len(head)
+        if at >= 0 or asked is None:
+            return position if at < 0 else position - len(piece) + at + len(head)
+        if not head:
+            given = self.text(asked[:message], answer=True) if message else ""
+            if position - len(piece) <= len(given) <= position and text.startswith(given):
+                return len(given)
+        what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
+        raise DataError(
+            f"the policy is given {what} before it answers, but the chat template writes message {message} "
+            f"(assistant) after {piece[-60:]!r}: it would be trained in a context that it never sees. Train on the "
+            'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
+            "template with {% generation %} ... {% endgeneration %}."
+        )
+
+    @staticmethod
+    def _tail(piece: str, tail: str, trained: int | None) -> int:
+        """How many characters of ``piece``, which follows the last text of a message, are still the message's: tags,
+        whatever white space is between them.
+
+        Raises DataError: the answer is trained on (the message's number), and the template leaves a tag out.
+        """
+        at = 0
+        for character in "".join(tail.split()):
+            at += len(piece) - at - len(piece[at:].lstrip())
+            if not piece.startswith(character, at):
+                if trained is None:
+                    return 0
+                raise DataError(
+                    f"the chat template leaves out part of message {trained} (assistant): {tail.strip()!r}, with which "
+                    "it ends. Mark answers in the template with {% generation %} ... {% endgeneration %}."
+                )
+            at += 1
+        return at
 
     def _end_token(self, following: str) -> str:
         """The special token that follows an answer's text, white space between them aside."""
@@ -220,19 +250,24 @@ def _mark(number: int) -> str:
     return f"{_OPEN}{number}{_CLOSE}"
 
 
-def _with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-    """The messages with every run of text replaced by a marker, and (message, text) by the marker's number. White
-    space around a text and tags such as ``<think>`` stay, as templates act on them."""
-    marked, texts = [], list[tuple[int, str]]()
+def _with_markers(
+    messages: Sequence[Message],
+) -> tuple[list[dict[str, Any]], list[tuple[int, str]], dict[int, str]]:
+    """The messages with every run of text replaced by a marker, (message, text) by the marker's number, and what of
+    each message follows its last text. White space around a text and tags such as ``<think>`` stay, as templates act
+    on them."""
+    marked, texts, tails = [], list[tuple[int, str]](), dict[int, str]()
     for m, message in enumerate(messages):
         parts = []
         for part in _TAG.split(message.get("content") or ""):
             core = part.strip()
             if core and not _TAG.fullmatch(part):
                 lead = part[: part.index(core)]
-                parts.append(f"{lead}{_mark(len(texts))}{part[len(lead) + len(core) :]}")
+                tails[m] = part[len(lead) + len(core) :]
+                parts.append(f"{lead}{_mark(len(texts))}{tails[m]}")
                 texts.append((m, core))
             else:
+                tails[m] = tails.get(m, "") + part
                 parts.append(part)
         marked.append({**message, "content": "".join(parts)} if "content" in message else dict(message))
-    return marked, texts
+    return marked, texts, tails
