@@ -239,11 +239,13 @@ def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
 ENVS = {
     "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
     "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 0.3 s"),
+    "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is asked for at temperature 0.0"),
+    "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, and [sampling] has top_k = 0"),
 }
 ENV = """
 import asyncio
 from rlhf.interfaces import Env
-from rlhf.types import EnvStep
+from rlhf.types import EnvStep, Sampling
 
 
 class Spoiled(Env):

@@ -188,7 +188,8 @@ class EnvStep:
     reward: float = 0.0
     done: bool = False
     sampling: Sampling | None = None
-    """Replaces the sampling parameters from the next turn on."""
+    """Replaces the sampling parameters from the next turn on. In training it may change ``max_new_tokens``,
+    ``temperature`` (above 0) and what ends a turn; tokens that ``[sampling]`` allows stay allowed."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -20,6 +20,10 @@ FATAL = (WorkerError, SyncError, TrainingError)
 """What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
 
 
+TRAINING = "sample"
+"""The purpose of samples that are trained on."""
+
+
 class PromptTemplate(Protocol):
     """How rows and observations become tokens (:class:`rlhf.data.template.Template`)."""
 
@@ -48,7 +52,7 @@ class RolloutSettings:
     sampling: Sampling
     samples: int
     purpose: str
-    """Goes into every seed: ``sample`` for training, ``eval`` for evaluation."""
+    """Goes into every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
     seed: int
     max_tokens: int
     deadline: float
@@ -168,6 +172,8 @@ class _Context(RolloutContext):
         return self._run.template.encode_observation(text, self._closed)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        if self._settings.purpose == TRAINING:
+            _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = tuple(i for t in turns[start:] for i in t.ids)
         if len(ids) >= self.max_tokens:
@@ -209,6 +215,22 @@ class _Context(RolloutContext):
                 closing = env.close()
                 if closing is not None:
                     await closing
+
+
+def _check_distribution(asked: Sampling, run: Sampling) -> None:
+    """What is trained on is drawn from the distribution that log-probs are of, or as the run file was checked for."""
+    for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(asked, field) not in (off, getattr(run, field)):
+            raise RolloutError(
+                f"a turn is asked for with {field} = {getattr(asked, field)}, and [sampling] has {field} = "
+                f"{getattr(run, field)}: it would be trained on as if all tokens had been allowed. A rollout or an "
+                "environment may change max_new_tokens, temperature and stop"
+            )
+    if not asked.temperature > 0:
+        raise RolloutError(
+            f"a turn is asked for at temperature {asked.temperature}: nothing is drawn then, so that it has no "
+            "log-probs to train on. Give a temperature above 0"
+        )
 
 
 def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
