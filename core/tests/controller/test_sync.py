@@ -290,3 +290,22 @@ def test_phases_give_memory_away_in_turn(made):
     with phases.together():  # inside a round there is nothing to generate
         pass
     assert order == []
+
+
+def test_the_trainer_computes_while_the_generator_gets_ready(made, monkeypatch):
+    """What it begins is begun before the end of the load, and asked for afterwards."""
+    _, group, generator, sync, _ = made
+    order = []
+
+    def begin(method, per_rank):
+        order.append(f"begin {method}")
+        return lambda: order.append(f"ask {method}") or group.call(method, per_rank)
+
+    def noted(method, call):
+        return lambda *arguments: order.append(method) or call(*arguments)
+
+    monkeypatch.setattr(group, "begin", begin)
+    for method in ("take", "end_load", "logprobs"):
+        monkeypatch.setattr(generator, method, noted(method, getattr(generator, method)))
+    sync().push(1)
+    assert order == ["take", "begin sent", "begin forward", "end_load", "ask sent", "logprobs", "ask forward"]

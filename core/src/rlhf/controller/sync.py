@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.controller.roles import Role
 from rlhf.errors import SyncError
@@ -26,6 +28,18 @@ HOLDS_NOTHING = "accept:nothing"
 CANARY_TOKENS = 24
 _SHOWN = 8
 """Names in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the trainer says that the generator must show."""
+
+    version: int
+    sent: Callable[[], list[Any]]
+    """By rank; the first knows the fingerprints."""
+    canaries: list[list[int]]
+    outputs: Callable[[], dict[str, Tensor]] | None
+    """Of the canaries, where there are any."""
 
 
 class WeightSync:
@@ -56,11 +70,11 @@ class WeightSync:
             proofs: list[Proof] = []
             fit = True
             try:
-                proofs = self._send(version)
+                proofs, wanted = self._send(version)
             except SyncError as incomplete:  # the generator itself knows that something did not come
                 fit, problems, difference = False, [str(incomplete)], float("nan")
             else:
-                problems, difference = self._examine(proofs, version)
+                problems, difference = self._examine(proofs, wanted)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
             if not problems:
@@ -76,22 +90,34 @@ class WeightSync:
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _send(self, version: int) -> list[Proof]:
+    def _send(self, version: int) -> tuple[list[Proof], _Wanted]:
         self.generator.begin_load(version)
         for bucket in self._buckets():
             self.generator.take(bucket)
-        return self.generator.end_load()
+        wanted = self._wanted(version)  # the trainer finds it out while the generator gets ready
+        return self.generator.end_load(), wanted
+
+    def _wanted(self, version: int) -> _Wanted:
+        sent = self.policy.group.begin("sent", [()] * self.policy.group.size)
+        if not (count := self.section.canaries):
+            return _Wanted(version, sent, [], None)
+        draw = random.Random(derive_seed(self.seed, "canary", version))
+        vocabulary = self.policy.facts.vocabulary
+        canaries = [[draw.randrange(vocabulary) for _ in range(CANARY_TOKENS)] for _ in range(count)]
+        units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in canaries]
+        outputs = self.policy.begin_forward(pack(units), [resolve_head("logprobs", None)])
+        return _Wanted(version, sent, canaries, outputs)
 
     def _buckets(self) -> Iterator[Any]:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
         return self.policy.group.stream("ship", "live", limit, timeout=timeout)
 
-    def _examine(self, proofs: Sequence[Proof], version: int) -> tuple[list[str], float]:
+    def _examine(self, proofs: Sequence[Proof], wanted: _Wanted) -> tuple[list[str], float]:
         """(what is wrong, largest mean difference of a canary)."""
-        sent = self.policy.every("sent")[0]
+        sent = wanted.sent()[0]
         problems = []
         for proof in proofs:
-            if proof.version != version:
+            if proof.version != wanted.version:
                 problems.append(f"{proof.who} reports version {proof.version}")
             missing = [name for name in sent if name not in proof.received]
             other = [name for name, mark in proof.received.items() if sent.get(name, mark) != mark]
@@ -99,7 +125,7 @@ class WeightSync:
             for names, what in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
                     problems.append(f"{proof.who} {what} {_listed(names)}")
-        difference = self._canary(version) if self.section.canaries else 0.0
+        difference = 0.0 if wanted.outputs is None else self._canary(wanted.canaries, wanted.outputs)
         tolerance = self._tolerance(proofs)
         if not difference <= tolerance:
             problems.append(
@@ -113,18 +139,11 @@ class WeightSync:
             return self.section.tolerance
         return 0.05 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
 
-    def _canary(self, version: int) -> float:
+    def _canary(self, canaries: Sequence[list[int]], outputs: Callable[[], dict[str, Tensor]]) -> float:
         """Largest mean |difference| over engines and canaries; NaN where either side is not finite."""
-        draw = random.Random(derive_seed(self.seed, "canary", version))
-        vocabulary = self.policy.facts.vocabulary
-        sequences = [[draw.randrange(vocabulary) for _ in range(CANARY_TOKENS)] for _ in range(self.section.canaries)]
-        units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in sequences]
-        ours_N = self.policy.forward(pack(units), [resolve_head("logprobs", None)])["logprobs"]
-        ours = ours_N.view(len(sequences), CANARY_TOKENS)[:, 1:]
-        differences = [
-            (torch.tensor(theirs) - ours).abs().mean(1).max() for theirs in self.generator.logprobs(sequences)
-        ]
-        return float(torch.stack(differences).max())
+        answers = [torch.tensor(theirs) for theirs in self.generator.logprobs(canaries)]
+        ours = outputs()["logprobs"].view(len(canaries), CANARY_TOKENS)[:, 1:]
+        return float(torch.stack([(theirs - ours).abs().mean(1).max() for theirs in answers]).max())
 
     def _suspects(self) -> str:
         """After a canary failed: send once more, to compare only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,6 +45,12 @@ class WorkerGroup(ABC):
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order."""
+
+    def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """:meth:`call` without waiting, where there is something to wait for: the results come from what it returns.
+        Calls that follow are made after it."""
+        results = self.call(method, per_rank)
+        return lambda: results
 
     @abstractmethod
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:

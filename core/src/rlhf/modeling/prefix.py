@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf.ops.batch import Batch
+from rlhf.ops.spans import owners
 
 LEAST = 4
 """A shorter front is computed again: fetching its keys costs as much as it saves."""
@@ -95,7 +96,7 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
         end, before = end + own, at
     source_M = torch.empty(end, dtype=torch.int64)
     source_M[place_N] = every_N  # any of those that share a place: their ids and positions are equal
-    position_N = every_N - torch.repeat_interleave(torch.tensor(starts), torch.tensor(lens))
+    position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]
     device = ids_N.device
     ids_M, position_M = ids[source_M], position_N[source_M]
     return Shared(ids_M.to(device), position_M.to(device), place_N.to(device), tuple(stretches))
@@ -140,7 +141,7 @@ def _sorted(
     one, two = order[:-1], order[1:]
     least_P = torch.tensor([min(lens[a], lens[b]) for a, b in zip(one, two, strict=True)])
     end_P = torch.cumsum(least_P, 0)
-    pair = torch.repeat_interleave(torch.arange(len(one)), least_P)
+    pair = owners(least_P)
     offset = torch.arange(int(end_P[-1])) - (end_P - least_P)[pair]
     start_P2 = torch.tensor([[starts[a], starts[b]] for a, b in zip(one, two, strict=True)])
     differ = (ids[start_P2[:, 0][pair] + offset] != ids[start_P2[:, 1][pair] + offset]).nonzero()[:, 0]

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlhf.ops.spans import owners, spans
+
 ColumnLevel = Literal["tok", "seq", "unit"]
 
 
@@ -73,7 +75,7 @@ class Batch:
     @property
     def seq_N(self) -> Tensor:
         """int64 [N]: the sequence of each token."""
-        return torch.repeat_interleave(torch.arange(self.sequences, device=self.lens_B.device), self.lens_B)
+        return owners(self.lens_B)
 
     @property
     def unit_N(self) -> Tensor:
@@ -148,21 +150,16 @@ class Batch:
 
     def select(self, units: Sequence[int]) -> Batch:
         """These units, in this order, renumbered from 0."""
-        first_U = torch.searchsorted(self.unit_B, torch.arange(self.units + 1))
-        seqs = [torch.arange(int(first_U[u]), int(first_U[u + 1])) for u in units]
-        seq_index = torch.cat(seqs) if seqs else torch.zeros(0, dtype=torch.int64)
-        lens = self.lens_B[seq_index]
-        starts = self.starts_B[seq_index]
-        offset = torch.cumsum(lens, 0) - lens
-        token_index = torch.repeat_interleave(starts - offset, lens) + torch.arange(int(lens.sum()))
         unit_index = torch.as_tensor(list(units), dtype=torch.int64)
-        unit_B = torch.repeat_interleave(
-            torch.arange(len(seqs)), torch.as_tensor([len(s) for s in seqs], dtype=torch.int64)
-        )
+        first_U = torch.searchsorted(self.unit_B, torch.arange(self.units + 1))
+        count_U = (first_U[1:] - first_U[:-1])[unit_index]
+        seq_index = spans(first_U[unit_index], count_U)
+        lens = self.lens_B[seq_index]
+        token_index = spans(self.starts_B[seq_index], lens)
         return Batch(
             self.ids_N[token_index],
             lens,
-            unit_B,
+            owners(count_U),
             self.role_B[seq_index],
             {k: v[token_index] for k, v in self.tok.items()},
             {k: v[seq_index] for k, v in self.seq.items()},

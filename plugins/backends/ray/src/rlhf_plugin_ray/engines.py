@@ -82,7 +82,7 @@ class EngineGroup(Generator):
             self.bridge.build()
             self._replace_dead(refresh=False)
         self._loaded = True
-        self.fleet.ask("begin_load", version)
+        self.fleet.post("begin_load", version)  # while the policy makes the first bucket
 
     def take(self, bucket: Any) -> None:
         """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""

@@ -39,6 +39,7 @@ class Fleet:
         """Engines to replace, and how each died."""
         self.gave_up: Callable[[], None] = lambda: None
         """Called where an engine died or failed, as others may wait for it."""
+        self._posted: dict[Any, tuple[int, str]] = {}
         self._closed = False
         self.members = dict(enumerate(start(range(engines))))
 
@@ -49,31 +50,44 @@ class Fleet:
     def watch(self, numbers: Collection[int], doing: str) -> Vigil:
         return self._watch([self.members[n] for n in numbers], doing)
 
+    def post(self, method: str, *arguments: Any) -> None:
+        """Ask without waiting: what goes wrong is told by the next :meth:`ask`. What was posted before is forgotten."""
+        self._posted = self._call(self._alive(), method, arguments)
+
     def ask(self, method: str, *arguments: Any, only: Collection[int] | None = None) -> dict[int, Any]:
         """{engine: answer} of those that live to give one. A SyncError is raised once all have answered, and not at all
         where an engine died: others feel that as a sync that fails."""
-        self.check_open()
-        parcel = send(pack([arguments]))
-        numbers = [n for n in (self.members if only is None else only) if n not in self.dead]
-        waiting = {self.members[n].handle.call.remote(method, parcel, 0): n for n in numbers}
-        vigil = self.watch(numbers, f"{method}()")
+        numbers = self._alive(only)
+        last = self._call(numbers, method, arguments)
+        waiting, self._posted = self._posted | last, {}
+        vigil = self.watch({n for n, _ in waiting.values()}, f"{method}()")
         answers: dict[int, Any] = {}
         failed: list[SyncError] = []
         while waiting:
             for ref in vigil.wait(list(waiting)):
-                number = waiting.pop(ref)
-                vigil.leave(self.members[number])
+                number, asked = waiting.pop(ref)
+                if ref in last:  # an engine does one thing after another
+                    vigil.leave(self.members[number])
                 try:
-                    answer = self.answer(number, method, ref)
+                    answer = self.answer(number, asked, ref)
                 except SyncError as error:
                     failed.append(error)
                     self.gave_up()  # one of the others may have died and be the cause
                     continue
-                if number not in self.dead:
+                if ref in last and number not in self.dead:
                     answers[number] = unpack(answer)[0]
         if failed and not self.dead:
             raise failed[0]
         return {n: answers[n] for n in numbers if n in answers}
+
+    def _alive(self, only: Collection[int] | None = None) -> list[int]:
+        return [n for n in (self.members if only is None else only) if n not in self.dead]
+
+    def _call(self, numbers: Collection[int], method: str, arguments: tuple[Any, ...]) -> dict[Any, tuple[int, str]]:
+        """{reference: (engine, method)}."""
+        self.check_open()
+        parcel = send(pack([arguments]))
+        return {self.members[n].handle.call.remote(method, parcel, 0): (n, method) for n in numbers}
 
     def answer(self, number: int, method: str, ref: Any) -> Any:
         """What came; None where the engine died, which is noted. Raises what it raised."""

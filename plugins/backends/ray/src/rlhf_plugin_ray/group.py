@@ -31,8 +31,12 @@ class RayGroup(WorkerGroup):
         """(method, items) of a stream that nobody has read to its end; rank 0 waits for room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """All ranks' arguments are one object in the store. Where a rank fails, its error is raised without waiting for
-        others that wait for it; the group is then of no more use."""
+        """Where a rank fails, its error is raised without waiting for others that wait for it; the group is then of no
+        more use."""
+        return self.begin(method, per_rank)()
+
+    def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """All ranks' arguments are one object in the store."""
         if len(per_rank) != self.size:
             raise CapabilityError(
                 f"{self.role} has {self.size} ranks; {method}() was called with arguments for {len(per_rank)}"
@@ -40,7 +44,7 @@ class RayGroup(WorkerGroup):
         self.settle(method)
         parcel = send(pack(per_rank))
         answers = {m.handle.call.remote(method, parcel, rank): m for rank, m in enumerate(self.members)}
-        return [unpack(result)[0] for result in self._collect(method, answers)]
+        return lambda: [unpack(result)[0] for result in self._collect(method, answers)]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
         """References to what rank 0 yields: the values stay in the store, for other groups and for engines to take."""

@@ -1,0 +1,23 @@
+"""Positions of pieces against torch's own way of saying it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.ops.spans import owners, spans
+
+
+@pytest.mark.parametrize("counts", [[], [1], [4], [2, 1, 3], [1, 1, 1, 1]])
+def test_against_repeat_interleave_and_ranges(counts):
+    counts_P = torch.tensor(counts, dtype=torch.int64)
+    assert torch.equal(owners(counts_P), torch.repeat_interleave(torch.arange(len(counts)), counts_P))
+    starts = [7 * n % 5 for n in range(len(counts))]
+    want = [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
+    got = spans(torch.tensor(starts, dtype=torch.int64), counts_P)
+    assert got.tolist() == want
+    assert got.dtype == torch.int64
+
+
+def test_by_hand():
+    assert owners(torch.tensor([2, 1, 3])).tolist() == [0, 0, 1, 2, 2, 2]
+    assert spans(torch.tensor([10, 0, 5]), torch.tensor([2, 1, 3])).tolist() == [10, 11, 0, 5, 6, 7]
