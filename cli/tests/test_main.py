@@ -59,6 +59,20 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"rlhf {rlhf.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--observer", "[observer] is a section: --observer.0.use NAME."),
+        ("--env", "[env] is a section: --env.use NAME."),
+        ("--sampling", "[sampling] is a section: --sampling.FIELD VALUE."),
+        ("--sed", "Did you mean 'seed'?"),
+    ],
+)
+def test_a_section_given_as_a_flag_is_told_what_to_write(capsys, flag, says):
+    assert main(["train", "--algo", "x", flag, "wandb"]) == 2
+    assert f"rlhf: no flag {flag}. {says} Fields of the run file are dotted: --run.seed 3" in capsys.readouterr().err
+
+
 def test_unknown_command(capsys):
     assert main(["plugin", "list"]) == 2
     assert capsys.readouterr().err == (

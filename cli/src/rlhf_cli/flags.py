@@ -61,12 +61,21 @@ def dotted(words: list[str], short: tuple[str, ...] = ()) -> list[tuple[str, str
             raise ConfigError(f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3")
         key, equals, value = word[2:].partition("=")
         if "." not in key:
-            raise ConfigError(
-                f"no flag --{key}.{did_you_mean(key, short)} Fields of the run file are dotted: --run.seed 3"
-            )
+            raise ConfigError(f"no flag --{key}.{_section(key) or did_you_mean(key, short)} Fields of the run file are "
+                              "dotted: --run.seed 3")  # fmt: skip
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} needs a value, e.g. --{key} true")
             value = rest.pop(0)
         found.append((key, value))
     return found
+
+
+def _section(key: str) -> str:
+    """What to write where a section was given as a flag."""
+    from rlhf.runfile import LISTS, SINGLE, RunFile
+
+    if key not in RunFile.model_fields:
+        return ""
+    field = "0.use NAME" if key in LISTS else "use NAME" if key in SINGLE else "FIELD VALUE"
+    return f" [{key}] is a section: --{key}.{field}."

@@ -45,7 +45,10 @@ def component_config(
 
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
-    config, problems = _config(resolved, options, where, origins or {})
+    kind = where.partition(".")[0]
+    section = {**SINGLE, **LISTS}.get(kind)  # `weight` of a reward stands beside the plugin's own options
+    beside = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
+    config, problems = _config(resolved, options, where, origins or {}, extra=dict.fromkeys(beside))
     if config is None:
         _refuse([(resolved, problems)])
     return config

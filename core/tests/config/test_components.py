@@ -128,6 +128,13 @@ def refused(call, error=ConfigError) -> str:
     return str(caught.value)
 
 
+def test_a_misspelled_field_of_the_section_itself_is_recognised(plugins):
+    """`weight` is the section's and not the plugin's; who misspells it does not know."""
+    message = refused(lambda: select(plugins, "reward", Choice(use="scorer", options={"weigth": 2.0}), "reward.0"))
+    assert "reward.0.weigth: unknown key. Did you mean 'weight'? Here allowed are choice," in message
+    assert "retries" in message
+
+
 def test_toml_values_are_strict_and_lists_become_tuples(plugins):
     config = configure(
         plugins,
@@ -184,8 +191,8 @@ def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins)
 
 
 def test_a_plugin_without_options_says_so(plugins):
-    message = refused(lambda: component_config(plugins.resolve("reward", "failing"), {"a": 1}, "reward.0"))
-    assert "reward.0.a: unknown key. Here there are no options." in message
+    message = refused(lambda: component_config(plugins.resolve("reward", "failing"), {"a": 1}, "rollout"))
+    assert "rollout.a: unknown key. Here there are no options." in message
 
 
 def test_options_of_the_reference(plugins):
