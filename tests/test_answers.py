@@ -69,6 +69,17 @@ def test_a_run_file_that_trains_is_one_that_evaluates(
     assert json.loads(out)["prompts"] == 3, "without data.eval and --data it is the training rows that are answered"
 
 
+def test_a_run_file_on_pairs_evaluates_by_their_prompts_and_says_what_is_left_out(shop: Workshop, say: Say) -> None:
+    rows = [{"prompt": "1+" * n + "1=", "chosen": "2", "rejected": "3"} for n in (1, 2, 40)]
+    columns = {"chosen": "chosen", "rejected": "rejected", "train": str(shop.rows("by_name.jsonl", rows))}
+    _, path = shop.arguments(shop.config("dpo", "unused", data={**columns, "too_long": "drop"}))
+    length = shop.file("length.py", "def score(prompt, completion, row):\n    return float(len(completion))\n")
+    code, out, err = say("eval", path, "--json", "--reward", f"file:{length}", "--sampling.max_new_tokens", "4")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["prompts"], found["left_out"]) == (2, 1)
+
+
 def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
     code, out, _ = say("generate", "--model", shop.model, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)
     assert code == 0

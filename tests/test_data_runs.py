@@ -117,6 +117,10 @@ def test_recognised_columns_are_said_and_bad_rows_counted(shop: Workshop) -> Non
         assert said.endswith("is read as prompt = 'question', response = 'answer'")
     assert [line["data/bad_rows"] for line in run.lines()] == [1, 2, 3]  # 15 of 18 draws are used
     assert "data/dropped" not in run.lines()[0]
+    assert "evaluation rows" not in run.said
+    held = str(shop.rows("some.jsonl", rows[1:]))
+    some = shop.train("sft", "some", data={**data, "bad_rows": "drop", "eval": held})
+    assert "1 evaluation rows are bad and left out" in some.said
     dry = shop.run("sft", "third", "--dry-run", data={**data, "bad_rows": "drop"})
     assert "is read as prompt = 'question', response = 'answer'" in dry.out
 

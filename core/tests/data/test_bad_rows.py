@@ -154,6 +154,20 @@ def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
     assert [len(part) for part in data.every_example(2)] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [({"rejected": "good"}, "0 are too long and 2 bad"), ({"chosen": "x" * 99}, "2 are too long and 0 bad")],
+)
+def test_an_evaluation_without_a_row_is_refused(load, chars, tmp_path, change, counts):
+    """Else a run would train on without ever evaluating."""
+    held = tmp_path / "held.jsonl"
+    held.write_text((json.dumps({**PAIR, **change}) + "\n") * 2)
+    eval_ = (SourceSection(path=str(held)),)
+    data = load(chars, "pairs", [PAIR], eval=eval_, bad_rows="drop", too_long="drop", max_tokens=50)
+    with pytest.raises(DataError, match=f"no row of data.eval is left to evaluate on: {counts}.*The last one: the "):
+        data.eval_rows()
+
+
 # -------------------------------------------------------------------------------------------- labels
 
 

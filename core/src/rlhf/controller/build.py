@@ -193,8 +193,9 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
     with run.writing(directory.path):
         directory.write_config(to_toml(config))
         directory.write_manifest(config.run.seed, plugins, run.first_step, **_measured(prepared))
-    if run.data.eval_dropped:
-        progress.note(f"{run.data.eval_dropped} evaluation rows are over the limits and left out")
+    for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
+        if count:
+            progress.note(f"{count} evaluation rows are {why} and left out")
     if policy.precision:
         progress.note(f"precision: {policy.precision}")
     return run

@@ -16,9 +16,10 @@ from rlhf.controller.prepare import Prepared, prepare
 from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
-from rlhf.runfile import Choice, ModelSection, RunFile, SamplingSection, StreamSection
+from rlhf.runfile import Choice, DataSection, ModelSection, RunFile, SamplingSection, StreamSection
 from rlhf.serialise import write_groups
 from rlhf.types import Group, Needs, RoleSpec
+from rlhf.validation import ONLY_OF
 
 
 class Answer(Algorithm):
@@ -58,7 +59,9 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
 def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
     """The run file without what is for training alone: a file that trains is one that evaluates, as it is."""
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
+    taught = [name for fields in ONLY_OF.values() for name in fields]
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
+    data |= {name: DataSection.model_fields[name].default for name in taught}
     rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]
     held = {role.name for reward in rewards for role in reward.roles()}
     unused = {name: ModelSection() for name in ("critic", "reference") if name not in held}
@@ -82,11 +85,14 @@ def evaluate_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     save: Path | None = None,
 ) -> tuple[Metrics, list[Group]]:
-    """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front."""
+    """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
+    ``left_out``, the number of rows that are not among them, where there are any."""
     with answers(config, plugins) as (prepared, made):
         rows = prepared.data.eval_rows()[: config.eval.max_rows]
         settings = evaluation_settings(config)
         metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
         if save is not None:
             write_groups(save, groups, prepared.data.template.prompt_of)
+        if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
+            metrics["eval/left_out"] = float(left_out)
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from rlhf.config_errors import raise_problems
 from rlhf.data.checks import check_example, check_labels, check_prompt
-from rlhf.data.layouts import Layout, named_columns, recognise
+from rlhf.data.layouts import Layout, named_columns
 from rlhf.data.order import RowOrder
+from rlhf.data.recognise import recognise
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source, load_source
 from rlhf.data.template import Template
@@ -114,7 +115,10 @@ class TrainData:
         return [e if e is not None and e.row is r else self._encode(r) for e, r in zip(found, rows, strict=True)]
 
     def eval_rows(self) -> list[Row]:
-        """All evaluation rows that fit, source by source, in the order they are written."""
+        """All evaluation rows that fit, source by source, in the order they are written.
+
+        Raises DataError: a row that does not, where such rows are not left out; or none does.
+        """
         kept: list[Row] = []
         self.eval_dropped = self.eval_bad_rows = 0
         for row in (source[i] for source in self._eval for i in range(len(source))):
@@ -123,6 +127,11 @@ class TrainData:
             self.eval_dropped += self._why.kind == "too_long"
             self.eval_bad_rows += self._why.kind == "bad_rows"
         self._examples = {}
+        if self._eval and not kept:
+            raise DataError(
+                f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
+                f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
+            )
         return kept
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
