@@ -6,7 +6,8 @@ import json
 
 import pytest
 from rlhf.data.dataset import TrainData
-from rlhf.data.layouts import Layout, recognise
+from rlhf.data.layouts import Layout
+from rlhf.data.recognise import recognise
 from rlhf.errors import DataError
 from rlhf.runfile import DataSection, SourceSection
 

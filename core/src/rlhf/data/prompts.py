@@ -1,0 +1,212 @@
+"""Prompts and observations as tokens, through the chat template or as plain text: what a policy is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf.data.cells import Cells
+from rlhf.data.conversation import ChatTemplate, Frame, Message
+from rlhf.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf.errors import ConfigError, DataError
+from rlhf.runfile import DataSection
+from rlhf.types import Row, Trajectory, Turn
+
+_CACHED_PROMPTS = 4096
+TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
+
+
+class Prompts:
+    """How the prompts of a run's rows become tokens; a pure function of the row.
+
+    Raises ConfigError where the section asks for what the tokenizer or the kind of template does not have.
+    """
+
+    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+        self.tokenizer, self.section = tokenizer, section
+        self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
+        self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
+        """Of rows that have none of their own."""
+        self._bos = _begin_ids(tokenizer)
+        self._frame: Frame | None = None
+        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
+
+    def encode_prompt(self, row: Row) -> Turn:
+        """The row's prompt, ready for the policy to answer."""
+        key = (row.source, row.index)
+        columns, turn = self._prompts.get(key, (None, None))
+        if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
+            turn = self._prompt_turn(row)
+            if len(self._prompts) >= _CACHED_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = (row.columns, turn)
+        return replace(turn, ids=list(turn.ids))
+
+    def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
+        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
+        where its context is more than that, as an environment opened it, or none was made, as it failed."""
+        row, turns = trajectory.row, trajectory.turns
+        if not turns or turns[0].ids != self.encode_prompt(row).ids:
+            return None
+        cells = self._cells(row)
+        return self._plain_prompt(cells) if self.chat is None else self._prompt_messages(cells)
+
+    def encode_opening(self, row: Row, text: str) -> list[Turn]:
+        """The row's prompt with what the environment says at its start: in the same user message where the prompt
+        ends with one (after a blank line), as another message else; plain text is simply continued."""
+        if not text:
+            return [self.encode_prompt(row)]
+        if self.chat is None:
+            return [self.encode_prompt(row), self.encode_observation(text)]
+        messages = self._prompt_messages(self._cells(row))
+        if messages[-1]["role"] == "user":
+            joined = f"{messages[-1]['content']}\n\n{text}" if messages[-1]["content"] else text
+            messages[-1] = {**messages[-1], "content": joined}
+        else:
+            messages.append({"role": "user", "content": text})
+        return [self._turn(self._ids(self.chat.text(messages, answer=True)))]
+
+    def encode_observation(self, text: str, closed: bool = True) -> Turn:
+        """What the environment says, as the chat template writes a user's message after an answer.
+
+        Args:
+            closed: whether the sampled turn before it ended with its end token; where it was cut, that token is put
+                first here, so that the next message never runs into an open answer.
+
+        Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
+        """
+        if self.chat is None:
+            return self._turn(self._ids(text))
+        frame = self._history()
+        before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
+        return self._turn(self._ids(f"{before}{text}{frame.after}"))
+
+    def check_multi_turn(self) -> None:
+        """Raises DataError where observations cannot be encoded; called before a run of several turns starts."""
+        if self.chat is not None:
+            self._history()
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's end token and, where it is another, the chat template's."""
+        ids = [self.tokenizer.eos_token_id]
+        if self.chat is not None:
+            turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+            text = self.chat.render(turns, [1], as_asked=False)
+            last = self._ids(text.text[: text.answers[0][1]])[-1]
+            if last in self.tokenizer.all_special_ids or last in self.tokenizer.get_added_vocab().values():
+                ids.append(last)
+        return tuple(dict.fromkeys(ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _cells(self, row: Row) -> Cells:
+        return Cells(row, row.layout or self.layout)
+
+    def _prompt_turn(self, row: Row) -> Turn:
+        cells = self._cells(row)
+        if self.chat is None:
+            ids = self._ids(self._plain_prompt(cells))
+            return self._turn([*self._begin(ids), *ids])
+        return self._turn(self._ids(self.chat.text(self._prompt_messages(cells), answer=True)))
+
+    def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
+        section = self.section
+        if section.input_template is not None:
+            columns = {**cells.values, **cells.row.columns}
+            try:
+                text = section.input_template.format_map(columns)
+            except (KeyError, IndexError, ValueError, AttributeError) as error:
+                raise DataError(
+                    f"data.input_template = {section.input_template!r}: {type(error).__name__} {error}; columns "
+                    f"present: {', '.join(columns)}. Literal braces are written {{{{ and }}}}."
+                ) from None
+        elif optional and "prompt" not in cells:
+            text = ""
+        else:
+            text = cells.text("prompt")
+        system = self._system(cells)
+        return (section.system or "") + (f"{system}\n\n" if system else "") + text
+
+    def _prompt_messages(self, cells: Cells) -> list[Message]:
+        whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
+        if whole is not None and "prompt" not in cells:
+            messages = self._messages(cells, whole)  # a conversation without its last answer
+            return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
+        if isinstance(cells.value("prompt"), list):
+            messages = self._messages(cells, "prompt")
+        else:
+            text = cells.text("prompt", TEXT_OR_MESSAGES)
+            messages = self._with_system([{"role": "user", "content": text}], cells, "prompt")
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{cells.name('prompt')}: a prompt must not end with an assistant message; that is the answer"
+            )
+        return messages
+
+    def _messages(self, cells: Cells, field: str) -> list[Message]:
+        return self._with_system(cells.messages(field), cells, field)
+
+    def _with_system(self, messages: list[Message], cells: Cells, field: str) -> list[Message]:
+        own = self._system(cells)
+        if own is None and self.section.system is None:
+            return messages
+        if messages[0]["role"] == "system" or (own and self.section.system is not None):
+            raise DataError(
+                f"{cells.name(field)}: the row has a system message of its own and "
+                f"{'a column of system messages' if self.section.system is None else 'data.system'} is set too; "
+                "remove one"
+            )
+        return [{"role": "system", "content": own or self.section.system}, *messages]
+
+    def _system(self, cells: Cells) -> str | None:
+        """The row's system message, where its layout has a column of them and it is not empty."""
+        return (cells.values.get("system") and cells.text("system")) or None
+
+    def _begin(self, ids: Sequence[int]) -> list[int]:
+        """What the tokenizer puts before a text: nothing where the text says it itself."""
+        return [] if list(ids[:1]) == self._bos else self._bos
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _turn(self, ids: list[int]) -> Turn:
+        return Turn(ids, sampled=False, text=self.decode(ids))
+
+    def _history(self) -> Frame:
+        assert self.chat is not None
+        if self._frame is None:
+            self._frame = self.chat.frame()
+        return self._frame
+
+
+def _uses_chat(tokenizer: Any, section: DataSection) -> bool:
+    has = bool(tokenizer.chat_template)
+    if section.template == "chat" and not has:
+        raise ConfigError(
+            "data.template = 'chat', but the tokenizer has no chat template. Set tokenizer.chat_template and save it "
+            'with the model, or use data.template = "plain".'
+        )
+    chat = has and section.template != "plain"
+    only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}
+    only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
+    for key, given in (only_plain if chat else only_chat).items():
+        if given and chat:
+            raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
+        if given:
+            why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
+            raise ConfigError(f"data.{key} needs a chat template, but {why}")
+    return chat
+
+
+def _begin_ids(tokenizer: Any) -> list[int]:
+    """The begin token where the tokenizer puts one before a text."""
+    ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
+    return [i for i in ids[:1] if i == tokenizer.bos_token_id]
