@@ -6,11 +6,12 @@ TRL itself is not needed. `python benchmarks/parity/run.py --record` records aga
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from collections.abc import Callable
 
 import pytest
 
+from tests.forks import Forks, Place
 from tests.members import ROOT
 
 FOLDER = ROOT / "benchmarks/parity"
@@ -21,21 +22,25 @@ WITHIN = 1e-4
 pytestmark = pytest.mark.slow
 
 
-def execute(script: str, *arguments: str) -> None:
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.fixture(scope="module")
+def execute(forks: Forks) -> Callable[..., None]:
+    def run(script: str, *arguments: str) -> None:
+        place = Place("python", str(FOLDER), {**os.environ, "OMP_NUM_THREADS": "1"})
+        process = forks.start([str(FOLDER / script), *arguments], place=place)
+        assert process.wait() == 0, process.output[-6000:]
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def work(tmp_path_factory, execute):
     folder = tmp_path_factory.mktemp("parity")
     execute("tiny.py", str(folder))
     return folder
 
 
 @pytest.fixture(scope="module")
-def ours(work):
+def ours(work, execute):
     models = json.loads((work / "models.json").read_text())
     assert models == RECORDED["models"], (
         "the models are not those that TRL was recorded with, so losses cannot be compared: undo the change of "
