@@ -94,7 +94,7 @@ def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
     except InvalidResult as error:
         return str(error)
     except CheckpointError as error:
-        return f"returned RewardResult(info={_describe(result.info)}): {error}"
+        return f"returned a RewardResult whose {error}"
 
 
 def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, float]:
