@@ -77,11 +77,19 @@ def test_what_is_shown_has_several_names():
     assert out.getvalue() == "step=1/1 kl=0.25 length=12 pass@1=1 left=0:00:00\n"
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    Progress(2, stream=out).note("loading")  # and then the model cannot be loaded: nobody closes it
+    assert out.getvalue() == "note: loading\n"
+
+
 def test_bar_in_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     progress = Progress(2, stream=out)
+    progress.begin(0)
     progress.step(1, {"reward/mean": 0.25, "policy/loss": float("nan")})
     progress.note("hello")
     progress.step(2, {"reward/mean": 0.5})

@@ -71,14 +71,15 @@ class Progress:
                 refresh_per_second=4,
             )
             self._task = self._bar.add_task("", total=total, completed=first, numbers="")
-            self._bar.start()
 
     def begin(self, first: int) -> None:
-        """The steps start now, after ``first`` done before: loading models counts for no step's time."""
+        """The steps start now, after ``first`` done before: loading models counts for no step's time, and a bar is shown
+        from here on, so that one whose run fails before never has to be taken away."""
         self.first = self.done = first
         self._started = self._last_step = self._clock()
         if self._bar is not None:
             self._bar.update(self._task, completed=first)
+            self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
