@@ -169,6 +169,8 @@ class OddGenerator(Generator):
     def begin_load(self, version: int) -> None:
         if self._takes_away("lost-in-load"):
             raise WorkerError("the engine's own process is gone")
+        if self._takes_away("fail-begin"):
+            raise OSError("no memory today")
         self.coming, self.got = version, {}
 
     def connect(self, link: Any, first: int) -> None:

@@ -57,6 +57,22 @@ def test_a_call_is_one_put(steady, monkeypatch):
     assert len(puts) == 1
 
 
+def test_a_call_that_is_begun_is_not_waited_for(steady):
+    results = steady.begin("sleeps", [(1.0,), (1.0,)])
+    while not (doing := ray.get(steady.members[0].beside("stacks"))[""]).startswith("in "):
+        time.sleep(0.01)
+    assert doing.startswith("in sleeps() for")
+    assert steady.call("nothing", [()] * 2) == [2, 2], "made after it"
+    assert results() == ["slept", "slept"]
+
+
+def test_what_a_begun_call_raises_is_raised_where_its_results_are_asked_for(steady):
+    results = steady.begin("raises", [("plain",)] * 2)
+    assert steady.call("nothing", [()] * 2) == [2, 2]
+    with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error"):
+        results()
+
+
 def test_wrong_numbers_of_arguments_are_refused(steady):
     for wrong in (1, 3):
         with pytest.raises(

@@ -15,6 +15,7 @@ from rlhf_plugin_ray.launcher import RayLauncher
 pytestmark = pytest.mark.slow
 
 ONE_WAY = pytest.mark.parametrize("linked", ["auto"], indirect=True)
+LINKS = pytest.mark.parametrize("linked", ["shared", "broadcast"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["auto", "shared", "broadcast"])  # on CPUs "auto" is the object store
@@ -80,6 +81,40 @@ def test_an_engine_killed_while_it_takes_weights(r, when):
     assert r.pushes == pushes + 2
     check_proofs(r)
     assert len(set(before) & set(r.pids())) == 1
+    check_answers(r)
+
+
+@LINKS
+@pytest.mark.parametrize("when", ["die-before-connect", "die-after-connect"])
+def test_an_engine_killed_while_the_links_connect(r, when):
+    """The other ends, which wait for it, are told, and the links are made anew with the one in its place."""
+    r.engines.bridge.drop()
+    (r.folder / when).touch()
+    before, pushes = r.pids(), r.pushes
+    r.sync(r.version + 1)
+    assert r.pushes == pushes + 1, "nothing had been sent yet"
+    assert len(set(before) & set(r.pids())) == 1
+    check_proofs(r)
+    check_answers(r)
+
+
+@LINKS
+def test_links_that_cannot_connect_are_a_sync_that_failed(r):
+    r.engines.bridge.drop()
+    (r.folder / "fail-connect").touch()
+    before = r.pids()
+    with pytest.raises(SyncError, match=r"engine \d .*connect\(\) raised OSError: no network today"):
+        r.sync(r.version + 1)
+    r.sync(r.version + 1)
+    check_answers(r)
+    assert r.pids() == before, "nobody died"
+
+
+def test_an_engine_that_cannot_begin_to_load_says_so_at_the_first_bucket(r):
+    (r.folder / "fail-begin").touch()
+    with pytest.raises(SyncError, match=r"engine \d .*begin_load\(\) raised OSError: no memory today"):
+        r.sync(r.version + 1)
+    r.sync(r.version + 1)
     check_answers(r)
 
 
