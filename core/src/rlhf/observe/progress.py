@@ -73,8 +73,8 @@ class Progress:
             self._task = self._bar.add_task("", total=total, completed=first, numbers="")
 
     def begin(self, first: int) -> None:
-        """The steps start now, after ``first`` done before: loading models counts for no step's time. A bar is shown from
-        here on, so that of a run that fails before there is none to take away."""
+        """The steps start now, after ``first`` done before: loading models counts for no step's time. A bar is shown
+        from here on, so that of a run that fails before there is none to take away."""
         self.first = self.done = first
         self._started = self._last_step = self._clock()
         if self._bar is not None:
