@@ -123,6 +123,20 @@ def test_state_is_divided_as_each_zero_stage_does():
     ]
 
 
+def test_ranks_that_divide_layers_hold_a_part_of_each(published):
+    """8B: embedding and head of 128256 x 4096 are whole; 32 heads, 8 of them for keys and values, of 128."""
+    whole = read_shape(published("8B"))
+    assert whole.part(1) is whole
+    part, layer = whole.part(4), whole.part(4).layers[0]
+    outside = 2 * 128256 * 4096
+    assert part.parameters == pytest.approx(outside + (whole.parameters - outside) / 4, rel=1e-4)
+    assert (layer.heads, layer.query, layer.key, layer.value, layer.ffn) == (8, 1024, 256, 256, 14336 // 4)
+    assert (part.read, part.hidden, part.embedding, part.head) == (whole.parameters, 4096, whole.embedding, whole.head)
+    kept = [formulas.activations(s, 1024, 512, Sharding(), "cpu", checkpointing=False).all for s in (whole, part)]
+    stays = 1024 * 4 * 4096 * (32 * 6 + 2)  # of each layer two norms in and out and two inputs, and the last norm's
+    assert kept[1] - stays == pytest.approx((kept[0] - stays) / 4, rel=1e-3)
+
+
 def test_a_divided_model_gathers_its_largest_part_and_what_it_keeps(published):
     shape = read_shape(published("8B"))
     assert formulas.gathered(shape, Sharding()) == 0

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 from rlhf.config import load
-from rlhf.errors import ConfigError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plan import Machine, formulas, make_plan, nearest, resolve, sum_of, target
 from rlhf.plan.busy import training
 from rlhf.plan.machines import cpu_memory
-from rlhf.plan.phases import resting
+from rlhf.plan.phases import loading, resting
 from rlhf.plugins import Plugins
 
 GIB = 2**30
@@ -126,6 +126,21 @@ def test_a_cluster(published, plugins):
     assert made.engines.footprint.tensor_parallel == 2
     [group] = make_plan(made).groups
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+
+
+def test_a_cluster_whose_ranks_divide_layers(published, plugins):
+    """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
+    changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
+    plain = layout(published, plugins, changes, model="8B").role("policy")
+    made = layout(published, plugins, {**changes, "trainer.tensor_parallel": "2"}, model="8B")
+    policy = made.role("policy")
+    assert (policy.sharding.layer_ranks, policy.sharding.optimizer_ranks) == (2, 2)
+    assert policy.micro_tokens == 2 * plain.micro_tokens
+    assert policy.shape.parameters < 0.6 * plain.shape.parameters
+    assert loading(policy, "cpu")["weights"] == loading(plain, "cpu")["weights"] == 4 * plain.shape.parameters
+    assert loading(policy, "cuda")["weights"] == 4 * policy.shape.parameters
+    with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
+        layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
 
 
 def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):

@@ -17,6 +17,9 @@ class Sharding:
     gradient_ranks: int = 1
     optimizer_ranks: int = 1
     """Of the optimizer's state, the master weights and the average."""
+    layer_ranks: int = 1
+    """The ranks that divide every layer among them and compute the same micro-batches; embedding and head are whole on
+    each. They read the model whole in host memory, and a device gets its part."""
     weight_bytes: float = 4.0
     """The weights that layers compute with."""
     gradient_bytes: float = 4.0

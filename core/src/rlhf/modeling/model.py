@@ -134,7 +134,7 @@ def load_model(
     if outputs is None:
         check_head(loaded, spec)
     if device.type == "cpu":
-        _fuse(loaded)
+        fuse(loaded)
     return loaded
 
 
@@ -255,7 +255,7 @@ def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMo
     return LoadedModel(module, body, head, kind, softcap)
 
 
-def _fuse(loaded: LoadedModel) -> None:
+def fuse(loaded: LoadedModel) -> None:
     """Fused layers where they give the same hidden states as transformers' own; a CPU's gain, not measured on GPUs."""
     ids_N = torch.arange(7) % loaded.vocabulary
     probe = (ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2]), [4, 3])

@@ -71,10 +71,11 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
     return here, sum(size for part, size in held.items() if elsewhere[part])
 
 
-def loading(role: RoleLayout) -> Parts:
+def loading(role: RoleLayout, device: str) -> Parts:
     """While its model is read: all weights that one rank holds for a moment."""
-    s = role.sharding
-    return {"weights": int(role.shape.parameters * s.weight_bytes / s.loading_ranks)}
+    s, shape = role.sharding, role.shape
+    read = shape.read if shape.read and device == "cpu" else shape.parameters
+    return {"weights": int(read * s.weight_bytes / s.loading_ranks)}
 
 
 # -------------------------------------------------------------------------------------- the engine
@@ -218,7 +219,7 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     aside = phase == "generate" and _shares_with_engines(layout, role.name)
     parts, host = resting(role, aside=aside)
     if phase == "load":
-        return (loading(role) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
+        return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
     if busy and phase == "train":
         added, away = training(role, machine.device)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
@@ -226,7 +227,8 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
         return _add(parts, forwarding(role, machine.device)), host
     if busy and phase == "sync":
         assert layout.engines is not None
-        spread = role.sharding.weight_ranks > 1 or role.sharding.host_weights
+        s = role.sharding
+        spread = s.weight_ranks > 1 or s.layer_ranks > 1 or s.host_weights
         return _add(parts, {"working": layout.engines.bucket if spread else 0}), host
     if machine.device == "cpu" and machine.processes:  # its process keeps its heap, and the others cannot have it
         parts = _add(parts, {"allocator": left(role)})

@@ -51,11 +51,11 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
     if rewards:
         annotated.add("scores")
-    micro = _micro_tokens(made, mine, budget, longest, place.ranks)
+    micro = _micro_tokens(made, mine, budget, longest, place.ranks // sharding.layer_ranks)
     return RoleLayout(
         name,
         place,
-        read_shape(spec.path, role.head, spec.trust_remote_code),
+        read_shape(spec.path, role.head, spec.trust_remote_code).part(sharding.layer_ranks),
         sharding,
         role.trained,
         micro,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class ModelShape:
     """Parameters in tensors below 32 MiB in fp32 (:data:`rlhf.plan.heap.LARGE`)."""
     positions: int | None = None
     """Longest sequence that the model is made for, where its config says."""
+    read: int = 0
+    """Parameters of the whole model, where this is a part of one; else 0."""
 
     @property
     def embedding(self) -> int:
@@ -80,6 +82,25 @@ class ModelShape:
     def widest(self) -> int:
         """Parameters of the largest part that is computed with at once: a layer, the embedding or the head."""
         return max([layer.parameters for layer in self.layers] + [self.embedding, self.head])
+
+    def part(self, ranks: int) -> ModelShape:
+        """What each of so many ranks holds that divide every layer among them (:attr:`Sharding.layer_ranks`): heads and
+        feed-forward width. A layer's norms, a ten-thousandth of it, are counted as divided too."""
+        if ranks == 1:
+            return self
+        layers = tuple(
+            replace(
+                layer,
+                **{
+                    name: -(-getattr(layer, name) // ranks)
+                    for name in ("parameters", "query", "key", "value", "heads", "ffn")
+                },
+            )
+            for layer in self.layers
+        )
+        outside = self.parameters - sum(layer.parameters for layer in self.layers)
+        own = outside + sum(layer.parameters for layer in layers)
+        return replace(self, layers=layers, parameters=own, small=min(self.small, own), read=self.parameters)
 
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
         """Of low-rank adapters beside every linear layer, or beside those whose names end with one of ``targets``."""

@@ -129,10 +129,13 @@ def _how(layout: Layout, name: str, part: str) -> str:
     role = layout.role(name)
     s, shape = role.sharding, role.shape
     on = {
-        "weights": _product(shape.parameters, s.weight_bytes, s.weight_ranks),
-        "gradients": _product(role.trained_parameters, s.gradient_bytes, s.gradient_ranks),
+        "weights": _product(shape.parameters, s.weight_bytes, s.weight_ranks, s.layer_ranks),
+        "gradients": _product(role.trained_parameters, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": _product(
-            role.trained_parameters, s.optimizer_bytes + s.master_bytes + s.average_bytes, s.optimizer_ranks
+            role.trained_parameters,
+            s.optimizer_bytes + s.master_bytes + s.average_bytes,
+            s.optimizer_ranks,
+            s.layer_ranks,
         ),
         "activations": _activations(role),
         "logits": f"chunks of at most {s.logits} logits x 4 bytes, several copies",
@@ -142,9 +145,10 @@ def _how(layout: Layout, name: str, part: str) -> str:
     return on.get(part, "")
 
 
-def _product(count: int, each: float, ranks: int) -> str:
+def _product(count: int, each: float, ranks: int, layer_ranks: int = 1) -> str:
     over = f" / {ranks} ranks" if ranks > 1 else ""
-    return f"{count / 1e9:.3g} G parameters x {each:g} bytes{over}"
+    part = f" of layers in {layer_ranks} parts" if layer_ranks > 1 else ""
+    return f"{count / 1e9:.3g} G parameters{part} x {each:g} bytes{over}"
 
 
 def _activations(role: RoleLayout) -> str:

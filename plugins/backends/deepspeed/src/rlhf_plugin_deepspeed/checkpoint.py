@@ -15,10 +15,10 @@ from rlhf_plugin_deepspeed import files
 from rlhf_plugin_deepspeed.group import barrier
 
 if TYPE_CHECKING:
-    from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+    from rlhf_plugin_deepspeed.held import DividedModel
 
 
-def save(trainer: DeepSpeedTrainer, path: Path) -> None:
+def save(trainer: DividedModel, path: Path) -> None:
     """``rank-R-of-N.safetensors`` per rank and, once all of them are there, ``trainer.json``."""
     spec, shards = trainer.spec, trainer.shards
     path.mkdir(parents=True, exist_ok=True)
@@ -32,26 +32,27 @@ def save(trainer: DeepSpeedTrainer, path: Path) -> None:
                 kinds.setdefault(files.OPTIMIZER + key, {})[index] = value.view(-1)
             else:
                 scalars.setdefault(key, {})[index] = float(value)
-    pieces = files.own(shards.flats, shards.replicated, spec.rank, spec.world_size)
-    files.write(path, pieces, kinds, scalars, spec.rank, spec.world_size)
+    pieces = files.own(shards, trainer.division)
+    files.write(path, pieces, kinds, scalars, trainer.division, spec.rank, spec.world_size)
     barrier()
     if spec.rank == 0:
         state.write(path, {}, _facts(trainer))
     barrier()
 
 
-def load(trainer: DeepSpeedTrainer, path: Path) -> None:
-    """Restore what :func:`save` wrote, on this number of ranks or another, in this stage or another."""
+def load(trainer: DividedModel, path: Path) -> None:
+    """Restore what :func:`save` wrote, on this number of ranks or another, in this stage or another, divided into as
+    many parts or others."""
     facts = state.read_facts(path)
     _check(trainer, facts, path)
     shards = trainer.shards
-    saved = files.SavedState(path, facts["ranks"])
-    sizes = {piece: trainer.tensors.shapes[piece].numel() for piece in trainer.parameters}
-    saved.check(files.WEIGHT, sizes)
-    files.restore(saved, files.WEIGHT, shards.flats, [flat.data for flat in shards.flats])
+    shapes = {name: trainer.tensors.shapes[name] for name in trainer.parameters}
+    saved = files.SavedState(path, facts["ranks"], shapes, trainer.division)
+    saved.check(files.WEIGHT)
+    saved.restore(files.WEIGHT, shards.flats, [flat.data for flat in shards.flats])
     if trainer.average is not None:
-        saved.check(files.AVERAGE, sizes)
-        files.restore(saved, files.AVERAGE, shards.flats, trainer.average.tensors)
+        saved.check(files.AVERAGE)
+        saved.restore(files.AVERAGE, shards.flats, trainer.average.tensors)
     if trainer.base is not None:
         _restore_optimizer(trainer, saved)
     shards.publish()
@@ -63,12 +64,13 @@ def load(trainer: DeepSpeedTrainer, path: Path) -> None:
     barrier()
 
 
-def _facts(trainer: DeepSpeedTrainer) -> dict[str, Any]:
+def _facts(trainer: DividedModel) -> dict[str, Any]:
     return {
         "role": trainer.spec.role.name,
         "trained": trainer.spec.role.trained,
         "ranks": trainer.spec.world_size,
         "stage": trainer.config.stage,
+        "tensor_parallel": trainer.grid.parts,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
         "updates": trainer.updates,
@@ -81,12 +83,12 @@ def _facts(trainer: DeepSpeedTrainer) -> dict[str, Any]:
     }
 
 
-def _lora(trainer: DeepSpeedTrainer) -> dict[str, Any] | None:
+def _lora(trainer: DividedModel) -> dict[str, Any] | None:
     """The adapters' options; a checkpoint holds the adapters only, and the model is read from its own path."""
     return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
-def _check(trainer: DeepSpeedTrainer, facts: dict[str, Any], path: Path) -> None:
+def _check(trainer: DividedModel, facts: dict[str, Any], path: Path) -> None:
     if not isinstance(facts.get("ranks"), int):
         raise CheckpointError(
             f"{str(path)!r} was not saved by trainer 'deepspeed': its {state.FACTS} names no number of ranks"
@@ -104,13 +106,13 @@ def _check(trainer: DeepSpeedTrainer, facts: dict[str, Any], path: Path) -> None
         )
 
 
-def _optimizer_state(trainer: DeepSpeedTrainer, owner: Tensor) -> dict[str, Tensor]:
+def _optimizer_state(trainer: DividedModel, owner: Tensor) -> dict[str, Tensor]:
     if trainer.base is None:
         return {}
     return {key: value for key, value in trainer.base.state.get(owner, {}).items() if isinstance(value, Tensor)}
 
 
-def _restore_optimizer(trainer: DeepSpeedTrainer, saved: files.SavedState) -> None:
+def _restore_optimizer(trainer: DividedModel, saved: files.SavedState) -> None:
     assert trainer.base is not None
     optimizer = trainer.base
     optimizer.state.clear()
@@ -122,7 +124,7 @@ def _restore_optimizer(trainer: DeepSpeedTrainer, saved: files.SavedState) -> No
             if not any(saved.has(kind, name) for name in names):
                 continue  # never stepped, or by the optimizer's other half
             target = torch.zeros_like(flat.data)
-            files.restore(saved, kind, [flat], [target])
+            saved.restore(kind, [flat], [target])
             restored[kind.removeprefix(files.OPTIMIZER)] = target.view_as(flat.owner)
         for key, by_name in saved.scalars().items():
             values = [by_name[n] for n in names if n in by_name]

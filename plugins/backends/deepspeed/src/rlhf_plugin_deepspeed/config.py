@@ -11,6 +11,9 @@ from rlhf.modeling.config import TrainingConfig
 class DeepSpeedTrainerConfig(TrainingConfig):
     stage: Literal[0, 1, 2, 3] = 2
     """ZeRO: what is divided over the ranks. 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    tensor_parallel: int = Field(1, ge=1)
+    """So many neighbouring ranks divide each layer among them and compute the same micro-batches. Stages 0 to 2; a
+    divisor of the number of ranks, of the model's heads and of its feed-forward width."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """``muon``: orthogonalised momentum for the layers' matrices, AdamW for embeddings, heads and vectors."""
     muon_lr: float | None = Field(None, ge=0)
@@ -48,6 +51,18 @@ class DeepSpeedTrainerConfig(TrainingConfig):
         ):
             if value != off and self.stage != 3:
                 raise ValueError(f"{name} = {value!r} needs stage 3, where weights are divided; stage is {self.stage}")
+        if self.tensor_parallel > 1:
+            for name, wrong, why in (
+                ("stage = 3", self.stage == 3, "divides every weight by its elements already; use stage 0, 1 or 2"),
+                (
+                    "lora",
+                    self.lora is not None,
+                    "puts adapters beside whole matrices; train all weights, or leave one out",
+                ),
+                ("optimizer = 'muon'", self.optimizer == "muon", "needs whole matrices; use 'adamw'"),
+            ):
+                if wrong:
+                    raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
         if self.muon_lr is not None and self.optimizer != "muon":
             raise ValueError(f"muon_lr = {self.muon_lr} has no effect with optimizer = {self.optimizer!r}")
         return self

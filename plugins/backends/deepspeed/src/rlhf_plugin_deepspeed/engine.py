@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rlhf.errors import TrainingError
 from torch import Tensor, nn
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.grid import Grid
 from rlhf_plugin_deepspeed.group import import_deepspeed, quiet, second_copies
 from rlhf_plugin_deepspeed.model import ShardedModel, sparing_linear
 
@@ -26,21 +26,22 @@ class Zero:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         config: DeepSpeedTrainerConfig,
-        world_size: int,
+        grid: Grid,
         device: torch.device,
     ) -> None:
         deepspeed = import_deepspeed(device)
-        self.model, self.stage, self.world_size = model, config.stage, world_size
+        self.model, self.stage, self.grid = model, config.stage, grid
         self.base_optimizer = optimizer
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
         elements = sum(_numel(p) for p in model.parameters())
-        with quiet(), second_copies(config.hpz_partition_size, config.timeout):
+        with quiet(), second_copies(config.hpz_partition_size, config.timeout), grid.told():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
                 config=engine_config(config, elements),
+                mpu=grid.mpu,
                 dist_init_required=False,
             )
         self.optimizer: Any = self.engine.optimizer
@@ -62,8 +63,7 @@ class Zero:
         if self.stage == 3:
             pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
         else:
-            rank = dist.get_rank()
-            own = [parts[rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+            own = [parts[self.grid.replica] for parts in optimizer.parallel_partitioned_bit16_groups]
             pairs = zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
         for stepped, computed in pairs:
             stepped.data = computed.data
@@ -76,29 +76,31 @@ class Zero:
         return values
 
     def backward(self, total: Tensor, bf16: bool) -> None:
-        """Add the gradients of ``total``. DeepSpeed averages over ranks, so it is multiplied by their number."""
+        """Add the gradients of ``total``. DeepSpeed averages over replicas, so it is multiplied by their number."""
         if self.reduced:
             raise TrainingError("gradients were read: apply() or zero_grad() must come before the next accumulate()")
         with sparing_linear(bf16 and self.stage == 3):
-            self.engine.backward(total * self.world_size, scale_wrt_gas=False)
+            self.engine.backward(total * self.grid.replicas, scale_wrt_gas=False)
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks, once, after the last micro-batch."""
+        """Sum the gradients over the replicas, once, after the last micro-batch."""
         if self.reduced:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        if self.stage >= 2:
-            self.optimizer.finalize_gradient_accumulation_boundary()
-        elif self.stage == 1 or self.world_size > 1:
-            for parameter in self._trained():
-                if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
-                    parameter.grad = torch.zeros_like(parameter)
-            self.engine.allreduce_gradients(self.bucket)
+        with self.grid.told():
+            if self.stage >= 2:
+                self.optimizer.finalize_gradient_accumulation_boundary()
+            elif self.stage == 1 or self.grid.replicas > 1:
+                for parameter in self._trained():
+                    if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
+                        parameter.grad = torch.zeros_like(parameter)
+                self.engine.allreduce_gradients(self.bucket)
         self.reduced = True
 
     def step(self) -> None:
         """Step with the reduced gradients and forget them."""
-        self.engine.step()
+        with self.grid.told():
+            self.engine.step()
         self._fresh()
 
     def discard(self) -> None:

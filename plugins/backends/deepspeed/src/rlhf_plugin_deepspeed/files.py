@@ -1,9 +1,10 @@
 """A sharded trainer's state on disk: one safetensors file per rank, read back by any number of ranks in any stage.
 
-A file holds 1-D pieces, ``<kind>/<parameter>``: elements ``start`` to ``start + numel`` of the flattened parameter.
-Kinds are ``weight``, ``average`` and the optimizer's, ``optimizer.exp_avg``, ... The metadata says where each piece
-starts, and holds the optimizer's scalars. A rank that loads reads the elements that it owns now, from the files where
-they lie.
+A file holds 1-D pieces, ``<kind>/<parameter>``: elements ``start`` to ``start + numel`` of the flattened parameter, or
+of the flattened part that the rank holds of it (``tensor_parallel``). Kinds are ``weight``, ``average`` and the
+optimizer's, ``optimizer.exp_avg``, ... The metadata says where each piece starts and of which part, and holds the
+optimizer's scalars. A rank that loads reads the elements that it owns now, from the files where they lie; a parameter
+that is divided into other parts now is put together first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_plugin_deepspeed.shards import Flat, Piece
+from rlhf_plugin_deepspeed.division import Division
+from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 
@@ -29,15 +31,17 @@ def file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
-def own(flats: Iterable[Flat], replicated: bool, rank: int, ranks: int) -> list[tuple[int, Piece]]:
-    """(index of the flat, piece) that this rank writes: its pieces, or its share of what every rank holds."""
+def own(shards: Shards, division: Division) -> list[tuple[int, Piece]]:
+    """(index of the flat, piece) that this rank writes: its pieces, or its share of what every replica holds. What is
+    whole on all ranks of a replica, its first rank writes."""
+    replica, replicas = division.grid.replica, division.grid.replicas
     found = []
-    for index, flat in enumerate(flats):
+    for index, flat in enumerate(shards.flats):
         for piece in flat.pieces:
-            if replicated:
-                low, high = piece.numel * rank // ranks, piece.numel * (rank + 1) // ranks
+            if shards.replicated:
+                low, high = piece.numel * replica // replicas, piece.numel * (replica + 1) // replicas
                 piece = Piece(piece.name, low, low, high - low)
-            if piece.numel:
+            if piece.numel and division.counts(piece.name):
                 found.append((index, piece))
     return found
 
@@ -47,6 +51,7 @@ def write(
     pieces: list[tuple[int, Piece]],
     kinds: Mapping[str, Mapping[int, Tensor]],
     scalars: Mapping[str, Mapping[int, float]],
+    division: Division,
     rank: int,
     ranks: int,
 ) -> None:
@@ -57,8 +62,11 @@ def write(
         for index, piece in pieces
         if index in by_flat
     }
+    grid = division.grid
+    divided = {p.name: (dim, grid.part, grid.parts) for _, p in pieces if (dim := division.dim(p.name)) is not None}
     metadata = {
         "start": json.dumps({piece.name: piece.start for _, piece in pieces}),
+        "divided": json.dumps(divided),
         "scalars": json.dumps(
             {key: {p.name: by_flat[i] for i, p in pieces if i in by_flat} for key, by_flat in scalars.items()}
         ),
@@ -67,29 +75,43 @@ def write(
 
 
 @dataclass(slots=True)
-class _Part:
+class _Stored:
     start: int
     numel: int
     file: Path
+    part: int
+    """Of the parts that the parameter was divided into."""
 
 
 class SavedState:
-    """The files of all ranks of a saved run, opened for reading slices."""
+    """The files of all ranks of a saved run, opened for reading slices.
 
-    def __init__(self, path: Path, ranks: int) -> None:
-        self.path = path
+    Args:
+        shapes: {parameter: shape when whole} of the model that reads.
+        division: what the reading rank holds of them.
+    """
+
+    def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], division: Division) -> None:
+        self.path, self.shapes, self.division = path, shapes, division
         self._files: dict[Path, Any] = {}
-        self._parts: dict[str, list[_Part]] = {}
+        self._stored: dict[str, list[_Stored]] = {}
         self._scalars: dict[str, dict[str, float]] = {}
+        self._dims: dict[str, tuple[int, int]] = {}
+        """{divided parameter: (dimension, parts)} as they were saved."""
         for rank in range(ranks):
             file = path / file_name(rank, ranks)
             try:
                 opened = safe_open(file, framework="pt")
                 metadata = opened.metadata() or {}
                 starts, scalars = json.loads(metadata["start"]), json.loads(metadata["scalars"])
+                divided = json.loads(metadata.get("divided", "{}"))
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
-                    start = starts[key.partition("/")[2]]
-                    self._parts.setdefault(key, []).append(_Part(start, opened.get_slice(key).get_shape()[0], file))
+                    name = key.partition("/")[2]
+                    dim, part, parts = divided.get(name, (0, 0, 1))
+                    if parts > 1:
+                        self._dims[name] = dim, parts
+                    stored = _Stored(starts[name], opened.get_slice(key).get_shape()[0], file, part)
+                    self._stored.setdefault(key, []).append(stored)
             except (OSError, SafetensorError, KeyError, ValueError) as cause:
                 raise CheckpointError(
                     f"cannot read {str(file)!r} ({type(cause).__name__}: {cause}). The checkpoint was saved by {ranks} "
@@ -100,56 +122,80 @@ class SavedState:
                 self._scalars.setdefault(key, {}).update(values)
 
     def kinds(self) -> set[str]:
-        return {key.partition("/")[0] for key in self._parts}
+        return {key.partition("/")[0] for key in self._stored}
 
     def scalars(self) -> Mapping[str, Mapping[str, float]]:
         """{key: {parameter: value}}."""
         return self._scalars
 
-    def check(self, kind: str, sizes: Mapping[str, int]) -> None:
+    def check(self, kind: str) -> None:
         """Every element of every parameter is there, once. Raises CheckpointError naming what is not."""
-        there = {key.partition("/")[2] for key in self._parts if key.partition("/")[0] == kind}
-        if there != sizes.keys():
-            missing, unknown = sorted(sizes.keys() - there), sorted(there - sizes.keys())
+        there = {key.partition("/")[2] for key in self._stored if key.partition("/")[0] == kind}
+        if there != self.shapes.keys():
+            missing, unknown = sorted(self.shapes.keys() - there), sorted(there - self.shapes.keys())
             raise CheckpointError(
                 f"the checkpoint {str(self.path)!r} is of another model: missing {missing[:3] or 'nothing'}, unknown "
                 f"{unknown[:3] or 'nothing'}"
             )
-        for name, size in sizes.items():
-            parts = sorted(self._parts[f"{kind}/{name}"], key=lambda p: p.start)
-            ends = [0]
-            for part in parts:
-                if part.start != ends[-1]:
-                    break
-                ends.append(part.start + part.numel)
-            if len(ends) != len(parts) + 1 or ends[-1] != size:
-                files = ", ".join(sorted({p.file.name for p in parts}))
-                raise CheckpointError(
-                    f"the checkpoint {str(self.path)!r} does not hold the {size} elements of {name!r} ({kind}) once "
-                    f"each: {files} hold {[(p.start, p.start + p.numel) for p in parts]}"
-                )
+        for name, shape in self.shapes.items():
+            parts = self._dims.get(name, (0, 1))[1]
+            for part in range(parts):
+                self._check_part(kind, name, part, shape.numel() // parts)
+
+    def _check_part(self, kind: str, name: str, part: int, size: int) -> None:
+        stored = sorted((s for s in self._stored[f"{kind}/{name}"] if s.part == part), key=lambda s: s.start)
+        ends = [0]
+        for each in stored:
+            if each.start != ends[-1]:
+                break
+            ends.append(each.start + each.numel)
+        if len(ends) != len(stored) + 1 or ends[-1] != size:
+            files = ", ".join(sorted({s.file.name for s in stored})) or "no file"
+            raise CheckpointError(
+                f"the checkpoint {str(self.path)!r} does not hold the {size} elements of {name!r} ({kind}) once "
+                f"each: {files} hold {[(s.start, s.start + s.numel) for s in stored]}"
+            )
 
     def has(self, kind: str, name: str) -> bool:
-        return f"{kind}/{name}" in self._parts
+        return f"{kind}/{name}" in self._stored
 
-    def fill(self, kind: str, piece: Piece, target: Tensor) -> None:
+    @torch.no_grad()
+    def restore(self, kind: str, flats: Iterable[Flat], targets: Iterable[Tensor]) -> None:
+        """Fill ``targets`` (one [n] per flat) with the elements of its pieces."""
+        for flat, target in zip(flats, targets, strict=True):
+            for piece in flat.pieces:
+                if self.has(kind, piece.name):
+                    self._fill(kind, piece, target[piece.offset : piece.offset + piece.numel])
+
+    def _fill(self, kind: str, piece: Piece, target: Tensor) -> None:
         """Copy the piece's elements into ``target`` [numel]."""
-        end = piece.start + piece.numel
-        key = f"{kind}/{piece.name}"
-        for part in self._parts[key]:
-            low, high = max(piece.start, part.start), min(end, part.start + part.numel)
-            if low < high:
+        key, dim, grid = f"{kind}/{piece.name}", self.division.dim(piece.name), self.division.grid
+        now = None if dim is None else (dim, grid.parts)
+        if now == self._dims.get(piece.name):
+            self._read(key, 0 if dim is None else grid.part, piece.start, target)
+        else:
+            held = self.division.own(piece.name, self._whole(key)).reshape(-1)
+            target.copy_(held[piece.start : piece.start + piece.numel])
+
+    def _whole(self, key: str) -> Tensor:
+        """The whole parameter, from the parts that it was saved in."""
+        name = key.partition("/")[2]
+        dim, parts = self._dims.get(name, (0, 1))
+        shape = list(self.shapes[name])
+        shape[dim] //= parts
+        found = [torch.empty(torch.Size(shape)) for _ in range(parts)]
+        for part, target in enumerate(found):
+            self._read(key, part, 0, target.view(-1))
+        return torch.cat(found, dim)
+
+    def _read(self, key: str, part: int, start: int, target: Tensor) -> None:
+        """Elements from ``start`` on of a part, into ``target`` [n]."""
+        end = start + target.numel()
+        for stored in self._stored[key]:
+            low, high = max(start, stored.start), min(end, stored.start + stored.numel)
+            if stored.part == part and low < high:
                 try:
-                    values = self._files[part.file].get_slice(key)[low - part.start : high - part.start]
+                    values = self._files[stored.file].get_slice(key)[low - stored.start : high - stored.start]
                 except (SafetensorError, OSError) as cause:
-                    raise CheckpointError(f"cannot read {key!r} of {str(part.file)!r}: {cause}") from cause
-                target[low - piece.start : high - piece.start].copy_(values)
-
-
-@torch.no_grad()
-def restore(saved: SavedState, kind: str, flats: Iterable[Flat], targets: Iterable[Tensor]) -> None:
-    """Fill ``targets`` (one [n] per flat) with the elements of its pieces."""
-    for flat, target in zip(flats, targets, strict=True):
-        for piece in flat.pieces:
-            if saved.has(kind, piece.name):
-                saved.fill(kind, piece, target[piece.offset : piece.offset + piece.numel])
+                    raise CheckpointError(f"cannot read {key!r} of {str(stored.file)!r}: {cause}") from cause
+                target[low - start : high - start].copy_(values)

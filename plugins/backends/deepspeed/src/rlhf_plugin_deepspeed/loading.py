@@ -1,4 +1,6 @@
-"""Reading a model whose weights are divided over ranks while they are read, so that no rank ever holds them all."""
+"""Reading a model: whole; divided over ranks while it is read, so that no rank ever holds it all (stage 3); or whole in
+host memory, of which a rank keeps its part of every layer (``tensor_parallel``).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from typing import Any
 import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import add_adapters
-from rlhf.modeling.model import LoadedModel, draw_head, load_model
+from rlhf.modeling.model import LoadedModel, check_head, draw_head, fuse, load_model
 from rlhf.seeds import derive_seed
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.division import Division
 from rlhf_plugin_deepspeed.engine import engine_config
+from rlhf_plugin_deepspeed.grid import Grid
 from rlhf_plugin_deepspeed.group import quiet, second_copies
+from rlhf_plugin_deepspeed.layers import divide
 
 
 class _Zero3:
@@ -39,6 +44,30 @@ def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del facts
+
+
+def load(
+    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any, grid: Grid
+) -> tuple[LoadedModel, Division]:
+    """The model as this rank holds it."""
+    if config.stage == 3:
+        return load_divided(spec, device, config, deepspeed), Division(grid)
+    if grid.parts > 1:
+        return load_part(spec, device, grid)
+    return load_model(spec, device, config.lora if spec.role.trained else None), Division(grid)
+
+
+def load_part(spec: ModelSpec, device: torch.device, grid: Grid) -> tuple[LoadedModel, Division]:
+    """:func:`rlhf.modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
+    host = torch.device("cpu")
+    loaded = load_model(spec, host, divided=True)
+    if loaded.fresh_head:
+        draw_head(loaded, spec)
+    if loaded.kind == "lm":
+        check_head(loaded, spec)
+    if device.type == "cpu":
+        fuse(loaded)
+    return loaded, Division(grid, *divide(loaded, grid, device))
 
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:

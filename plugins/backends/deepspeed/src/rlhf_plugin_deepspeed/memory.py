@@ -9,6 +9,7 @@ from rlhf.interfaces.memory import Sharding
 from rlhf.modeling.sharding import sharding as of_one_rank
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.grid import check_parts
 
 FP32 = 4.0
 
@@ -16,9 +17,12 @@ FP32 = 4.0
 def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sharding:
     """See :meth:`rlhf.interfaces.Trainer.sharding`. Weights are fp32 and stepped in place: there is no other copy, but
     for an optimizer on the host."""
-    stage, ranks, host = config.stage, spec.world_size, config.offload_optimizer != "none"
+    parts = config.tensor_parallel
+    check_parts(spec, parts)
+    stage, ranks, host = config.stage, spec.world_size // parts, config.offload_optimizer != "none"
     held = replace(
         of_one_rank(config, spec, device),
+        layer_ranks=parts,
         optimizer_ranks=ranks if stage >= 1 else 1,
         master_bytes=FP32 if host else 0.0,
         flat=stage >= 1,

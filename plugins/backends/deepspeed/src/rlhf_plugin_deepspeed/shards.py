@@ -6,8 +6,10 @@ where. Together the ranks' pieces cover every parameter once, except where each 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -75,6 +77,17 @@ class Shards:
         whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
         for piece in flat.pieces:
             yield piece, whole[piece.offset : piece.offset + piece.numel]
+
+    def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
+        """(piece, 1-D views that, one after the other, are its reduced gradient); no views where there is none."""
+        parts = [p.detach().view(-1) for p in self.gradients(index)]
+        ends = list(accumulate(p.numel() for p in parts))
+        for piece in self.flats[index].pieces:
+            found, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
+            while at < len(parts) and (start := ends[at] - parts[at].numel()) < end:
+                found.append(parts[at][max(piece.offset - start, 0) : end - start])
+                at += 1
+            yield piece, found
 
     def publish(self) -> None:
         """After the flats changed: every rank computes with the new values."""

@@ -12,6 +12,7 @@ from rlhf.modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_plugin_deepspeed.division import Division
 from rlhf_plugin_deepspeed.shards import Shards
 
 BASE = ".base_layer.weight"
@@ -19,20 +20,24 @@ Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
 class Tensors:
-    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already.
+    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already, by their
+    elements (stage 3) or into parts (``division``).
 
     Others see them under the names of the architecture's checkpoints, without adapters.
     """
 
-    def __init__(self, module: PreTrainedModel) -> None:
-        self.module = module
+    def __init__(self, module: PreTrainedModel, division: Division) -> None:
+        self.module, self.division = module, division
         self.objects: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 self.objects[name] = tensor
-        self.shapes = {name: torch.Size(getattr(t, "ds_shape", t.shape)) for name, t in self.objects.items()}
+        self.shapes = {
+            name: division.shape(name, torch.Size(getattr(t, "ds_shape", t.shape))) for name, t in self.objects.items()
+        }
+        """Of whole tensors."""
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
         self._adapters = {
             owner: [name for name in self.objects if name.startswith(f"{owner}.") and is_adapter(name)]
@@ -45,19 +50,31 @@ class Tensors:
         size = next(iter(self.parameters.values())).element_size()  # fp32; that of a buffer may differ
         return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
 
-    def stream(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) on the rank that is ``first``; the others only take part.
+    def stream(
+        self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) on the rank that is ``first``; the others only take part, those that hold other parts of
+        its tensors (``near``) too.
 
-        Where weights are divided (``gather``), about ``elements`` of them are whole at once, and copies are yielded;
-        otherwise they share memory with the model, but for those that are laid out otherwise in checkpoints.
+        Where weights are divided by their elements (``gather``), about ``elements`` of them are whole at once, and
+        copies are yielded; otherwise they share memory with the model, but for those that are put together from parts,
+        or laid out otherwise in checkpoints.
 
         Args:
             merge: add what adapters learned to the weights that they belong to, on copies.
         """
-        return self._published.stream(self._whole(gather, first, elements, merge))
+        return self._published.stream(self._whole(gather, first, near, elements, merge))
 
-    def _whole(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
+    def _whole(
+        self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """The same under the module's names."""
+        if self.division.dims:
+            for name in self._model() if near else ():
+                whole = self.division.whole(name, self.objects[name].detach())
+                if first:
+                    yield name, whole
+            return
         if gather is None:
             if first:
                 yield from self._seen(self._model(), merge)
@@ -96,7 +113,9 @@ class Tensors:
         given = self._published.restore(given, where)
         for flat in shards.flats:
             for piece in flat.pieces:
-                values = given[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
+                values = self.division.own(piece.name, given[piece.name]).reshape(-1)[
+                    piece.start : piece.start + piece.numel
+                ]
                 flat.data[piece.offset : piece.offset + piece.numel].copy_(values)
         for name, target in self.objects.items():
             if name not in self.parameters:

@@ -1,0 +1,100 @@
+"""The ranks of a role as replicas x parts: the ranks of a replica divide every layer among them, the ranks of a part
+hold the same weights and compute different units.
+
+Rank ``replica * parts + part``: the parts of a replica, which wait for each other in every layer, are neighbours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import ModelSpec
+
+_groups: dict[int, tuple[Any, Any]] = {}
+"""{parts: (group of this rank's replica, group of its part)}; all roles of a process have the same ranks."""
+
+
+def check_parts(spec: ModelSpec, parts: int) -> None:
+    """Raises CapabilityError where ``parts`` does not divide the role's ranks."""
+    if spec.world_size % parts:
+        raise CapabilityError(
+            f"tensor_parallel = {parts} does not divide the {spec.world_size} ranks of role {spec.role.name!r}: set "
+            f"placement.{spec.role.name}.ranks = {-(-spec.world_size // parts) * parts}, or another tensor_parallel "
+            "(a role's own trainer section may say 1)"
+        )
+
+
+class Grid:
+    """Where this rank stands; made once the role's ranks have met. DeepSpeed calls such an object ``mpu`` and reads its
+    ``get_...`` methods: what it calls model parallel are the parts, data parallel the replicas."""
+
+    def __init__(self, spec: ModelSpec, parts: int, seconds: float) -> None:
+        check_parts(spec, parts)
+        self.parts, self.part = parts, spec.rank % parts
+        self.replicas, self.replica = spec.world_size // parts, spec.rank // parts
+        self.first = self.replica * parts
+        """The replica's first rank."""
+        self.group: Any = None
+        """Of the replica's ranks; None where a rank is a whole replica."""
+        if parts > 1:
+            self.group, self._same_part = _groups.get(parts) or self._make_groups(seconds)
+
+    def _make_groups(self, seconds: float) -> tuple[Any, Any]:
+        """Every rank makes every group, in one order."""
+        found: list[Any] = [None, None]
+        replicas = [[r * self.parts + p for p in range(self.parts)] for r in range(self.replicas)]
+        same_part = [[r * self.parts + p for r in range(self.replicas)] for p in range(self.parts)]
+        for kind, sets in enumerate((replicas, same_part)):
+            for ranks in sets:
+                group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+                if self.first + self.part in ranks:
+                    found[kind] = group
+        _groups[self.parts] = found[0], found[1]
+        return _groups[self.parts]
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, DeepSpeed knows of the parts. It has one such object for all engines of a process, which it asks when
+        it starts, reduces and steps."""
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        before, groups.mpu = groups.mpu, self.mpu
+        try:
+            yield
+        finally:
+            groups.mpu = before
+
+    @property
+    def mpu(self) -> Grid | None:
+        return self if self.parts > 1 else None
+
+    # ------------------------------------------------------------------------- what DeepSpeed asks
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.parts
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.part
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_model_parallel_group(self) -> Any:
+        return self.group
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.replicas
+
+    def get_data_parallel_rank(self) -> int:
+        return self.replica
+
+    def get_data_parallel_group(self) -> Any:
+        return self._same_part

@@ -1,0 +1,136 @@
+"""What leaves and enters a model that is divided over ranks: whole weights, its head, exports, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.modeling.adapters import without_adapters
+from rlhf.modeling.model import load_tokenizer
+from rlhf.modeling.optimizer import give_back
+from rlhf.modeling.trainer import PackedTrainer
+from rlhf.ops.heads import OutputHead
+from torch import Tensor
+
+from rlhf_plugin_deepspeed import checkpoint, export
+from rlhf_plugin_deepspeed.average import Average
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.division import Division
+from rlhf_plugin_deepspeed.engine import Zero
+from rlhf_plugin_deepspeed.grid import Grid
+from rlhf_plugin_deepspeed.group import barrier, collective
+from rlhf_plugin_deepspeed.shards import Shards
+from rlhf_plugin_deepspeed.tensors import Tensors
+
+
+class DividedModel(PackedTrainer):
+    """One role's model as its ranks hold it. A subclass makes it, and trains it."""
+
+    config: DeepSpeedTrainerConfig
+    grid: Grid
+    division: Division
+    tensors: Tensors
+    shards: Shards
+    base: torch.optim.Optimizer | None = None
+    """torch's own; None for a role that is not trained."""
+    zero: Zero | None = None
+    """None where nothing is trained or gathered."""
+    average: Average | None = None
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
+
+    def _guard(self, call: str) -> AbstractContextManager[None]:
+        return collective(self.spec, call, self.config.timeout)
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, or where :attr:`everywhere` on all, detached, on the trainer's device, tied weights once (under
+        the embedding's name), adapters merged; other ranks take part and yield nothing. In stages 0 to 2 those that are
+        not divided share memory with the model: copy what must outlive the next step."""
+        gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
+        with self._guard("weights"), self._view(view):
+            first = self.spec.rank == 0 or self.everywhere
+            near = self.grid.replica == 0 or self.everywhere
+            yield from self.tensors.stream(gather, first, near, self.config.bucket, view != "base")
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        """In stages 0 to 2 it shares memory with the model, in stage 3 it is a copy, gathered whole."""
+        head = None
+        with self._guard("lend_head"), self._head_gathered():
+            if self.spec.rank == 0:
+                head = self.loaded.output_head
+                if self.config.stage == 3:
+                    bias_V = None if head.bias_V is None else head.bias_V.clone()
+                    head = OutputHead(head.weight_VH.clone(), bias_V, head.softcap)
+        if head is not None:
+            yield head
+
+    def _head_gathered(self) -> AbstractContextManager[Any]:
+        if self.zero is None or self.config.stage < 3:
+            return nullcontext()
+        return self.zero.gathered(list(self.loaded.head.parameters()))
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Every rank is given whole tensors and keeps its part."""
+        if self.has_adapters:
+            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
+        where = f"what role {self.spec.role.name!r} was sent"
+        with self._guard("load_weights"):
+            self.tensors.overwrite(dict(weights), self.shards, where)
+            self.shards.publish()
+
+    def export(self, path: Path, view: str = "live") -> None:
+        path = Path(path)
+        if self.spec.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
+            limit = self.config.export_shard_bytes
+            export.write_weights(path, self.weights(view), self.tensors.published(), limit)
+        else:
+            for _ in self.weights(view):
+                pass
+        with self._guard("export"):
+            barrier()
+
+    def offload(self) -> None:
+        """Optimizer state, its copy of the weights, the average and gradient buffers move to host memory. On a CPU they
+        are there already."""
+        if self.zero is not None and self.spec.role.trained:
+            self.zero.offload()
+        if self.average is not None:
+            self.average.move("cpu")
+        give_back(self.device)
+
+    def reload(self) -> None:
+        if self.zero is not None and self.spec.role.trained:
+            self.zero.reload()
+        if self.average is not None and self.config.offload_optimizer == "none":
+            self.average.move(self.device)
+
+    # --------------------------------------------------------------------------------------- state
+
+    def save(self, path: Path) -> None:
+        with self._guard("save"):
+            checkpoint.save(self, Path(path))
+
+    def load(self, path: Path) -> None:
+        with self._guard("load"):
+            checkpoint.load(self, Path(path))
+
+    # ------------------------------------------------------------------------------------ internals
+
+    def _view(self, view: str) -> AbstractContextManager[None]:
+        if view == "live":
+            return nullcontext()
+        if view == "ema" and self.average is not None:
+            return self.average.worn()
+        if view == "base" and self.has_adapters:
+            return without_adapters(self.module)
+        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})

@@ -1,0 +1,30 @@
+"""What the ranks of :mod:`parts_ranks` run and the tests read, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STAGES = (0, 1, 2)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"stage": 2, "gradient_checkpointing": True, "logits_chunk": 500},
+    "offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "bucket": {"stage": 1, "bucket": 1000},
+    "clipped": {"stage": 2, "max_grad_norm": 0.1},
+    "bf16": {"stage": 2, "dtype": "bf16"},
+}
+"""Options beside those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tied": False},
+    "mistral": {"architecture": "mistral", "sliding_window": 8},
+    "gemma2": {"architecture": "gemma2", "sliding_window": 8},
+    "gemma3": {"architecture": "gemma3_text", "sliding_window": 8},
+}
+"""Kinds of layers beside Qwen 3's."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "heads": {"heads": 3, "kv_heads": 1, "head_dim": 8},
+    "dropout": {"attention_dropout": 0.1},
+    "layers": {"architecture": "olmo2"},
+}

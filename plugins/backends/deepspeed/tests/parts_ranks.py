@@ -1,0 +1,263 @@
+"""One rank of 2 or 4 that divide layers in two: every case in turn. ``python parts_ranks.py RANK RANKS PORT FOLDER``.
+
+A case is a function whose return value, JSON, ends up in the tests under its name; tensors go to files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from parts_names import MODELS, REFUSED, STAGES, VARIANTS
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import ModelSpec
+from rlhf.sync.fingerprint import fingerprint
+from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from safetensors.torch import save_file
+from zero_cases import STEPS, batch, shares, spec
+from zero_cases import trainer as any_trainer
+
+RANK, RANKS, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+PARTS = 2
+REPLICA, REPLICAS = RANK // PARTS, RANKS // PARTS
+BOTH: dict[str, Callable[[], Any]] = {}
+PAIR: dict[str, Callable[[], Any]] = {}
+
+
+def case(name: str, cases: dict[str, Callable[[], Any]] = PAIR) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        cases[name] = function
+        return function
+
+    return add
+
+
+def trainer(of: ModelSpec, **options: Any) -> Any:
+    return any_trainer(of, tensor_parallel=PARTS, **options)
+
+
+def here(**options: Any) -> ModelSpec:
+    return spec(FOLDER, RANK, RANKS, PORT, **options)
+
+
+def mine(number: int, loss: Any = None) -> list[Any]:
+    """The same on the ranks of a replica."""
+    return shares(batch(number, loss), REPLICAS)[REPLICA]
+
+
+def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    if RANK == 0:
+        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, FOLDER / f"{name}.safetensors")
+
+
+def steps(of: Any, numbers: Any, loss: Any = None) -> list[Any]:
+    """[loss on this rank, norm, rate, why skipped] of each step."""
+    loss = loss or TokenLoss()
+    done = []
+    for number in numbers:
+        sums, result = of.update(mine(number, loss), loss, {}, {})
+        done.append([sums["loss"][0], result.grad_norm, result.lr, result.skipped])
+    return done
+
+
+def held(of: Any, view: str = "live") -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in of.weights(view)}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def first_gradients(of: Any, name: str, loss: Any = None) -> None:
+    loss = loss or TokenLoss()
+    of.accumulate(mine(0, loss), loss, {}, {})
+    keep(f"gradients-{name}", of.gradients())
+    of.zero_grad()
+
+
+def own_prints(of: Any) -> dict[str, str]:
+    return {name: fingerprint(p.detach()) for name, p in of.parameters.items()}
+
+
+for stage in STAGES:
+
+    @case(f"equal-{stage}", BOTH)
+    def equal(stage: int = stage) -> Any:
+        """Gradients of the first step; five steps; what scoring gives; what a rank holds."""
+        one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
+        first_gradients(one, f"{stage}")
+        done = steps(one, range(STEPS))
+        keep(f"weights-{stage}", held(one))
+        keep(f"average-{stage}", held(one, "ema"))
+        scores = one.forward(mine(9), ("logprobs",))
+        save_file({str(n): s["logprobs"] for n, s in enumerate(scores)}, FOLDER / f"scores-{stage}-{RANK}.safetensors")
+        return {
+            "steps": done,
+            "micros": len(mine(0)),
+            "share": one.facts().ranks_per_share,
+            "coverage": one.coverage(),
+            "evaluated": one.evaluate(mine(9), TokenLoss(), {}, {})["loss"][0],
+            "shapes": {name: list(p.shape) for name, p in one.parameters.items()},
+            "prints": own_prints(one),
+            "weights": len(held(one)),
+        }
+
+
+for stage in STAGES:
+
+    @case(f"resume-{stage}", BOTH)
+    def resume(stage: int = stage) -> Any:
+        """Saved after two steps, loaded into a trainer that has seen other data; what one rank saved goes on here."""
+        options = {"stage": stage, "ema_decay": 0.9}
+        one = trainer(here(), **options)
+        steps(one, range(2))
+        folder = FOLDER / f"saved-{stage}"
+        one.save(folder)
+        other = trainer(here(), **options)
+        steps(other, [7])
+        other.load(folder)
+        numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
+        bits = same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
+        other.load(FOLDER / "from_one")
+        return {"bits": bits, "steps": numbers, "from_one": steps(other, range(2, 5))}
+
+
+SPEC = ("gradient_checkpointing", "dtype")
+for variant, options in VARIANTS.items():
+
+    @case(f"variant-{variant}")
+    def varied(variant: str = variant, options: dict[str, Any] = options) -> Any:
+        one = trainer(
+            here(**{k: v for k, v in options.items() if k in SPEC}),
+            **{k: v for k, v in options.items() if k not in SPEC},
+        )
+        first_gradients(one, variant)
+        done = steps(one, range(3))
+        keep(f"weights-{variant}", held(one))
+        return {"steps": done}
+
+
+for kind in MODELS:
+
+    @case(f"model-{kind}")
+    def model(kind: str = kind) -> Any:
+        one = trainer(replace(here(), path=str(FOLDER / kind)), stage=2)
+        first_gradients(one, kind)
+        done = steps(one, range(2))
+        keep(f"weights-{kind}", held(one))
+        return {"steps": done}
+
+
+@case("critic")
+def critic() -> Any:
+    one = trainer(here(head="scalar"), stage=2)
+    first_gradients(one, "critic", ValueLoss())
+    return {"steps": steps(one, range(3), ValueLoss())}
+
+
+@case("frozen")
+def frozen() -> Any:
+    """A role that is not trained holds parts too; it takes whole weights over from a sender, and lends its head."""
+    source = trainer(here(), stage=2)
+    steps(source, range(2))
+    found: list[Any] = [held(source)]
+    torch.distributed.broadcast_object_list(found, 0)
+    one = trainer(here(trained=False), stage=2)
+    before, want = (of.forward(mine(9), ("logprobs",)) for of in (one, source))
+    one.load_weights(iter(found[0].items()))
+    after = one.forward(mine(9), ("logprobs",))
+
+    def apart(a: Any, b: Any) -> float:
+        return max(float((x["logprobs"] - y["logprobs"]).abs().max()) for x, y in zip(a, b, strict=True))
+
+    one.everywhere = True
+    return {
+        "moved": apart(before, want),
+        "left": apart(after, want),
+        "prints": own_prints(one) == own_prints(source),
+        "everywhere": len(held(one)),
+    }
+
+
+@case("lent")
+def lent() -> Any:
+    lender = trainer(replace(here(trained=False), path=str(FOLDER / "lender")), stage=2)
+    one = trainer(here(), stage=2)
+    whole = list(lender.lend_head()) or [None]
+    torch.distributed.broadcast_object_list(whole, 0)
+    one.borrow_head("lender", whole[0])
+    micros = mine(0, LentLoss())
+    hidden = [found["hidden"] for found in lender.forward(micros, ("hidden",))]
+    micros = [m.with_column("tok", "lent_hidden", h) for m, h in zip(micros, hidden, strict=True)]
+    sums = one.accumulate(micros, LentLoss(), {}, {})
+    keep("gradients-lent", one.gradients())
+    return {"loss": sums["loss"][0]}
+
+
+@case("skip", BOTH)
+def skip() -> Any:
+    """A loss, then a gradient, that is not finite: on the last replica only."""
+    one, twin = (trainer(here(), stage=2, ema_decay=0.5) for _ in range(2))
+    found = []
+    for broken in (InfiniteLoss(), InfiniteGradient()):
+        before = held(one)
+        one.accumulate(mine(0), TokenLoss(), {}, {})
+        one.accumulate(mine(1), broken if REPLICA == REPLICAS - 1 else TokenLoss(), {}, {})
+        result = one.apply()
+        found.append([result.skipped, same(before, held(one))])
+    steps(twin, [0])
+    twin.updates = one.updates = 2
+    done = steps(one, [0])
+    return [*found, [done[0][3], same(held(one), held(twin))]]
+
+
+@case("export")
+def export() -> Any:
+    one = trainer(here(), stage=2, ema_decay=0.9)
+    one.export(FOLDER / "export")
+    list(one.buckets())
+    return one.sent()
+
+
+@case("beside")
+def beside() -> Any:
+    """Roles that divide layers and roles that do not, in one process, in either order."""
+    divided, plain = trainer(here(), stage=2), any_trainer(here(), stage=2)
+    both = [steps(divided, [0]), plain.update(shares(batch(0), RANKS)[RANK], TokenLoss(), {}, {})[1].grad_norm]
+    return [both[0][0][1], both[1], steps(divided, [1])[0][1], steps(trainer(here(), stage=1), [0])[0][1]]
+
+
+@case("refused")
+def refused() -> Any:
+    found = {}
+    for name in REFUSED:
+        try:
+            trainer(replace(here(), path=str(FOLDER / name)), stage=2)
+        except CapabilityError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    only = sys.argv[5:]
+    results = {}
+    for name, function in (BOTH if RANKS > PARTS else {**BOTH, **PAIR}).items():
+        if only and not any(name.startswith(o) for o in only):
+            continue
+        start = time.process_time()
+        results[name] = function()
+        print(name, f"{time.process_time() - start:.1f} s of processor", flush=True)
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
