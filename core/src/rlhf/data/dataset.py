@@ -37,6 +37,10 @@ class Verdict:
     """Of its longest sequence."""
 
 
+_OF_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Columns that TRL gives to the chat template, row by row."""
+
+
 class TrainData:
     """Rows for training in a resumable order, and rows for evaluation.
 
@@ -214,6 +218,12 @@ class TrainData:
                 continue
             if not source.layout.given:
                 self.notes.append(f"{title} is read as {source.layout}")
+            unread = [c for c in _OF_TEMPLATES if c in source.columns and c not in source.layout.columns.values()]
+            if unread and self.template.chat is not None:
+                self.notes.append(
+                    f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
+                    "it gets data.template_kwargs, the same for all rows"
+                )
         return problems
 
     def _layout(self, source: Source, form: DataForm) -> Layout:
