@@ -1,10 +1,11 @@
-"""One Ray for the tests of a module, and what they launch on it."""
+"""One Ray for the tests of this folder, and what they launch on it."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,25 @@ HERE = os.path.dirname(__file__)
 sys.path.insert(0, HERE)  # for the stand-ins
 
 
+running: list[Cluster] = []
+"""The one that was started last, while it runs."""
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Cluster:
     """4 CPUs by Ray's count, on this machine only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", HERE)  # of the workers
-        made = Cluster(RayConfig(cpus=4, object_store_gib=0.25))
-        yield made
-        made.close()
+    if not running:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", HERE)  # of the workers
+            running.append(Cluster(RayConfig(cpus=4, object_store_gib=0.25)))
+    return running[-1]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends with the last test of this folder that follows on another: elsewhere tests start a Ray of their own."""
+    if running and (nextitem is None or Path(HERE) not in nextitem.path.parents):
+        running.pop().close()
 
 
 @pytest.fixture

@@ -61,10 +61,11 @@ class RayNodes:
         self.folder.cleanup()
 
     def environment(self, node: int) -> dict[str, str]:
-        more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": self.paths[node]}
-        return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **more}
+        more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        return {**kept, **more, "PYTHONPATH": self.paths[node]}
 
-    def run(self, *program: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *program: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
         """A program on node 0."""
         command = ["ip", "netns", "exec", self.names[0], *program]
         env = self.environment(0)
@@ -106,7 +107,7 @@ class RayNodes:
             self._started.append(
                 subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment(node))
             )
-        for _ in range(600):
+        for _ in range(1800):
             if "Ray runtime started" in log.read_text():
                 return
             if self._started[-1].poll() is not None:

@@ -24,5 +24,5 @@ def test_exit_codes_of_children_are_not_lost(start, monkeypatch):
         "launcher.shutdown()\n"
         "print(during, subprocess.run(child).returncode)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.stdout.split() == ["3", "3"], run.stdout + run.stderr

@@ -74,12 +74,12 @@ def test_an_explicit_number_of_threads_is_respected(launch, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused_at_once(launch):
-    start = time.monotonic()
+    start = time.monotonic()  # start_timeout is ten minutes
     with pytest.raises(
         ConfigError, match=r"(?s)does not fit on the cluster.*policy +5 ranks x 1 CPUs = 5.*4 CPUs: 127.0.0.1"
     ):
         launch().place({"policy": Place(5)})
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_what_others_hold_is_waited_for_so_long(launch):
@@ -88,7 +88,7 @@ def test_what_others_hold_is_waited_for_so_long(launch):
     with pytest.raises(ConfigError, match=r"the 2 CPUs of the placement within 1 s .*Free now: 1 CPUs"):
         second.place({"policy": Place(2)})
     first.shutdown()
-    third = launch(start_timeout=30.0)
+    third = launch(start_timeout=120.0)
     third.place({"policy": Place(4)})
 
 
@@ -186,7 +186,7 @@ def test_another_version_of_a_framework_stops_the_run():
 
 
 def gone(*pids: int) -> None:
-    for _ in range(100):
+    for _ in range(600):
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return
         time.sleep(0.1)
@@ -194,7 +194,7 @@ def gone(*pids: int) -> None:
 
 
 def free_again() -> None:
-    for _ in range(100):
+    for _ in range(600):
         if ray.available_resources().get("CPU") == 4.0:
             return
         time.sleep(0.1)
