@@ -125,6 +125,17 @@ def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None
     assert_same_run(runs.resume(broken), whole)
 
 
+def test_a_run_that_stopped_before_its_first_snapshot_may_be_resumed_for_more_steps(shop: Workshop) -> None:
+    """Nothing is a snapshot within one step, so its checkpoint holds the policy alone."""
+    soft = {"algorithm": {"snapshot_every": 2}, "trainer": {"lr": 1e-2, "schedule": "constant"}}
+    whole = train(shop, offline(shop, "whole", run={"steps": 4}, **soft))
+    short = train(shop, offline(shop, "short", run={"steps": 1}, **soft))
+    assert [p.name for p in (short.last_checkpoint / "roles").iterdir()] == ["policy"]
+    longer = shop.run_config(offline(shop, "short", run={"steps": 4}, **soft), "--resume")
+    assert longer.code == 0, longer.said
+    assert longer.weights == whole.weights
+
+
 def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
     """The step behind a snapshot starts with a margin of 0; inside a round the policy has left its reference."""
     run = online(shop, "run", algorithm={"snapshot_every": 2}, stream={"round": 2}, trainer={"lr": 1e-2})

@@ -60,7 +60,9 @@ def read_state(run: Run, folder: Path) -> int:
     """Restore :func:`write_state`. Returns the number of finished steps."""
     state = read_json(folder / "state.json")
     for name in run.saved_roles:
-        run.roles[name].every("load", folder / "roles" / name)
+        saved_role = folder / "roles" / name
+        if name in run.trained_roles or saved_role.is_dir():  # a run of fewer steps may not have come to a snapshot
+            run.roles[name].every("load", saved_role)
     saved = {name: own for name, own in state["components"].items() if not name.startswith("observer.")}
     needed = {name: c for name, c in run.stateful().items() if not name.startswith("observer.")}
     if set(needed) != set(saved):
