@@ -1,4 +1,5 @@
-"""A worker process that dies is said to have died, whatever the engine was doing; nothing of an engine stays behind.
+"""Workers of their own each prove what they hold. One that dies is said to have died, whatever the engine was doing;
+nothing of an engine stays behind.
 
 Workers are killed for real. One that is stopped first cannot answer, so the call is under way when it is killed.
 """
@@ -14,8 +15,10 @@ from threading import Thread
 
 import psutil
 import pytest
-from rlhf.errors import ModelError, WorkerError
+import torch
+from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import ModelSpec
+from rlhf.sync.bucket import Bucket
 from rlhf.testing.models import model_path
 from rlhf.testing.plain import PlainTrainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
@@ -84,11 +87,31 @@ def in_memory(scratch):
     return sorted(p.name for p in [*named, *SHARED_MEMORY.glob(f"{scratch.meeting}*")] if p.exists())
 
 
-def load(generator, source, version):
+def load(generator, source, version, lost=lambda bucket: bucket):
     generator.begin_load(version)
     for bucket in source.buckets("live", 2**14):
-        generator.take(bucket)
+        generator.take(lost(bucket))
     return generator.end_load()
+
+
+def apart(generator, source):
+    """Largest difference of a token's log-prob, engine against trainer."""
+    ids = [20, 21, 22, 40, 7, 3, 90]
+    rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
+    ours = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float((torch.tensor(generator.logprobs([ids])[0][0]) - ours).abs().max())
+
+
+def drawn(generator):
+    requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
+    return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
+
+
+def left_of(before):
+    """Command lines of living processes that came after ``before``, other than Python's own bookkeeper."""
+    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [" ".join(p.cmdline()) for p in new if p.status() != psutil.STATUS_ZOMBIE]
+    return [line for line in left if "resource_tracker" not in line]
 
 
 def kill_amid(process, call):
@@ -152,19 +175,39 @@ def test_a_worker_dies_between_two_calls(two, source):
     check_lost(two, source)
 
 
-def test_an_engine_that_is_closed_leaves_nothing(two, source, scratches, temporary):
+def test_each_worker_proves_its_weights_and_an_engine_that_is_closed_leaves_nothing(
+    engines, model, source, scratches, temporary
+):
+    single = VllmGenerator(engines.small, engines.spec(model))
+    load(single, source, 3)
+    want = drawn(single)
+    single.close()
     others = [SHARED_MEMORY / "vllm_dist_of_another", temporary / "vllm_dist_of_another"]
     for path in others:
         path.touch()
+    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
+    generator = VllmGenerator(TWO, engines.spec(model))
     try:
-        load(two, source, 1)
-        assert sorted(p.name for p in temporary.iterdir()) == [scratches[0].folder.name, others[1].name]
-        assert len(in_memory(scratches[0])) > 2
-        two.close()
-        assert in_memory(scratches[0]) == []
+        proofs = load(generator, source, 3)
+        assert [(p.version, p.who) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
+        assert proofs[0].received == proofs[1].received == source.sent()
+        assert apart(generator, source) < 1e-5
+        assert drawn(generator) == want
+        with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not come"):
+            load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
+        with pytest.raises(SyncError, match=r"engine worker 0: vLLM cannot load .* is not the policy's"):
+            load(generator, source, 4, lambda b: Bucket((("model.strange", torch.zeros(2)), *b.tensors), ()))
+        load(generator, source, 5)
+        assert apart(generator, source) < 1e-5
+        assert sorted(p.name for p in temporary.iterdir()) == [scratches[-1].folder.name, others[1].name]
+        assert len(in_memory(scratches[-1])) > 2
+        generator.close()
+        assert in_memory(scratches[-1]) == []
         assert list(temporary.iterdir()) == others[1:]
         assert all(path.exists() for path in others)
+        assert left_of(before) == []
     finally:
+        generator.close()
         for path in others:
             path.unlink()
 
@@ -180,9 +223,7 @@ def test_an_engine_that_cannot_start_leaves_nothing(engines, model, scratches, t
     assert len(scratches) == 1
     assert in_memory(scratches[0]) == []
     assert list(temporary.iterdir()) == []
-    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    left = [p for p in new if p.status() != psutil.STATUS_ZOMBIE]
-    assert [p for p in left if "resource_tracker" not in " ".join(p.cmdline())] == []
+    assert left_of(before) == []
 
 
 def test_one_engine_in_this_process_keeps_its_file_for_those_after_it(engines, model, source, scratches, temporary):

@@ -1,4 +1,4 @@
-"""An engine leaves its process as it was and says nothing; workers of their own each prove what they hold."""
+"""An engine leaves its process as it was and says nothing; one that is compiled takes new weights too."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import subprocess
 import sys
 import textwrap
 
-import psutil
 import pytest
 import torch
-from rlhf.errors import SyncError
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.sync.bucket import Bucket
 from rlhf.testing.models import model_path
 from rlhf.testing.plain import PlainTrainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_plugin_vllm.platforms import cores
 
 GUEST = """
 import json, os, random, sys
@@ -63,7 +59,7 @@ sys.stderr.write("END\\n")
 def test_a_guest_that_leaves_no_trace():
     path = str(model_path(head_dim=32))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(GUEST), path], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", textwrap.dedent(GUEST), path], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == ""
@@ -94,36 +90,6 @@ def source():
     return PlainTrainer(
         None, ModelSpec(RoleSpec("policy"), str(model_path("llama", seed=5, head_dim=32)), dtype="fp32")
     )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
-)
-def test_two_workers_each_prove_their_weights(engines, source):
-    path = model_path("llama", head_dim=32)
-    single = engines.get(path)
-    load(single, source, 3)
-    config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel=2)
-    before = {p.pid for p in psutil.Process().children(recursive=True)}  # what other tests of this process left
-    generator = VllmGenerator(config, engines.spec(path))
-    try:
-        proofs = load(generator, source, 3)
-        assert [(p.version, p.who) for p in proofs] == [(3, "engine worker 0"), (3, "engine worker 1")]
-        assert proofs[0].received == proofs[1].received == source.sent()
-        assert apart(generator, source) < 1e-5
-        assert drawn(generator) == drawn(single)
-        with pytest.raises(SyncError, match=r"engine worker 0 did not get all .*: model\.norm\.weight did not come"):
-            load(generator, source, 4, lambda b: Bucket(tuple(t for t in b.tensors if t[0] != "model.norm.weight"), ()))
-        with pytest.raises(SyncError, match=r"engine worker 0: vLLM cannot load .* is not the policy's"):
-            load(generator, source, 4, lambda b: Bucket((("model.strange", torch.zeros(2)), *b.tensors), ()))
-        load(generator, source, 5)
-        assert apart(generator, source) < 1e-5
-    finally:
-        generator.close()
-    new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    left = [p.cmdline() for p in new if p.status() != psutil.STATUS_ZOMBIE]
-    assert [line for line in left if "resource_tracker" not in " ".join(line)] == [], "Python's own bookkeeper may stay"
 
 
 @pytest.mark.slow
