@@ -120,9 +120,9 @@ def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, k
 
 
 @pytest.mark.slow
-def test_new_plugins_are_listed_and_import(workshop):
+def test_new_plugins_are_listed_and_import(workshop, monkeypatch, capsys):
     _, environment = workshop
-    command = [sys.executable, "-m", "rlhf_cli.main", "plugins", "list", "--json", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    status = {(row["kind"], row["name"]): row["status"] for row in json.loads(done.stdout)}
+    monkeypatch.syspath_prepend(environment["PYTHONPATH"])
+    main(["plugins", "list", "--json", "--check"])
+    status = {(row["kind"], row["name"]): row["status"] for row in json.loads(capsys.readouterr().out)}
     assert {kind: status[kind, f"my_{kind}"] for kind in KINDS} == dict.fromkeys(KINDS, "ok")
