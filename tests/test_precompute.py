@@ -94,9 +94,9 @@ def test_on_ray_the_reference_is_gone_before_the_policy_comes(shop, options):
     pytest.importorskip("deepspeed")
     embedded = shop.train("dpo", "embedded", "--reference.precompute", "true", **options)
     cluster = {
-        "launcher": {"use": "ray", "cpus": 4},
+        "launcher": {"use": "ray", "cpus": 2},
         "trainer": {"use": "deepspeed", "stage": 3},
-        "placement": {"policy": {"ranks": 2}, "reference": {"ranks": 2, "share": "policy"}},
+        "placement": {"reference": {"ranks": 2}, "policy": {"share": "reference"}},
     }
     on_ray = shop.train("dpo", "ray", "--reference.precompute", "true", **{**options, **cluster})
     alike(numbers(on_ray), numbers(embedded))
