@@ -151,11 +151,12 @@ class Role:
 
 def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:
     """bool [B]: sequences with a token under a head's mask; all where a head reads every sequence, or none is read."""
-    read_B = torch.zeros(batch.sequences, dtype=torch.bool)
+    read_B, seq_N = torch.zeros(batch.sequences, dtype=torch.bool), batch.seq_N
     for head in heads:
         if head.over not in batch.tok:  # last_token, or a mask that the trainer will miss
             return torch.ones_like(read_B)
-        read_B[batch.seq_N[batch.tok[head.over]]] = True
+        masked_B = torch.zeros(batch.sequences, dtype=torch.int64).index_add_(0, seq_N, batch.tok[head.over].long())
+        read_B |= masked_B > 0  # indexing by a mask wakes every thread for it (rlhf.ops.spans)
     return read_B if bool(read_B.any()) else torch.ones_like(read_B)
 
 
