@@ -387,3 +387,35 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
     assert "has the column 'tools' and 'chat_template_kwargs', which the chat template is not given" in note
     data, _ = read(chars, "demonstrations", [{"prompt": "a", "response": "b", "tools": []}])
     assert data.notes == []
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "said"),
+    [
+        ("demonstrations", {"conversations": [{"from": ["x"], "value": "x"}, GPT]}, "a turn is from"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": [1]}]}, "a rating is -1"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating is -1"),
+        ("steps", {"question": {"problem": "p"}, "label": {"steps": [1]}}, "step 1: must have completions"),
+        *(
+            ("steps", {"question": {"problem": "p"}, "label": {"steps": [step]}}, said)
+            for step, said in (
+                ({"completions": 5}, "step 1: completions must be"),
+                ({"completions": [1], "chosen_completion": 0}, "step 1: completions must be"),
+                ({"completions": [], "chosen_completion": -1}, "step 1: no completion was chosen"),
+                ({"human_completion": "x"}, "step 1: completions must be"),
+            )
+        ),
+    ],
+)
+def test_values_that_are_no_such_thing_make_a_bad_row(tmp_path, chat, form, row, said):
+    """Behind a first row that is as it should be; not a TypeError that ends the run without file and line."""
+    good = {"conversations": {"conversations": [HUMAN, GPT]}, "label": PRM800K}
+    first = good.get([*row][-1], {"prompt": "p", "steps": [{"text": "t", "rating": 1}]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(first) + "\n" + json.dumps(row) + "\n")
+    data = TrainData(DataSection(train=(SourceSection(path=str(path)),), bad_rows="drop"), chat, form, 0)
+    (source,) = data.sources["train"]
+    assert data.judge(source[0]).kind == ""
+    verdict = data.judge(source[1])
+    assert verdict.kind == "bad_rows"
+    assert said in verdict.text

@@ -108,14 +108,18 @@ def prm800k(values: Values, chat: bool) -> Values:
         raise DataError("must have question.problem and label.steps, as PRM800K has")
     texts, labels = list[Any](), list[Any]()
     for number, step in enumerate(label["steps"], 1):
-        completions, chosen, human = step.get("completions") or [], step.get("chosen_completion"), "human_completion"
-        taken = completions[chosen] if isinstance(chosen, int) and chosen < len(completions) else step.get(human)
+        if not isinstance(step, Mapping):
+            raise DataError(f"step {number}: must have completions, got {shown(step)}")
+        completions, chosen, own = step.get("completions") or [], step.get("chosen_completion"), step.get(_OWN)
+        if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in (*completions, own or {})):
+            raise DataError(f"step {number}: completions must be {{text, rating}} each, got {shown(completions)}")
+        taken = completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own
         if taken is None and number == len(label["steps"]) and completions:
             taken = completions[0]
         if taken is None:
             raise DataError(f"step {number}: no completion was chosen")
         texts.append(taken.get("text"))
-        labels.append(1 if taken is step.get(human) else _rating(taken.get("rating")))
+        labels.append(1 if taken is own else _rating(taken.get("rating")))
     return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
 
 
@@ -192,6 +196,8 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
 # ---------------------------------------------------------------------------------------- inside
 
 _STEP_TEXTS = ("text", "content", "step")
+_OWN = "human_completion"
+"""Of a step of PRM800K: what the person wrote where no completion would do."""
 
 
 def _labels_in_place(pieces: list[str], text: str) -> list[str]:
@@ -208,7 +214,7 @@ def _labels_in_place(pieces: list[str], text: str) -> list[str]:
 
 
 def _rating(value: Any) -> int:
-    if isinstance(value, bool) or value not in RATINGS:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value not in RATINGS:
         raise DataError(f"a rating is -1 (wrong), 0 (neutral) or 1 (right), got {value!r}")
     return RATINGS[value]
 
@@ -216,7 +222,7 @@ def _rating(value: Any) -> int:
 def _message(turn: Any) -> dict[str, Any]:
     if not is_turn(turn):
         raise DataError(f"a turn must be {{from, value}}, got {str(turn)[:60]!r}")
-    if turn["from"] not in ROLES:
+    if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
         raise DataError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
     return {"role": ROLES[turn["from"]], "content": turn["value"]}
 
