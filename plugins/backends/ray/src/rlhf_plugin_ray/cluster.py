@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, WorkerError
 
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.placing import Node
@@ -68,6 +68,13 @@ class Cluster:
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START}") from cause
         except (RuntimeError, ValueError) as cause:  # another version of Python or Ray, or options that Ray refuses
             raise ConfigError(f"Ray at {address!r} cannot be used: {cause}") from cause
+        except Exception as cause:
+            if type(cause) is not Exception:
+                raise
+            raise WorkerError(  # its processes were not up within the time that Ray gives them
+                f"Ray could not be started here: {cause} On a busy machine it may be up at the next attempt; what its "
+                "processes say is in session_latest/logs of Ray's temporary folder."
+            ) from cause
 
     def _check(self, config: RayConfig) -> None:
         """This process is connected already: options must not ask for something else."""

@@ -52,6 +52,8 @@ class Vigil:
             limit = self._next - now if end is None else min(self._next, end) - now
             ready, _ = ray.wait(list(waitables), num_returns=1, timeout=max(limit, 0.0), fetch_local=False)
             if ready:
+                if len(waitables) == 1:
+                    return ready
                 also, _ = ray.wait(list(waitables), num_returns=len(waitables), timeout=0, fetch_local=False)
                 return also or ready
             if end is not None and time.monotonic() >= end:
