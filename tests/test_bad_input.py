@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_a_checkpoint_from_another_config(shop: Workshop) -> None:
     other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
     refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
     assert {path: path.read_bytes() for path in files} == files
+    running = set(threading.enumerate())
     refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
+    assert set(threading.enumerate()) <= running, "what had been started is closed again"
 
 
 def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:

@@ -113,14 +113,17 @@ def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role |
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:
     launcher: Launcher = prepared.parts["launcher"].build()
     launcher.reports = directory.path
+    opened: list[Callable[[], None]] = []
     try:
-        return _assemble(prepared, directory, launcher)
-    except BaseException:
-        launcher.shutdown()
+        return _assemble(prepared, directory, launcher, opened)
+    except BaseException:  # a checkpoint of another config, say, which shows after everything was started
+        for close in (*opened, launcher.shutdown):
+            close()
         raise
 
 
-def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -> Run:
+def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, opened: list[Callable[[], None]]) -> Run:
+    """``opened`` gets what must be called where the run comes to nothing."""
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
@@ -164,6 +167,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher) -
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher, progress.note)
         run.weights, run.phases, run.closers = answers.sync, answers.phases, answers.closers
+        opened += answers.closers
         settings = evaluation_settings(config)
         evaluations.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
         if prepared.online:
