@@ -1,0 +1,52 @@
+"""Whole runs whose two ranks divide every layer among them: the embedded run's losses, norms and final model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rlhf.testing.tiny import tiny_model
+from safetensors.torch import load_file
+
+from tests.runs import Finished, Workshop
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("ray")
+pytest.importorskip("deepspeed")
+
+DIVIDED: dict[str, Any] = {
+    "launcher": {"use": "ray"},
+    "trainer": {"use": "deepspeed", "stage": 2, "tensor_parallel": 2},
+    "placement": {"policy": {"ranks": 2}},
+}
+RAGGED = {"policy": {"micro_tokens": 40}}
+
+
+@pytest.fixture(scope="module")
+def even(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A model of two key-value heads, so that two ranks can divide them."""
+    folder = tmp_path_factory.mktemp("even")
+    return Workshop(folder, tiny_model(folder / "model", hidden=16, heads=4, kv_heads=2), tiny.data)
+
+
+def assert_equal(ours: Finished, theirs: Finished) -> None:
+    for one, other in zip(ours.lines(), theirs.lines(), strict=True):
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert abs(one[name] - other[name]) <= 1e-4 * max(1.0, abs(other[name])), (one["step"], name)
+    a, b = (load_file(run.path / "model" / "model.safetensors") for run in (ours, theirs))
+    assert a.keys() == b.keys()
+    apart = torch.stack([(a[n] - b[n]).norm() for n in b]).norm() / torch.stack([t.norm() for t in b.values()]).norm()
+    assert float(apart) < 1e-4
+
+
+def test_supervised(even, two_cpus):
+    embedded = even.train("sft", "embedded", **RAGGED)
+    assert_equal(even.train("sft", "divided", **RAGGED, **DIVIDED), embedded)
+
+
+def test_recorded_rollouts(even, two_cpus):
+    embedded = even.train("grpo", "recorded", **RAGGED)
+    replay = {"rollout": {"use": "replay", "path": str(embedded.path / "rollouts")}}
+    assert_equal(even.train("grpo", "replayed", **RAGGED, **DIVIDED, **replay), embedded)
