@@ -25,10 +25,9 @@ def main(how: str) -> None:
         print(json.dumps({"address": policy.members[0].facts["address"]}), flush=True)
         if how == "shows":
             policy.call("prints", [("hello from a worker",)])
-            time.sleep(2.0)
         if how == "raises":
             raise ValueError("a reward failed")
-        if how == "waits":
+        if how in ("shows", "waits"):
             policy.call("sleeps", [(120.0,)])
         if how == "forgets":  # as a controller that fails while it is built
             os._exit(3)
