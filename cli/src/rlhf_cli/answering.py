@@ -9,7 +9,6 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
 
-
 _WHOLE = "Leave it out: answers are drawn from all tokens."
 INSTEAD = {
     "temperature": "Set --eval.temperature.",
