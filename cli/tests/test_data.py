@@ -151,6 +151,15 @@ def test_what_a_preview_needs(models, tmp_path, capsys):
         main([*words, "--rows", "-1"])
 
 
+def test_what_no_run_would_show_is_not_shown(models, tmp_path, capsys):
+    """A file that a run refuses for what it says of the data is refused in the same words."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(PAIRS[0]) + "\n")
+    words = ["data", "preview", "--algo", "dpo", "--model", str(models / "plain"), "--data", str(path)]
+    assert main([*words, "--data.loss_on", "all"]) == 2
+    assert "data.loss_on = 'all' is for demonstrations; dpo learns from pairs. Remove it." in capsys.readouterr().err
+
+
 def test_characters_of_several_tokens():
     """A text is the last token's; spaces that a tokenizer drops from the first token of a text are kept."""
     data = "é→x".encode()

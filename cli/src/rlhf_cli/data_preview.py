@@ -29,18 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rlhf.config import load
+    from rlhf.config_errors import raise_problems
     from rlhf.data.dataset import TrainData
     from rlhf.data.preview import preview, survey
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.errors import ConfigError
     from rlhf.plugins import Plugins
+    from rlhf.validation import ignored_fields
 
     config = load(args.run_file, overrides(args))
     if config.policy.model is None:
         raise ConfigError(
             "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
         )
-    form = Plugins.discover().resolve("algorithm", config.algorithm.use).cls.data
+    algorithm = Plugins.discover().resolve("algorithm", config.algorithm.use).cls
+    form = algorithm.data
+    raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name))
     tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
     data = TrainData(config.data, tokenizer, form, config.run.seed)
     found = preview(data, args.rows)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
 from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
-from rlhf.runfile import EnvSection, EvalSection, ModelSection, RunFile, StreamSection, SyncSection
+from rlhf.runfile import DataSection, EnvSection, EvalSection, ModelSection, RunFile, StreamSection, SyncSection
 from rlhf.types import DataForm, Needs, OnlineShape, RoleSpec
 
 CORRECTION = "correction"
@@ -77,11 +77,9 @@ def check(
     raise_problems("these parts of the configuration do not fit together", problems)
 
 
-def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
-    """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
-    data, form, problems = run.data, algorithm.data, []
-    learns = f"{algorithm.name} learns from {form}"
-    forms = LOSS_ON[data.loss_on]
+def ignored_fields(data: DataSection, form: DataForm, name: str) -> list[str]:
+    """What of ``[data]`` is for rows of another form than the algorithm ``name`` learns from."""
+    problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:
         problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
     for reader, fields in ONLY_OF.items():
@@ -89,6 +87,13 @@ def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
         if given and form != reader:
             named = ", ".join(f"data.{name}" for name in given)
             problems.append(f"{named}: read of {reader} only; {learns}. Remove what is not read.")
+    return problems
+
+
+def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
+    data, form = run.data, algorithm.data
+    problems = ignored_fields(data, form, algorithm.name)
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
     if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
         problems.append(
