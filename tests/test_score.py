@@ -91,6 +91,23 @@ def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Worksho
     assert f"{out}.partial" not in {str(p) for p in shop.folder.iterdir()}
 
 
+def test_rows_are_scored_one_by_one_where_a_reward_has_a_model(shop: Workshop, say: Say) -> None:
+    """The model answers one row after another: rows that wait for it would spend the deadline of their rewards."""
+    model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar")
+    data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(6)])
+    count = (
+        "import asyncio\nactive = 0\nasync def score(prompt, completion, row):\n    global active\n    active += 1\n"
+        "    seen = float(active)\n    await asyncio.sleep(0.01)\n    active -= 1\n    return seen\n"
+    )
+    counting = ("--reward", f"file:{shop.file('count.py', count)}", "--model", shop.model, "--data", data, "--json")
+    alone, beside = shop.folder / "alone.jsonl", shop.folder / "beside.jsonl"
+    assert say("score", *counting, "-o", alone)[0] == 0
+    assert [line["reward"] for line in lines(alone)] == [1, 2, 3, 4, 5, 6], "all at once"
+    with_model = ("--reward", f"model:{model}", "--roles.reward_model.dtype", "fp32")
+    assert say("score", *counting, *with_model, "-o", beside)[0] == 0
+    assert [line["rewards"]["count"]["value"] for line in lines(beside)] == [1] * 6
+
+
 def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:
     data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(150)])
     marker, log, out, whole = (shop.folder / name for name in ("down", "log", "scored.jsonl", "whole.jsonl"))

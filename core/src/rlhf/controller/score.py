@@ -135,7 +135,15 @@ def score_answers(
 
 
 async def _score(scorer: Scorer, groups: Sequence[Group]) -> None:
-    await asyncio.gather(*(scorer.score(group) for group in groups))
+    """A reward with a model scores one group after another on one thread: groups that waited for others would spend
+    their deadline doing so. Other rewards (a server, worker processes) get them all at once."""
+    slots = asyncio.Semaphore(1 if any(r.instance.roles() for r in scorer.rewards) else len(groups))
+
+    async def score(group: Group) -> None:
+        async with slots:
+            await scorer.score(group)
+
+    await asyncio.gather(*map(score, groups))
 
 
 def _check(groups: Sequence[Group], file: PartialFile) -> None:
