@@ -213,7 +213,7 @@ class RewardSection(Choice):
     weight: float = 1.0
     """Of its values in the trajectory's reward."""
     deadline: Positive = 60.0
-    """Seconds for scoring one group."""
+    """Seconds for scoring one group; while the reward waits for a model of this run they do not count."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     credit: Literal["outcome", "step"] = "outcome"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
+from rlhf.controller.calls import DeadlineExpired, within
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.reading import read_role, score_with_role
 from rlhf.controller.roles import Role
@@ -57,6 +59,34 @@ class Model:
     def logits(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
             return self.trainer.logits(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("ask", [score_with_role, read_role])
+def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadline(ask) -> None:
+    """A wave of generation holds the main thread for longer than a reward may take; the reward itself takes no time.
+    One that takes its time by itself is stopped all the same, however long it waited before."""
+    model, main = Model("scalar"), MainThread()
+    asked = (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", at="at"), IDS, [[0], [0], [0]])
+
+    async def reward(idles: float) -> int:
+        found = await asyncio.gather(*(ask({"judge": model.role}, main)("judge", *asked) for _ in range(2)))
+        await asyncio.sleep(idles)
+        return len(found)
+
+    async def scenario(idles: float) -> int:
+        wave = asyncio.ensure_future(main.call(lambda: time.sleep(1.3)))
+        await asyncio.sleep(0)
+        try:
+            return await within(reward(idles), 1.0)
+        finally:
+            await wave
+
+    try:
+        assert main.run(scenario(0.0)) == 2
+        with pytest.raises(DeadlineExpired):
+            main.run(scenario(30.0))
+    finally:
+        main.close()
 
 
 def test_a_head_at_given_tokens() -> None:

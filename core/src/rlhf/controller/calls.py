@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from rlhf.errors import RlhfError
@@ -15,20 +17,63 @@ GRACE = 1.0
 """Seconds a cancelled coroutine gets to clean up before it is left behind."""
 
 
+class Clock:
+    """What of a call does not count towards its deadline: the time in which it waits for a model of this run, which may
+    be busy with others for as long as they like. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self._waits, self._since, self._sum = 0, 0.0, 0.0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Waits may overlap: what the call asks for at once is waited for once."""
+        if self._waits == 0:
+            self._since = asyncio.get_running_loop().time()
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            if self._waits == 0:
+                self._sum += asyncio.get_running_loop().time() - self._since
+
+    def waited(self) -> float:
+        """Seconds so far."""
+        return self._sum + (asyncio.get_running_loop().time() - self._since if self._waits else 0.0)
+
+
+_CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Entered by what a plugin calls while it waits for this run: the deadline of the plugin's call stands still."""
+    clock = _CLOCK.get()
+    return clock.stopped() if clock is not None else nullcontext()
+
+
 class DeadlineExpired(Exception):
     """A call took longer than it may; the caller turns it into an error that names the plugin."""
 
 
 async def within(awaitable: Awaitable[T], seconds: float) -> T:
-    """What ``awaitable`` returns, or :class:`DeadlineExpired` after ``seconds``.
+    """What ``awaitable`` returns, or :class:`DeadlineExpired` after ``seconds``, :func:`waiting` left out.
 
     The awaitable is cancelled at its deadline. One that swallows the cancellation is abandoned after
-    :data:`GRACE` seconds instead of waited for, so a caller never waits longer than ``seconds + GRACE``. Code that
-    blocks the event loop (``time.sleep``, a long computation) cannot be interrupted here: write it as plain ``def``.
+    :data:`GRACE` seconds instead of waited for. Code that blocks the event loop (``time.sleep``, a long
+    computation) cannot be interrupted here: write it as plain ``def``.
     """
-    task = asyncio.ensure_future(awaitable)
+    clock, loop = Clock(), asyncio.get_running_loop()
+    before = _CLOCK.set(clock)
     try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
+        task = asyncio.ensure_future(awaitable)  # takes the clock along
+    finally:
+        _CLOCK.reset(before)
+    begin, left = loop.time(), seconds
+    done: set[asyncio.Future[T]] = set()
+    try:
+        while not done and left > 0:
+            done, _ = await asyncio.wait({task}, timeout=left)
+            left = seconds - (loop.time() - begin - clock.waited())
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf.controller.calls import waiting
 from rlhf.controller.mainthread import MainThread
 from rlhf.errors import RewardError
 from rlhf.interfaces import ReadRole, ScoreWithRole
@@ -27,7 +28,8 @@ def score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRol
 
     async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
         batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
-        outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
+        with waiting():
+            outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
         return [float(v) for v in outputs["scores"].tolist()]
 
     return score
@@ -47,7 +49,8 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
         batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
         batch = batch.with_column("tok", POSITIONS, mask_N, over=None)
         asked = replace(head, over=POSITIONS)
-        outputs = await main.call(lambda: roles[role].forward(batch, [asked]))
+        with waiting():
+            outputs = await main.call(lambda: roles[role].forward(batch, [asked]))
         values = iter(outputs[head.name][mask_N].tolist())
         return [[next(values) for _ in read] for read in positions]
 
