@@ -62,7 +62,7 @@ def test_what_does_not_fit_says_why_and_what_would(words, capsys):
     out = capsys.readouterr().out
     assert "does not fit: a device has 9.00 GiB" in out
     assert "policy 0-1: the phase 'train' needs" in out
-    assert "policy weights 2.22 GiB = 0.596 G parameters x 4 bytes" in out
+    assert "policy weights 2.22 GiB = 596 M parameters x 4 bytes" in out
     change = re.search(r"The nearest change that fits: (.+)", out)
     assert change, out
     again = [*words, "--device-memory", "9GiB", "--generator.memory_share", "0.4", *CLUSTER, *change[1].split()]

@@ -136,5 +136,5 @@ def _reasons(plan: Plan, found: Nearest | None) -> Iterable[str]:
         yield f"The nearest change that fits: {found.command}"
     elif found is not None:
         tried = f" with {found.command}" if found.flags else ""
-        left = max((s.message for s in found.plan.shortages), key=len, default="")
+        left = max(found.plan.shortages, key=lambda s: s.missing).message if found.plan.shortages else ""
         yield f"Nothing known to the plugins makes it fit. The best found{tried}: {left}."

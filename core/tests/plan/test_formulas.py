@@ -12,7 +12,7 @@ from rlhf.modeling.attention import packed
 from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model
 from rlhf.modeling.prefix import share_prefixes
-from rlhf.plan import formulas, read_shape
+from rlhf.plan import engines, formulas, read_shape
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from torch.autograd.graph import saved_tensors_hooks
@@ -139,13 +139,16 @@ def test_ranks_that_divide_layers_hold_a_part_of_each(published):
 
 def test_a_divided_model_gathers_its_largest_part_and_what_it_keeps(published):
     shape = read_shape(published("8B"))
-    assert formulas.gathered(shape, Sharding()) == 0
+    assert formulas.gathered(shape, Sharding()).all == 0
     largest = 128256 * 4096
-    assert formulas.gathered(shape, Sharding(weight_ranks=8)) == 4 * largest
-    assert formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**9)) == 4 * (largest + 10**9)
-    assert formulas.gathered(shape, Sharding(host_weights=True)) == 4 * largest
-    everything = formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**12))
+    assert formulas.gathered(shape, Sharding(weight_ranks=8)).all == 4 * largest
+    assert formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**9)).all == 4 * (largest + 10**9)
+    assert formulas.gathered(shape, Sharding(host_weights=True)).all == 4 * largest
+    everything = formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**12)).all
     assert everything == 4 * shape.parameters
+    coming = formulas.gathered(shape, Sharding(weight_ranks=8, gathered=10**9, in_flight=10**8))
+    assert coming.all == 4 * (largest + 10**9 + 10**8)
+    assert coming.heap == 4 * shape.small, "norms: all matrices of 8B are blocks of their own"
 
 
 def test_checkpointing_keeps_inputs_and_one_layer(published):
@@ -193,29 +196,41 @@ class Shape:
 def test_engines_divide_weights_and_cache(published):
     shape = read_shape(published("8B"))
     whole = Footprint(weight_bytes=2.0)
-    assert formulas.engine_weights(shape, whole) == 2 * 8_030_261_248
-    assert formulas.cache_per_token(shape, whole) == 2 * 65536
+    assert engines.engine_weights(shape, whole) == 2 * 8_030_261_248
+    assert engines.cache_per_token(shape, whole) == 2 * 65536
     split = replace(whole, tensor_parallel=4, pipeline_parallel=2)
-    assert formulas.engine_weights(shape, split) == 2 * 8_030_261_248 // 8
-    assert formulas.cache_per_token(shape, split) == 2 * 65536 / 8
+    assert engines.engine_weights(shape, split) == 2 * 8_030_261_248 // 8
+    assert engines.cache_per_token(shape, split) == 2 * 65536 / 8
     wide = replace(whole, tensor_parallel=16)
-    assert formulas.cache_per_token(shape, wide) == 2 * 65536 / 8, "8 key heads are not split further"
+    assert engines.cache_per_token(shape, wide) == 2 * 65536 / 8, "8 key heads are not split further"
     latent = read_shape(published("671B"))
-    assert formulas.cache_per_token(latent, wide) == formulas.cache_per_token(latent, whole), "a latent cache is not"
+    assert engines.cache_per_token(latent, wide) == engines.cache_per_token(latent, whole), "a latent cache is not"
 
 
 def test_a_growing_cache_is_bounded_by_rows_and_tokens(published):
     shape = read_shape(published("0.6B"))
     each = 4 * shape.cache_elements
     grown = Footprint(kv_bytes=4.0, rows=16)
-    assert formulas.cache_grown(shape, grown, 100, 512) == 16 * 512 * each
-    assert formulas.cache_grown(shape, grown, 3, 512) == 3 * 512 * each
-    assert formulas.cache_grown(shape, replace(grown, cache_tokens=1000), 100, 512) == 1000 * each
+    assert engines.cache_grown(shape, grown, 100, 512) == 16 * 512 * each
+    assert engines.cache_grown(shape, grown, 3, 512) == 3 * 512 * each
+    assert engines.cache_grown(shape, replace(grown, cache_tokens=1000), 100, 512) == 1000 * each
 
 
 def test_a_decoding_step_is_its_logits_or_a_copied_layer(published):
     shape = read_shape(published("0.6B"))
     grown = Footprint(kv_bytes=4.0, rows=16)
-    assert formulas.decoding_step(shape, grown, 100, 512) == 4 * 16 * 151936 * 4
+    assert engines.decoding_step(shape, grown, 100, 512) == 4 * 16 * 151936 * 4
     long = 100_000
-    assert formulas.decoding_step(shape, grown, 100, long) == formulas.cache_grown(shape, grown, 100, long) // 56
+    assert engines.decoding_step(shape, grown, 100, long) == engines.cache_grown(shape, grown, 100, long) // 56
+
+
+def test_an_engine_that_packs_a_tied_head_holds_it_twice(published):
+    shape = read_shape(published("0.6B"))
+    packed_apart = Footprint(weight_bytes=4.0, own_head=True, kv_space=10**9)
+    assert shape.tied
+    assert engines.engine_weights(shape, packed_apart) == 4 * (596_049_920 + 151936 * 1024)
+    untied = read_shape(published("8B"))
+    assert engines.engine_weights(untied, packed_apart) == 4 * untied.parameters
+    grown = replace(packed_apart, kv_space=None)
+    sizes = [engines.prompt_pass(shape, f, 512, 64, bf16=False, device="cpu") for f in (packed_apart, grown)]
+    assert sizes[1] - sizes[0] == 512 * shape.cache_elements * 2, "what a reserved cache holds is in it"

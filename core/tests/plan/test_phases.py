@@ -8,8 +8,10 @@ import pytest
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.plan import EngineLayout, Layout, Machine, RoleLayout, formulas, make_plan, read_shape, sum_of
+from rlhf.plan import engines as engine_parts
 from rlhf.plan.busy import forwarding, left, training
-from rlhf.plan.phases import resting, sampling
+from rlhf.plan.engines import sampling
+from rlhf.plan.phases import resting
 from rlhf.testing.tiny import tiny_model
 
 GIB = 2**30
@@ -154,9 +156,9 @@ def test_the_forward_pass_is_the_head_or_a_layer(shape, published):
 def test_a_growing_cache_is_full_when_the_prompts_are_done(shape):
     """Unless samples wait: their prompts are computed beside it."""
     alone = replace(engines(shape, share=None, kv_bytes=4.0), prompt_tokens=256, samples=32)
-    cache = formulas.cache_grown(shape, alone.footprint, 32, 256)
-    prompts = formulas.prompt_pass(shape, alone.footprint, 256, 256, bf16=False, device="cpu")
-    step = formulas.decoding_step(shape, alone.footprint, 32, 256)
+    cache = engine_parts.cache_grown(shape, alone.footprint, 32, 256)
+    prompts = engine_parts.prompt_pass(shape, alone.footprint, 256, 256, bf16=False, device="cpu")
+    step = engine_parts.decoding_step(shape, alone.footprint, 32, 256)
     assert step < prompts
     assert sampling(alone, CPU) == {"cache": cache, "working": step, "allocator": prompts}
     waiting = replace(alone, footprint=replace(alone.footprint, rows=16))
@@ -165,7 +167,7 @@ def test_a_growing_cache_is_full_when_the_prompts_are_done(shape):
 
 def test_long_prompts_with_short_answers_peak_before_the_cache(shape):
     long = replace(engines(shape, share=None, kv_bytes=4.0), samples=1, longest=64, prompt_tokens=8192)
-    prompts = formulas.prompt_pass(shape, long.footprint, 8192, 64, bf16=False, device="cpu")
+    prompts = engine_parts.prompt_pass(shape, long.footprint, 8192, 64, bf16=False, device="cpu")
     made = sampling(long, CPU)
     assert made["working"] == prompts
     assert made["cache"] == 0

@@ -143,6 +143,14 @@ def test_a_cluster_whose_ranks_divide_layers(published, plugins):
         layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
 
 
+def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
+    assert made.role("reward_model").annotated == ()
+    busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
+            if "reward_model" in moment.busy}  # fmt: skip
+    assert set(busy) == {"load", "generate"}
+
+
 def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
     with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
         layout(published, plugins, {"placement.critc.ranks": "2"})

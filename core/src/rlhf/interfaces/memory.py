@@ -41,6 +41,8 @@ class Sharding:
     """:meth:`Trainer.offload` moves optimizer state, master weights, average and gradients to host memory."""
     gathered: int = 0
     """Where the weights are divided: most parameters that are whole on a rank at once, beside the layer in use."""
+    in_flight: int = 0
+    """Where the weights are divided: parameters in copies beside those, on their way between ranks."""
     buffers: int = 0
     """Bytes of communication buffers on every rank, whatever the model's size."""
     bf16: bool = False
@@ -85,5 +87,9 @@ class Footprint:
     """Most prompt tokens of one forward pass."""
     working: int = 0
     """Bytes of everything else on the device: captured graphs, workspace."""
+    own_head: bool = False
+    """A head that is tied to the embedding is held beside it, packed for its kernel."""
+    repeats_prompts: bool = False
+    """A prompt of several samples is computed for each of them where they are asked for at once."""
     sleeps: bool = False
     """:meth:`Generator.sleep` gives weights and cache back."""

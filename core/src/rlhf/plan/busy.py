@@ -16,18 +16,24 @@ def sum_of(parts: Mapping[str, int]) -> int:
     return sum(parts.values())
 
 
-def forwarding(role: RoleLayout, device: str) -> Parts:
-    """What a forward pass without gradient adds at its peak: in the layers, or in the head."""
+def forwarding(role: RoleLayout, device: str, *, keeps: bool = False) -> Parts:
+    """What a forward pass without gradient adds at its peak: in the layers, or in the head.
+
+    Args:
+        keeps: the process keeps what it frees (:func:`rlhf.plan.heap.allocator`).
+    """
     moments = _forward(role, device)
-    return _fullest(moments) | {"allocator": heap.allocator([total(m.values()) for m in moments], Size(), device)}
+    sizes = [total(m.values()) for m in moments]
+    return _fullest(moments) | {"allocator": heap.allocator(sizes, Size(), device, keeps=keeps)}
 
 
-def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
+def training(role: RoleLayout, device: str, *, keeps: bool = False) -> tuple[Parts, int]:
     """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
     what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
     s, moments = role.sharding, _train(role, device)
     added = _fullest(moments)
-    added["allocator"] = heap.allocator([total(m.values()) for m in moments], _states(role), device)
+    sizes = [total(m.values()) for m in moments]
+    added["allocator"] = heap.allocator(sizes, _states(role), device, keeps=keeps)
     away = s.host_optimizer and not s.keeps_gradients
     return added, formulas.gradients(role.trained_parameters, s) if away else 0
 
@@ -35,7 +41,7 @@ def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
 def left(role: RoleLayout) -> int:
     """Bytes of a CPU's heap, beside the optimizer's states, that the role's process keeps after its fullest phase."""
     after = []
-    if role.annotated:
+    if role.annotated or role.rewards:
         after.append(heap.kept([total(m.values()) for m in _forward(role, "cpu")], Size()))
     if role.trained:
         after.append(heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)))
@@ -49,7 +55,7 @@ def _fullest(moments: Sequence[Moment]) -> Parts:
 
 def _forward(role: RoleLayout, device: str) -> list[Moment]:
     s, shape = role.sharding, role.shape
-    always = [Size(formulas.gathered(shape, s)), formulas.casts(shape, s)]
+    always = [formulas.gathered(shape, s), formulas.casts(shape, s)]
     head = formulas.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
     return [{"working": total([*always, _layer(role, device)])}, {"working": total(always), "logits": head}]
 
@@ -61,7 +67,7 @@ def _train(role: RoleLayout, device: str) -> list[Moment]:
     if again:
         layers = [formulas.layer_kept(shape, x, tokens, role.longest, s, device, role.repeats) for x in shape.layers]
         computed = total([kept, max(layers, key=lambda size: size.all)])
-    casts, gathered, none = formulas.casts(shape, s), Size(formulas.gathered(shape, s)), Size()
+    casts, gathered, none = formulas.casts(shape, s), formulas.gathered(shape, s), Size()
     copied = none if again else casts
     tied = shape.tied and shape.outputs == shape.vocabulary and not s.adapter_rank
     gradients = none
@@ -80,9 +86,11 @@ def _train(role: RoleLayout, device: str) -> list[Moment]:
 
 
 def _states(role: RoleLayout) -> Size:
-    """The optimizer's, in small tensors."""
-    size = 0 if role.sharding.host_optimizer else formulas.optimizer(role.scattered_parameters, role.sharding)
-    return Size(size, size)
+    """The optimizer's."""
+    if role.sharding.host_optimizer:
+        return Size()
+    counts = (role.trained_parameters, role.scattered_parameters)
+    return Size(*(formulas.optimizer(count, role.sharding) for count in counts))
 
 
 def _layer(role: RoleLayout, device: str) -> Size:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.interfaces.memory import Sharding
 from rlhf.plan.heap import Size, tensors, total
 from rlhf.plan.shape import LayerShape, ModelShape
 
@@ -50,12 +50,14 @@ def optimizer(trained: int, sharding: Sharding) -> int:
     return int(trained * each / sharding.optimizer_ranks)
 
 
-def gathered(shape: ModelShape, sharding: Sharding) -> int:
-    """Weights of others that a rank holds while it computes: what the trainer keeps gathered, and the largest part."""
+def gathered(shape: ModelShape, sharding: Sharding) -> Size:
+    """Weights of others that a rank holds while it computes: what the trainer keeps gathered, and the largest part; and
+    copies of what is on its way."""
     if sharding.weight_ranks == 1 and not sharding.host_weights:
-        return 0
+        return Size()
     most = min(shape.parameters, sharding.gathered + shape.widest)
-    return int(most * sharding.weight_bytes)
+    coming = sharding.in_flight if sharding.weight_ranks > 1 else 0
+    return Size(int((most + coming) * sharding.weight_bytes), int(min(most, shape.small) * sharding.weight_bytes))
 
 
 # ------------------------------------------------------------------------------------- activations
@@ -226,45 +228,3 @@ def head_gradient(shape: ModelShape) -> Size:
 def _head(shape: ModelShape, tokens: int, sharding: Sharding, count: int) -> Size:
     one, hidden = logits(shape, tokens, sharding), tokens * shape.hidden * FP32
     return total([tensors(count * one, one), tensors(2 * hidden, hidden)])
-
-
-# --------------------------------------------------------------------------------------- generator
-
-
-def engine_weights(shape: ModelShape, footprint: Footprint) -> int:
-    """P x bytes per weight / (tensor x pipeline parallel)."""
-    return int(shape.parameters * footprint.weight_bytes / (footprint.tensor_parallel * footprint.pipeline_parallel))
-
-
-def cache_per_token(shape: ModelShape, footprint: Footprint) -> float:
-    """Bytes per token and device: elements of keys and values over all layers x bytes / parallel parts; heads are not
-    split further than there are."""
-    parts = min(footprint.tensor_parallel, shape.cache_heads) * footprint.pipeline_parallel
-    return shape.cache_elements * footprint.kv_bytes / parts
-
-
-def cache_grown(shape: ModelShape, footprint: Footprint, samples: int, longest: int) -> int:
-    """Of a cache that grows with need, at its largest: rows x longest sequence."""
-    tokens = min(footprint.rows, samples) * longest
-    if footprint.cache_tokens is not None:
-        tokens = min(tokens, footprint.cache_tokens)
-    return int(tokens * cache_per_token(shape, footprint))
-
-
-def prompt_pass(shape: ModelShape, footprint: Footprint, prompts: int, longest: int, *, bf16: bool, device: str) -> int:
-    """The prompts' forward pass: one layer's temporaries, and the keys and values that it makes.
-
-    Args:
-        prompts: tokens of all distinct prompts.
-    """
-    layer = max(shape.layers, key=lambda x: x.parameters)
-    tokens = min(footprint.prefill_tokens, prompts)
-    working = layer_working(layer, shape.hidden, tokens, longest, bf16=bf16, device=device)
-    return working.all + int(tokens * shape.cache_elements * footprint.kv_bytes)
-
-
-def decoding_step(shape: ModelShape, footprint: Footprint, samples: int, longest: int) -> int:
-    """Beside the cache: four fp32 matrices of rows x vocabulary, or, where the cache grows, the old keys (or values) of
-    one layer beside the new ones."""
-    copied = cache_grown(shape, footprint, samples, longest) // (2 * len(shape.layers))
-    return max(4 * min(footprint.rows, samples) * shape.vocabulary * FP32, copied)

@@ -71,7 +71,7 @@ class EngineLayout:
     longest: int
     """Tokens of the longest sequence, prompt and answer."""
     prompt_tokens: int = 2**62
-    """Of the distinct prompts among them."""
+    """Of their prompts that are computed: the distinct ones, where the engine can do that."""
     bf16: bool = False
     bucket: int = 2**28
     """Bytes of weights sent at once in a sync."""
@@ -92,6 +92,11 @@ class Machine:
     devices_per_node: int = 8
     processes: bool = False
     """Every rank is a process of its own; else all is one process."""
+
+    @property
+    def keeps(self) -> bool:
+        """The process keeps what it frees: one process that has a CPU's memory to itself."""
+        return self.device == "cpu" and not self.processes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.plan import formulas, heap
+from rlhf.plan import formulas
 from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
-from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, device_groups
+from rlhf.plan.engines import engine_resting, sampling
+from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
 PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
 """precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync:
@@ -76,62 +77,6 @@ def loading(role: RoleLayout, device: str) -> Parts:
     s, shape = role.sharding, role.shape
     read = shape.read if shape.read and device == "cpu" else shape.parameters
     return {"weights": int(read * s.weight_bytes / s.loading_ranks)}
-
-
-# -------------------------------------------------------------------------------------- the engine
-
-
-def engine_resting(engines: EngineLayout, machine: Machine, *, asleep: bool, cache: bool = True) -> Parts:
-    """One device's part of an engine between calls."""
-    footprint = engines.footprint
-    if asleep:
-        return {}
-    here = {"weights": formulas.engine_weights(engines.shape, footprint), "working": footprint.working}
-    if cache:
-        here["cache"] = reserved_cache(engines, machine) or 0
-    return {part: size for part, size in here.items() if size}
-
-
-def reserved_cache(engines: EngineLayout, machine: Machine) -> int | None:
-    """Bytes of cache that a device of the engine reserves; None where it grows with need, or nobody knows the memory
-    that it takes a share of."""
-    footprint = engines.footprint
-    if footprint.kv_space is not None:
-        return footprint.kv_space
-    if footprint.share is None:
-        return None
-    if machine.memory is None:
-        return int(engines.longest * formulas.cache_per_token(engines.shape, footprint))
-    weights = formulas.engine_weights(engines.shape, footprint)
-    return max(0, int(footprint.share * machine.memory) - weights - footprint.working)
-
-
-def sampling(engines: EngineLayout, machine: Machine) -> Parts:
-    """What drawing samples adds: a cache that grows, and the largest forward pass where the engine does not hold memory
-    for it already.
-
-    A cache that grows is largest at the end, when the prompts' pass is over, unless further samples wait for a row:
-    then both are there. On a CPU the process keeps what the smaller of the two freed.
-    """
-    shape, footprint = engines.shape, engines.footprint
-    if footprint.share is not None:
-        return {}
-    prompts = formulas.prompt_pass(
-        shape, footprint, engines.prompt_tokens, engines.longest, bf16=engines.bf16, device=machine.device
-    )
-    step = formulas.decoding_step(shape, footprint, engines.samples, engines.longest)
-    added: Parts = {}
-    apart = footprint.kv_space is None and engines.samples <= footprint.rows
-    if footprint.kv_space is None:
-        added["cache"] = formulas.cache_grown(shape, footprint, engines.samples, engines.longest)
-    if apart and prompts > sum_of(added) + step:
-        added["cache"], added["working"] = 0, prompts
-    else:
-        added["working"] = step if apart else max(prompts, step)
-    moments = [heap.Size(sum_of(added))]
-    if machine.device == "cpu":
-        return added | {"allocator": prompts + step - added["working"]}
-    return added | {"allocator": heap.allocator(moments, heap.Size(), machine.device)}
 
 
 # --------------------------------------------------------------------------------------- a device
@@ -221,10 +166,10 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     if phase == "load":
         return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
     if busy and phase == "train":
-        added, away = training(role, machine.device)
+        added, away = training(role, machine.device, keeps=machine.keeps)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
     if busy and phase in ("precompute", "forward", "generate"):
-        return _add(parts, forwarding(role, machine.device)), host
+        return _add(parts, forwarding(role, machine.device, keeps=machine.keeps)), host
     if busy and phase == "sync":
         assert layout.engines is not None
         s = role.sharding

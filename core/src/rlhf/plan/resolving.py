@@ -49,8 +49,6 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     outputs = {_name(o) for u in mine for o in made.algorithm.parts[u.loss].outputs()}
     annotated = {_name(a.output) for a in annotations if a.role == name}
     rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
-    if rewards:
-        annotated.add("scores")
     micro = _micro_tokens(made, mine, budget, longest, place.ranks // sharding.layer_ranks)
     return RoleLayout(
         name,
@@ -126,7 +124,8 @@ def _engines(made: RunParts, places: dict[str, Place], policy: RoleLayout, machi
     longest = longest_sequence(config, made.online)
     samples = max(1, math.ceil(asked / place.ranks))
     alone = made.online and not config.data.eval  # else nobody knows how many of the samples share a prompt
-    prompts = math.ceil(samples / config.sampling.samples_per_prompt) if alone else samples
+    once = alone and not footprint.repeats_prompts
+    prompts = math.ceil(samples / config.sampling.samples_per_prompt) if once else samples
     return EngineLayout(
         place,
         read_shape(model_spec(config, made.roles, "policy").path, "lm", section.trust_remote_code),

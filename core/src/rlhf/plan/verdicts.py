@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.plan import formulas, heap
+from rlhf.plan import heap
+from rlhf.plan.engines import cache_per_token, held_by_engine, reserved_cache
 from rlhf.plan.layout import EngineLayout, Layout, RoleLayout
-from rlhf.plan.phases import GroupPlan, Moment, plan_groups, reserved_cache, sum_of
+from rlhf.plan.phases import GroupPlan, Moment, plan_groups, sum_of
 from rlhf.plan.sizes import text
 
 
@@ -89,7 +90,7 @@ def _cache(layout: Layout) -> Shortage | None:
     if engines is None or memory is None:
         return None
     space = reserved_cache(engines, layout.machine)
-    each = formulas.cache_per_token(engines.shape, engines.footprint)
+    each = cache_per_token(engines.shape, engines.footprint)
     need = int(each * engines.longest)
     if space is None or space >= need:
         return None
@@ -125,7 +126,7 @@ def _how(layout: Layout, name: str, part: str) -> str:
             layout.engines
         )
     if name not in {r.name for r in layout.roles}:
-        return "before any model"
+        return {"process": "before any model", "working": "what libraries allocate at first use"}.get(part, "")
     role = layout.role(name)
     s, shape = role.sharding, role.shape
     on = {
@@ -142,13 +143,18 @@ def _how(layout: Layout, name: str, part: str) -> str:
         "process": "before it holds a model",
         "allocator": _allocator(layout.machine.device),
     }
-    return on.get(part, "")
+    lent = f" + {text(role.borrowed)} of heads that others lend" if role.borrowed and part == "weights" else ""
+    return on.get(part, "") + lent
 
 
 def _product(count: int, each: float, ranks: int, layer_ranks: int = 1) -> str:
     over = f" / {ranks} ranks" if ranks > 1 else ""
     part = f" of layers in {layer_ranks} parts" if layer_ranks > 1 else ""
-    return f"{count / 1e9:.3g} G parameters{part} x {each:g} bytes{over}"
+    return f"{_count(count)} parameters{part} x {each:g} bytes{over}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
 
 
 def _activations(role: RoleLayout) -> str:
@@ -166,7 +172,7 @@ def _allocator(device: str) -> str:
 
 def _engine_weights(engines: EngineLayout) -> str:
     f = engines.footprint
-    return _product(engines.shape.parameters, f.weight_bytes, 1) + (
+    return _product(held_by_engine(engines.shape, f), f.weight_bytes, 1) + (
         f" / {f.tensor_parallel * f.pipeline_parallel} devices" if f.tensor_parallel * f.pipeline_parallel > 1 else ""
     )
 
@@ -174,7 +180,7 @@ def _engine_weights(engines: EngineLayout) -> str:
 def _engine_cache(layout: Layout) -> str:
     engines = layout.engines
     assert engines is not None
-    f, each = engines.footprint, formulas.cache_per_token(engines.shape, engines.footprint)
+    f, each = engines.footprint, cache_per_token(engines.shape, engines.footprint)
     if f.kv_space is not None:
         return "reserved at the start"
     if f.share is not None:

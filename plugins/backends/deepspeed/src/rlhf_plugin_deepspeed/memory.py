@@ -12,6 +12,9 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.grid import check_parts
 
 FP32 = 4.0
+COPIES = 3
+"""Of a bucket of weights that stage 3 gathers over gloo: as it is gathered, gloo's own, and that of the bucket after it
+(measured, docs/plan.md)."""
 
 
 def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sharding:
@@ -42,7 +45,8 @@ def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sh
             gradient_ranks=ranks,
             keeps_gradients=True,
             host_weights=config.offload_params != "none",
-            gathered=config.gathered + config.bucket,
+            gathered=config.gathered,
+            in_flight=config.bucket * (COPIES if device == "cpu" else 1),
             cast_bytes=0.0,  # layers remember their weight, not its cast
             fused=False,
         )

@@ -11,6 +11,8 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass where ``max_batched_tokens`` is absent."""
 MEMORY_SHARE = 0.9
+CPU_WORKING = 150 * 2**20
+"""On a CPU, of an engine that has started: beyond weights and cache (measured with 100 M parameters, docs/plan.md)."""
 KV_CACHE_GIB = 1.0
 """On a CPU, where ``kv_cache_gib`` is absent."""
 
@@ -32,5 +34,8 @@ def footprint(config: VllmGeneratorConfig, dtype: str, device: str) -> Footprint
         kv_space=exact,
         rows=config.max_sequences,
         prefill_tokens=config.max_batched_tokens or PREFILL_TOKENS,
+        working=CPU_WORKING if device == "cpu" else 0,
+        own_head=device == "cpu",
+        repeats_prompts=True,
         sleeps=device == "cuda",
     )
