@@ -5,20 +5,13 @@ In one file, so that one set of processes serves every test (``pytest --dist loa
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from parts_names import MODELS, REFUSED, STAGES, VARIANTS
+from parts_cases import Ranks, Reference, check_steps, models
+from parts_names import MODELS, STAGES, VARIANTS
 from rlhf.errors import CapabilityError
-from rlhf.interfaces import Loss
 from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -30,60 +23,9 @@ from zero_cases import STEPS, apart, batch, shares, spec, trainer
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-SECONDS = 400
 GRADIENT = 1e-5
-LOSS = 1e-4
 DIVIDED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
 """{matrix: the dimension along which it is cut}."""
-
-
-class Ranks:
-    """What the ranks wrote: ``results[rank][case]``, and files below ``folder``."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.folder, self.ranks = folder, ranks
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes = []
-        for rank in range(ranks):
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                arguments = [str(HERE / "parts_ranks.py"), str(rank), str(ranks), str(port), str(folder)]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                started = subprocess.Popen(
-                    [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
-                processes.append(started)
-        end = time.monotonic() + SECONDS
-        try:
-            codes = [p.wait(max(1.0, end - time.monotonic())) for p in processes]
-        finally:
-            for p in processes:
-                p.kill()
-                p.wait()
-        logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]
-        assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
-        self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-    def __call__(self, case: str) -> list:
-        return [found[case] for found in self.results]
-
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / f"{name}.safetensors")
-
-
-def models(folder: Path) -> Path:
-    tiny_model(folder / "model", std=0.2)
-    tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
-    tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
-    for name, options in {**MODELS, **REFUSED}.items():
-        tiny_model(folder / name, std=0.2, **options)
-    one = trainer(spec(folder), stage=2, ema_decay=0.9)
-    for number in range(2):
-        one.update([batch(number)], TokenLoss(), {}, {})
-    one.save(folder / "from_one")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -102,37 +44,11 @@ def ranks(request):
     return request.getfixturevalue(request.param)
 
 
-class Reference:
-    """The trainer ``torch`` in one process on whole batches."""
-
-    def __init__(self, folder: Path, loss: Loss, steps: int, path: str = "", head="lm", dtype="fp32", **options):
-        of = spec(folder, head=head, dtype=dtype)
-        of = replace(of, path=str(folder / path)) if path else of
-        self.trainer = TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), of)
-        self.trainer.accumulate([batch(0, loss)], loss, {}, {})
-        self.gradients = self.trainer.gradients()
-        self.trainer.zero_grad()
-        self.steps = [self.trainer.update([batch(n, loss)], loss, {}, {}) for n in range(steps)]
-        self.weights = {n: t.clone() for n, t in self.trainer.weights()}
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
     tiny_model(folder / "model", std=0.2)
     return Reference(folder, TokenLoss(), STEPS, ema_decay=0.9, weight_decay=0.1)
-
-
-def check_steps(found: list[list], wanted: list, loss_within: float = LOSS, norm_within: float = LOSS) -> None:
-    """``found``: of each rank; ``wanted``: (sums, result) of each step."""
-    for number, (sums, result) in enumerate(wanted[: len(found[0])]):
-        at = [rank[number] for rank in found]
-        assert all(a[1:] == at[0][1:] for a in at), "norm, rate and reason: the same on every rank"
-        losses = [a[0] for a in at]
-        assert losses[::2] == losses[1::2], "the ranks of a replica compute the same"
-        assert sum(losses[::2]) == pytest.approx(sums["loss"][0], rel=loss_within, abs=loss_within)
-        assert at[0][1] == pytest.approx(result.grad_norm, rel=norm_within)
-        assert (at[0][2], at[0][3]) == (result.lr, "")
 
 
 @pytest.mark.parametrize("stage", STAGES)
