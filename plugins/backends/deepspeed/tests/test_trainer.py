@@ -250,7 +250,7 @@ for stage in (2, 3):
 
 def test_the_terminal_stays_quiet(folder):
     code = QUIET.format(tests=str(Path(__file__).parent), folder=str(folder))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
