@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorMethod
 from rlhf.controller.roles import Role
 from rlhf.controller.sync import WeightSync
 from rlhf.interfaces import GENERATOR, ApplyResult, GeneratorSpec, Launcher, Loss, ModelSpec, Place, TrainerFacts
@@ -32,6 +33,7 @@ from rlhf.plugins import Plugins
 from rlhf.runfile import SyncSection
 from rlhf.testing.launcher import CountingTrainer
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
+from rlhf_plugin_ray.vigil import Vigil
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = 16, 8, 6, 64
 BUDGET = 2048
@@ -153,6 +155,30 @@ def measure(step: Step, steps: int) -> dict[str, float]:
     return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
 
 
+def round_trips(step: Step) -> dict[str, dict[str, int]]:
+    """For each part: calls of actors' methods, and how often the driver waits for an answer. Unlike times they are the
+    same on a machine that others use too."""
+    found: dict[str, dict[str, int]] = {}
+    send, wait = ActorMethod._remote, Vigil.wait
+    for name, part in step.parts().items():
+        counts = found[name] = {"calls": 0, "waits": 0}
+
+        def sent(self: Any, *args: Any, counts: dict[str, int] = counts, **options: Any) -> Any:
+            counts["calls"] += 1
+            return send(self, *args, **options)
+
+        def waited(self: Any, *args: Any, counts: dict[str, int] = counts) -> Any:
+            counts["waits"] += 1
+            return wait(self, *args)
+
+        ActorMethod._remote, Vigil.wait = sent, waited
+        try:
+            part()
+        finally:
+            ActorMethod._remote, Vigil.wait = send, wait
+    return found
+
+
 def transfers(step: Step) -> dict[str, dict[str, int]]:
     """For the calls that carry a batch: puts, bytes in the store, and bytes of the columns that the call declares."""
     found: dict[str, dict[str, int]] = {}
@@ -194,13 +220,15 @@ def main() -> None:
     try:
         step = Step(launcher, options.ranks, options.engines)
         with_ray = measure(step, options.steps)
-        carried = transfers(step)
+        carried, asked = transfers(step), round_trips(step)
     finally:
         launcher.shutdown()
     for name in with_ray:
         print(f"{name:20} {with_ray[name]:7.2f} ms on Ray, {alone[name]:7.2f} ms in one process")
     total, base = sum(with_ray.values()), sum(alone.values())
     print(f"{'step':20} {total:7.2f} ms on Ray, {base:7.2f} ms in one process: Ray costs {total - base:.1f} ms")
+    for name, counts in asked.items():
+        print(f"{name}: {counts['calls']} calls, waits for {counts['waits']} answers")
     for name, sizes in carried.items():
         share = sizes["bytes_put"] / sizes["bytes_of_columns"]
         print(f"{name}: {sizes['puts']} put of {sizes['bytes_put']} bytes, {share:.2f} x the columns")
@@ -214,6 +242,7 @@ def main() -> None:
         "step_milliseconds_on_ray": total,
         "step_milliseconds_in_one_process": base,
         "transfers": carried,
+        "round_trips": asked,
         "machine": {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()},
         "versions": {"ray": ray.__version__, "torch": torch.__version__},
     }
