@@ -151,6 +151,17 @@ def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, 
     assert set(busy) == {"load", "generate"}
 
 
+def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
+    """Two pairs of 64 tokens a step; eight steps' pairs when they are read before."""
+    rows = {"algorithm.use": "dpo", "data.batch_size": "2", "data.max_tokens": "64", "reference.dtype": "fp32"}
+    plain = [(k, v) for k, v in flags(published, rows) if k != "reward"]
+    sizes = [
+        resolve(load(None, [*plain, ("reference.precompute", early)]), plugins, Machine("cpu", GIB)).role("reference")
+        for early in ("false", "true")
+    ]
+    assert [role.micro_tokens for role in sizes] == [2 * 128, 8 * 2 * 128]
+
+
 def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
     with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
         layout(published, plugins, {"placement.critc.ranks": "2"})

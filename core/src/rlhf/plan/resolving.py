@@ -15,6 +15,9 @@ from rlhf.types import Annotation, Head, Update
 _STEPS = (0, 1, 1_000_000)
 """Steps whose updates and annotations are looked at: roles may be trained later, or only at first."""
 
+PRECOMPUTED = 8
+"""Batches whose rows a precomputed role is given at once (:mod:`rlhf.controller.build`)."""
+
 
 def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     """What ``config`` would run on ``machine``.
@@ -49,7 +52,9 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     outputs = {_name(o) for u in mine for o in made.algorithm.parts[u.loss].outputs()}
     annotated = {_name(a.output) for a in annotations if a.role == name}
     rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
-    micro = _micro_tokens(made, mine, budget, longest, place.ranks // sharding.layer_ranks)
+    early = section_of(config, name).precompute
+    batches = PRECOMPUTED if early else 1
+    micro = _micro_tokens(made, mine, budget, longest, place.ranks // sharding.layer_ranks, batches)
     return RoleLayout(
         name,
         place,
@@ -63,7 +68,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
         tuple(sorted(annotated)),
         rewards,
         _repeats(made, micro, longest) if sharding.shares_prefixes else 1.0,
-        section_of(config, name).precompute,
+        early,
         _borrowed(made, name) if machine.processes else 0,
     )
 
@@ -87,13 +92,14 @@ def _name(output: str | Head) -> str:
     return output if isinstance(output, str) else output.name
 
 
-def _micro_tokens(made: RunParts, updates: list[Update], budget: int, longest: int, ranks: int) -> int:
-    """The budget, or the longest unit where that is more; never more than a rank's share of an optimizer batch."""
+def _micro_tokens(made: RunParts, updates: list[Update], budget: int, longest: int, ranks: int, batches: int) -> int:
+    """The budget, or the longest unit where that is more; never more than a rank's share of an optimizer batch, or of
+    the ``batches`` that it reads at once."""
     config = made.config
     unit = longest * (2 if made.algorithm.data == "pairs" else 1)
     units = config.data.batch_size * (config.sampling.samples_per_prompt if made.online else 1)
     parts = min((u.minibatches for u in updates), default=1)
-    return min(max(budget, unit), unit * math.ceil(units / parts / ranks))
+    return min(max(budget, unit), unit * math.ceil(batches * units / parts / ranks))
 
 
 def _repeats(made: RunParts, micro_tokens: int, longest: int) -> float:
