@@ -23,7 +23,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "reinforce_pp": {"trainer": {"ema_decay": 0.9, "schedule": "linear"}},
     "reinforce_pp_baseline": {"stream": {"filter": {"min_std": 0.2}}},
-    "grpo": {"algorithm": {"kl": {"coef": 0.1, "where": "loss"}}, "eval": {"every": 2, "samples": 2, "temperature": 1.0}},
+    "grpo": {
+        "algorithm": {"kl": {"coef": 0.1, "where": "loss"}},
+        "eval": {"every": 2, "samples": 2, "temperature": 1.0},
+    },
     "dr_grpo": GAME,
     "rloo": {"policy": {"dtype": "bf16"}, "data": {"shuffle": True, "batch_size": 5}},
     "sft": {"run": {"threads": 2}, "trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
