@@ -40,8 +40,7 @@ def predicted(case: dict[str, Any], path: Path) -> int:
     frozen = case["what"] == "forward"
     if frozen:
         role = replace(role, trained=False)
-    keeps = layout.machine.keeps
-    busy = forwarding(role, "cpu", keeps=keeps) if frozen else training(role, "cpu", keeps=keeps)[0]
+    busy = forwarding(role, "cpu") if frozen else training(role, "cpu")[0]
     rest = resting(role)[0]
     rest.pop("gradients", None)
     return sum_of(rest) + sum_of(busy) + LIBRARIES["cpu"]

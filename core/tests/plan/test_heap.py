@@ -23,11 +23,5 @@ def test_what_rests_in_the_heap_has_holes_too():
     assert allocator([Size(300, 300)], Size(900, 600), "cpu") == int(HOLES * 900)
 
 
-def test_a_process_that_keeps_what_it_frees_has_one_heap():
-    """Of 900 that rest and 450 of the fullest moment a third more, whatever the blocks' size."""
-    assert allocator([Size(300, 300), Size(450, 50)], Size(900, 600), "cpu", keeps=True) == int(HOLES * 1350)
-    assert allocator([Size(300, 300), Size(450, 50)], Size(900, 600), "cuda", keeps=True) == int(CHURN * 450)
-
-
 def test_a_gpu_keeps_a_share_of_the_fullest_moment():
     assert allocator([Size(300, 300), Size(450, 50)], Size(900, 600), "cuda") == int(CHURN * 450)

@@ -16,24 +16,20 @@ def sum_of(parts: Mapping[str, int]) -> int:
     return sum(parts.values())
 
 
-def forwarding(role: RoleLayout, device: str, *, keeps: bool = False) -> Parts:
-    """What a forward pass without gradient adds at its peak: in the layers, or in the head.
-
-    Args:
-        keeps: the process keeps what it frees (:func:`rlhf.plan.heap.allocator`).
-    """
+def forwarding(role: RoleLayout, device: str) -> Parts:
+    """What a forward pass without gradient adds at its peak: in the layers, or in the head."""
     moments = _forward(role, device)
     sizes = [total(m.values()) for m in moments]
-    return _fullest(moments) | {"allocator": heap.allocator(sizes, Size(), device, keeps=keeps)}
+    return _fullest(moments) | {"allocator": heap.allocator(sizes, Size(), device)}
 
 
-def training(role: RoleLayout, device: str, *, keeps: bool = False) -> tuple[Parts, int]:
+def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
     """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
     what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
     s, moments = role.sharding, _train(role, device)
     added = _fullest(moments)
     sizes = [total(m.values()) for m in moments]
-    added["allocator"] = heap.allocator(sizes, _states(role), device, keeps=keeps)
+    added["allocator"] = heap.allocator(sizes, _states(role), device)
     away = s.host_optimizer and not s.keeps_gradients
     return added, formulas.gradients(role.trained_parameters, s) if away else 0
 

@@ -3,8 +3,6 @@
 A CPU's is glibc's. Blocks below :data:`LARGE` share a heap: it grows to what lives in it at most and the holes between;
 it stays that large, as something at its end always lives. Larger blocks are mapped one by one and given back when they
 are freed. So a process takes its largest heap and its most large blocks, though these are not of the same moment.
-A run in one process tells glibc to map no blocks apart and to give nothing back (:mod:`rlhf.modeling.host_memory`): all
-of them share the heap there, whose holes are a share of everything.
 """
 
 from __future__ import annotations
@@ -51,16 +49,13 @@ def kept(moments: Iterable[Size], rest: Size) -> int:
     return largest + int(HOLES * (rest.heap + largest))
 
 
-def allocator(moments: Sequence[Size], rest: Size, device: str, *, keeps: bool = False) -> int:
+def allocator(moments: Sequence[Size], rest: Size, device: str) -> int:
     """What a process holds beyond the fullest of ``moments``.
 
     On a CPU the heap that is :func:`kept` and the most large blocks of any moment are there, and the fullest moment is
-    less; where one heap ``keeps`` everything, :data:`HOLES` x all that is in it at most. On a GPU :data:`CHURN` x the
-    fullest moment.
+    less. On a GPU :data:`CHURN` x the fullest moment.
     """
     fullest = max(m.all for m in moments)
     if device != "cpu":
         return int(CHURN * fullest)
-    if keeps:
-        return int(HOLES * (rest.all + fullest))
     return kept(moments, rest) + max(m.all - m.heap for m in moments) - fullest

@@ -93,11 +93,6 @@ class Machine:
     processes: bool = False
     """Every rank is a process of its own; else all is one process."""
 
-    @property
-    def keeps(self) -> bool:
-        """The process keeps what it frees: one process that has a CPU's memory to itself."""
-        return self.device == "cpu" and not self.processes
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -166,10 +166,10 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     if phase == "load":
         return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
     if busy and phase == "train":
-        added, away = training(role, machine.device, keeps=machine.keeps)
+        added, away = training(role, machine.device)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
     if busy and phase in ("precompute", "forward", "generate"):
-        return _add(parts, forwarding(role, machine.device, keeps=machine.keeps)), host
+        return _add(parts, forwarding(role, machine.device)), host
     if busy and phase == "sync":
         assert layout.engines is not None
         s = role.sharding

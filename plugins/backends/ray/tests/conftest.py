@@ -31,6 +31,13 @@ def cluster() -> Cluster:
     return running[-1]
 
 
+@pytest.fixture(scope="module")
+def no_cluster() -> None:
+    """For a module that starts a Ray of its own in this process."""
+    if running:
+        running.pop().close()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends with the last test of this folder that follows on another: elsewhere tests start a Ray of their own."""

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def four_gpus() -> Iterator[None]:
+def four_gpus(no_cluster: None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, LoopbackOnly():
         patch.setenv("PYTHONPATH", os.path.dirname(__file__))
