@@ -73,10 +73,7 @@ def make_trainer(case: Case, path: Path, rank: int, port: int) -> tuple[int, Any
 
         options |= {"stage": case["stage"], "device": "cpu"}
     else:
-        from rlhf.modeling.host_memory import keep_freed
         from rlhf_plugin_local.trainer import TorchTrainer as Cls  # type: ignore[assignment]
-
-        keep_freed()  # as the launcher of an embedded run does
     from planned import batches  # noqa: F401
 
     before = weigh()

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
-from rlhf.modeling.host_memory import keep_freed
 from rlhf.plugins import Resolved
 
 
@@ -36,8 +35,7 @@ class LocalLauncher(Launcher):
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "export:module"})
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
-        """Everything shares this process, and its memory; a section that asks for more is refused."""
-        keep_freed()
+        """Everything shares this process; a section that asks for more is refused."""
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:
                 raise ConfigError(
