@@ -41,6 +41,7 @@ def test_one_unit_a_trajectory_with_masks_and_columns():
     assert batch.tok["gen_logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert {k: v.tolist() for k, v in batch.unit.items()} == {
         "reward": [1.0], "score": [1.0], "group": [5], "sample": [0], "own_tokens": [3], "truncated": [True],
+        "given": [False],
     }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def test_who_enters_where_nothing_is_scored():
     ]
     batch = assemble(groups, scored=False)
     assert batch.ids_N.tolist() == [1, 2, 1, 3]
-    assert sorted(batch.unit) == ["group", "own_tokens", "sample", "truncated"]
+    assert sorted(batch.unit) == ["given", "group", "own_tokens", "sample", "truncated"]
     assert assemble([group(failed)], scored=False) is None
     assert assemble([group(groups[0].trajectories[0])]) is None
 

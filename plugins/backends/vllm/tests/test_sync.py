@@ -117,7 +117,7 @@ def test_after_an_update_the_engine_computes_what_the_trainer_computes(setup):
 
 
 def test_every_tensor_is_fingerprinted_where_it_arrived(setup):
-    proofs = setup.sync()._send(5)
+    proofs, _ = setup.sync()._send(5)
     assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
     sent = setup.role.every("sent")[0]
     assert proofs[0].received == sent
