@@ -185,10 +185,10 @@ def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:
 
 REWARDS = {
     "raises": ("raise KeyError('no key')", "score() raised KeyError: 'no key'"),
-    "hangs": ("await asyncio.sleep(60)", "score() took longer than its deadline of 0.3 s"),
+    "hangs": ("await asyncio.sleep(60)", "score() took longer than its deadline of 1 s"),
     "too few": ("return results[:-1]", "score() returned 2 results for 3 trajectories"),
     "nan": ("return [RewardResult(float('nan')), *results[1:]]", "score() returned RewardResult(value=nan)"),
-    "blocks": ("SYNC import time; time.sleep(60)", "score() took longer than its deadline of 0.3 s"),
+    "blocks": ("SYNC import time; time.sleep(60)", "score() took longer than its deadline of 1 s"),
 }
 SPOILED = """
 import asyncio
@@ -212,7 +212,7 @@ def spoiled(shop: Workshop, body: str) -> dict[str, Any]:
     if body.startswith("SYNC"):
         text = text.replace("async def", "def")
     return {
-        "reward": [{"use": f"file:{shop.file('spoiled.py', text)}", "deadline": 0.3}],
+        "reward": [{"use": f"file:{shop.file('spoiled.py', text)}", "deadline": 1.0}],
         "data": {"shuffle": False},
         "run": {"steps": 2},
     }
@@ -241,7 +241,7 @@ def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
 
 ENVS = {
     "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
-    "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 0.3 s"),
+    "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 1 s"),
     "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is asked for at temperature 0.0"),
     "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, and [sampling] has top_k = 0"),
 }
@@ -267,7 +267,7 @@ class Spoiled(Env):
 
 def env(shop: Workshop, body: str) -> dict[str, Any]:
     return {
-        "env": {"use": f"file:{shop.file('env.py', ENV.replace('BODY', body))}", "deadline": 0.3, "max_turns": 3},
+        "env": {"use": f"file:{shop.file('env.py', ENV.replace('BODY', body))}", "deadline": 1.0, "max_turns": 3},
         "rollout": {"use": "multi_turn"},
         "reward": None,
         "data": {"shuffle": False},
