@@ -76,7 +76,7 @@ def test_no_chat_template_where_one_is_needed(shop: Workshop) -> None:
         ('{"prompt": "1+1=", "response"', "not valid JSON"),
         ('["1+1=", "2"]', "a row is a JSON object"),
         ('{"prompt": "", "response": ""}', "the answer is empty"),
-        ("{}", "no column 'response'"),
+        ("{}", "no column 'prompt'"),
         ('{"prompt": "1+1=", "response": null}', "response"),
         ('{"prompt": "1+1="}', "response"),
         ('{"prompt": 3, "response": "4"}', "prompt"),

@@ -188,6 +188,7 @@ def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Work
         (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "--env.use", "x"), "env 'x' is set"),
         (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "-o", "THERE"), "exists; --force replaces it"),
         (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "-o", "no/f.jsonl"), "there is no folder no"),
+        (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "-o", ".", "--force"), "--output . is a folder"),
         (("--data", "DATA", "--reward", "REWARD", "--model", "MODEL", "--algo", "ppo"), "no flag --algo"),
     ],
 )

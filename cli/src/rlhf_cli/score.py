@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no data is named. Set --data FILE.")
     if not config.reward:
         raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
+    if args.file.is_dir():
+        raise ConfigError(f"--output {args.file} is a folder. Name a file in a folder that exists.")
     if args.file.exists() and not args.force:
         raise ConfigError(f"{args.file} exists; --force replaces it")
     if not args.file.parent.is_dir():

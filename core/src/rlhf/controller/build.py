@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -117,8 +118,9 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
     try:
         return _assemble(prepared, directory, launcher, opened)
     except BaseException:  # a checkpoint of another config, say, which shows after everything was started
-        for close in (*opened, launcher.shutdown):
-            close()
+        with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
+            for close in (launcher.shutdown, *reversed(opened)):
+                closing.callback(close)
         raise
 
 

@@ -36,7 +36,7 @@ class Template(Prompts):
             text: another answer to the row's prompt.
         """
         cells = self._cells(row)
-        sequence = self._demonstrated(cells) if text is None else self._answered_by(text, cells)
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(text, *self._asked(cells))
         first, last = sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
         answer = sequence.ids[first:last]
         return [
@@ -119,15 +119,20 @@ class Template(Prompts):
 
     def _answered(self, cells: Cells, field: str) -> TokenSequence:
         """The row's prompt and the answer in a field."""
+        prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
-            return self._conversation([*self._prompt_messages(cells), *cells.messages(field)])
+            return self._conversation([*prompt, *cells.messages(field)])
         text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
-        return self._answered_by(text, cells, f"{cells.name(field)}: ")
+        return self._answered_by(text, prompt, front, f"{cells.name(field)}: ")
 
-    def _answered_by(self, text: str, cells: Cells, where: str = "") -> TokenSequence:
-        """The row's prompt and an answer to it."""
-        prompt = [] if self.chat is None else self._prompt_messages(cells)
-        front = "" if self.chat is not None else self._plain_prompt(cells, optional=self.section.loss_on == "all")
+    def _asked(self, cells: Cells) -> tuple[list[Message], str]:
+        """The row's prompt: as messages, or as plain text; the other is empty."""
+        if self.chat is not None:
+            return self._prompt_messages(cells), ""
+        return [], self._plain_prompt(cells, optional=self.section.loss_on == "all")
+
+    def _answered_by(self, text: str, prompt: Sequence[Message], front: str, where: str = "") -> TokenSequence:
+        """A prompt and an answer to it."""
         if not text.strip():
             raise DataError(f"{where}the answer is empty; there is nothing to learn from")
         if self.chat is not None:

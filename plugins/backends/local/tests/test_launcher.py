@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
@@ -119,7 +118,7 @@ def test_precision_asks_the_processor_and_measures(tmp_path, monkeypatch):
 
 
 def test_measured_gain_is_a_ratio():
-    assert 0 < precision.measured_gain(size=64, repeats=1) < math.inf
+    assert 0.01 < precision.measured_gain(size=64, repeats=50) < 100  # the best of each: a busy machine disturbs some
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so device = 'cuda' is not refused")
