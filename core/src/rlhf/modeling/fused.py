@@ -20,6 +20,9 @@ from transformers import PreTrainedModel
 from rlhf.modeling.attention import PackedAttention, attention_route
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
+FEW = 512
+"""Up to this many tokens without gradient (a decoding step) the number of operations is what takes time, not their
+size: queries and keys go through them as heads of one tensor."""
 
 
 def fuse_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -75,8 +78,7 @@ class _FusedLayer:
         q_NHD = attention.q_proj(h_NH).unflatten(-1, heads)
         k_NHD = attention.k_proj(h_NH).unflatten(-1, heads)
         v_NHD = attention.v_proj(h_NH).unflatten(-1, heads)
-        q_NHD = _norm_rotary(getattr(attention, "q_norm", None), q_NHD, cos_ND, sin_ND, dtype)
-        k_NHD = _norm_rotary(getattr(attention, "k_norm", None), k_NHD, cos_ND, sin_ND, dtype)
+        q_NHD, k_NHD = _norm_rotary(attention, q_NHD, k_NHD, cos_ND, sin_ND, dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
         window = getattr(attention, "sliding_window", None)
         out, _ = route(attention, q, k, v, None, scaling=attention.scaling, sliding_window=window)
@@ -91,15 +93,26 @@ def _norm(norm: Any, x_NH: Tensor, dtype: torch.dtype) -> Tensor:
     return _RmsNorm.apply(x_NH, norm.weight, norm.variance_epsilon, dtype)
 
 
-def _norm_rotary(norm: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    return _NormRotary.apply(x_NHD, weight, eps, cos_ND, sin_ND, dtype)
+def _norm_rotary(
+    attention: Any, q_NHD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    weights = [None if norm is None else norm.weight for norm in norms]
+    eps = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
+    if len(q_NHD) > FEW or torch.is_grad_enabled() or eps[0] != eps[1]:
+        q_NHD = _NormRotary.apply(q_NHD, weights[0], eps[0], cos_ND, sin_ND, dtype)
+        return q_NHD, _NormRotary.apply(k_NKD, weights[1], eps[1], cos_ND, sin_ND, dtype)
+    weight, heads = None, (q_NHD.shape[1], k_NKD.shape[1])
+    if weights[0] is not None and weights[1] is not None:
+        weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+    both = _NormRotary.apply(torch.cat((q_NHD, k_NKD), 1), weight, eps[0], cos_ND, sin_ND, dtype)
+    return both.split(heads, 1)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """[..., 1]: 1 / sqrt(mean(x^2) + eps)."""
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _norm_backward(g: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
