@@ -96,17 +96,21 @@ def _norm(norm: Any, x_NH: Tensor, dtype: torch.dtype) -> Tensor:
 def _norm_rotary(
     attention: Any, q_NHD: Tensor, k_NKD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    weights = [None if norm is None else norm.weight for norm in norms]
-    eps = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
-    if len(q_NHD) > FEW or torch.is_grad_enabled() or eps[0] != eps[1]:
-        q_NHD = _NormRotary.apply(q_NHD, weights[0], eps[0], cos_ND, sin_ND, dtype)
-        return q_NHD, _NormRotary.apply(k_NKD, weights[1], eps[1], cos_ND, sin_ND, dtype)
+    q_weight, q_eps = _scale(getattr(attention, "q_norm", None))
+    k_weight, k_eps = _scale(getattr(attention, "k_norm", None))
+    if len(q_NHD) > FEW or torch.is_grad_enabled() or q_eps != k_eps:
+        q_NHD = _NormRotary.apply(q_NHD, q_weight, q_eps, cos_ND, sin_ND, dtype)
+        return q_NHD, _NormRotary.apply(k_NKD, k_weight, k_eps, cos_ND, sin_ND, dtype)
     weight, heads = None, (q_NHD.shape[1], k_NKD.shape[1])
-    if weights[0] is not None and weights[1] is not None:
-        weight = torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
-    both = _NormRotary.apply(torch.cat((q_NHD, k_NKD), 1), weight, eps[0], cos_ND, sin_ND, dtype)
+    if q_weight is not None and k_weight is not None:
+        weight = torch.cat((q_weight.expand(heads[0], -1), k_weight.expand(heads[1], -1)))
+    both = _NormRotary.apply(torch.cat((q_NHD, k_NKD), 1), weight, q_eps, cos_ND, sin_ND, dtype)
     return both.split(heads, 1)
+
+
+def _scale(norm: Any) -> tuple[Tensor | None, float]:
+    """Weight and epsilon of an RMS norm; a layer without one has (None, 0)."""
+    return (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
