@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 from rlhf.checkpoint import CheckpointStore
-from rlhf.checkpoint.store import SCHEMA
+from rlhf.checkpoint.manifest import SCHEMA
 from rlhf.errors import CheckpointError, ConfigError, RolloutError
 
 
@@ -141,7 +141,7 @@ def test_a_changed_manifest_is_damage_too(tmp_path):
 
 
 def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf.checkpoint.store.SCHEMA", SCHEMA + 1)
+    monkeypatch.setattr("rlhf.checkpoint.manifest.SCHEMA", SCHEMA + 1)
     CheckpointStore(tmp_path).save(1, write(), {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):

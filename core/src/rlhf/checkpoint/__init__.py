@@ -2,7 +2,8 @@
 
 from rlhf.checkpoint.compare import Difference, compare, config_hash, describe, require_same_run
 from rlhf.checkpoint.json_values import dumps, loads, read_json, write_json
-from rlhf.checkpoint.store import Checkpoint, CheckpointStore
+from rlhf.checkpoint.manifest import Checkpoint
+from rlhf.checkpoint.store import CheckpointStore
 
 __all__ = [
     "Checkpoint", "CheckpointStore", "Difference", "compare", "config_hash", "describe", "dumps", "loads", "read_json",

@@ -7,49 +7,20 @@ No pickle: what is written is up to the caller (safetensors, JSON), and the mani
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint import files, json_values
+from rlhf.checkpoint.manifest import Checkpoint, read_checkpoint, seal
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
 
-SCHEMA = 1
-"""Version of the layout of a checkpoint. A reader refuses what it does not know."""
-MANIFEST = "manifest.json"
 BEST = "best.json"
 _STEP = re.compile(r"step-(\d{6,})")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One complete checkpoint."""
-
-    step: int
-    path: Path
-    meta: Mapping[str, Any]
-    """What the run said about itself when it saved; see :func:`rlhf.checkpoint.compare`."""
-    contents: Mapping[str, Mapping[str, Any]] = field(repr=False)
-    """{path inside the folder: {"size": bytes, "sha256": hex}}."""
-    best: Mapping[str, Any] | None = None
-    """{"metric", "value"}, where this was the best checkpoint when it was saved."""
-
-    def damage(self) -> str:
-        """What differs from the manifest, after reading every byte; empty where nothing does."""
-        names = list(self.contents)
-        with ThreadPoolExecutor(_threads(names)) as pool:
-            digests = pool.map(_sha256, [self.path / name for name in names])
-            for name, digest in zip(names, digests, strict=True):
-                if digest != self.contents[name]["sha256"]:
-                    return f"{name} has SHA-256 {digest[:12]}..., saved was {self.contents[name]['sha256'][:12]}..."
-        return ""
 
 
 class CheckpointStore:
@@ -86,14 +57,14 @@ class CheckpointStore:
         """
         target = self.root / f"step-{step:06d}"
         temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
-        if isinstance(self._read(target), Checkpoint):
+        if isinstance(read_checkpoint(target), Checkpoint):
             raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write(temporary)
-            _seal(temporary, step, meta, best)
+            seal(temporary, step, meta, best)
             files.discard_folder(target)  # incomplete, as just checked
             os.rename(temporary, target)
             files.sync_file(self.root)
@@ -132,13 +103,13 @@ class CheckpointStore:
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints by step. Presence and sizes are checked, checksums are not."""
-        found = [self._read(path) for _, path in self._folders()]
+        found = [read_checkpoint(path) for _, path in self._folders()]
         return [c for c in found if isinstance(c, Checkpoint)]
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint; incomplete ones are skipped with a note."""
         for _, path in reversed(self._folders()):
-            found = self._read(path)
+            found = read_checkpoint(path)
             if isinstance(found, Checkpoint):
                 return found
             self._note(f"skipped {path}: {found}")
@@ -169,36 +140,13 @@ class CheckpointStore:
         return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)) and p.is_dir())
 
     def _find(self, step: int) -> Checkpoint:
-        found = self._read(self.root / f"step-{step:06d}")
+        found = read_checkpoint(self.root / f"step-{step:06d}")
         if isinstance(found, str):
             steps = [c.step for c in self.complete()]
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.root} cannot be used: {found}. Complete are the steps {steps}."
             )
         return found
-
-    def _read(self, path: Path) -> Checkpoint | str:
-        """The checkpoint in ``path``, or in what way it is incomplete."""
-        if not path.is_dir():
-            return "there is no such folder"
-        if not (path / MANIFEST).is_file():
-            return f"{MANIFEST} is missing, so it was never finished"
-        try:
-            manifest = json_values.read_json(path / MANIFEST)
-        except CheckpointError as error:
-            return str(error)
-        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
-            return f"{MANIFEST} is damaged"
-        if manifest["schema"] != SCHEMA:
-            return f"its layout is version {manifest['schema']}, this release reads version {SCHEMA}"
-        for name, entry in manifest["files"].items():
-            try:
-                size = (path / name).stat().st_size
-            except OSError:
-                return f"{name} is missing"
-            if size != entry["size"]:
-                return f"{name} has {size} bytes, saved were {entry['size']}"
-        return Checkpoint(manifest["step"], path, manifest["meta"], manifest["files"], manifest["best"])
 
     def _pointer(self) -> dict[str, Any] | None:
         path = self.root / BEST
@@ -241,42 +189,3 @@ class CheckpointStore:
         self.notes.append(text)
         if self._listener is not None:
             self._listener(text)
-
-
-def _seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
-    """Write the manifest of everything in ``folder`` and force all of it to the disk."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    with ThreadPoolExecutor(_threads(paths)) as pool:
-        digests = list(pool.map(_sha256_synced, paths))
-    manifest = {
-        "schema": SCHEMA,
-        "step": step,
-        "meta": json_values.encode(dict(meta), "meta"),
-        "best": json_values.encode(dict(best), "best") if best is not None else None,
-        "files": {
-            p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "sha256": d}
-            for p, d in zip(paths, digests, strict=True)
-        },
-    }
-    json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    files.sync_folders(folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_synced(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json_values.dumps(dict(manifest)).encode()).hexdigest()
-
-
-def _threads(items: list[Any]) -> int:
-    """Hashing releases the interpreter lock, so a checkpoint of many shards is hashed in parallel."""
-    return max(1, min(8, len(items), os.cpu_count() or 1))
