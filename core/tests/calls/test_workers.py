@@ -11,7 +11,8 @@ import time
 
 import psutil
 import pytest
-from rlhf.controller.workers import Worker, WorkerPool
+from rlhf.controller.worker import Worker
+from rlhf.controller.worker_pool import WorkerPool
 from rlhf.errors import RewardError
 from rlhf.plugins import Resolved
 
@@ -200,7 +201,7 @@ def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) 
 
 DRIVER = """
 import asyncio, sys
-from rlhf.controller.workers import Worker
+from rlhf.controller.worker import Worker
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf.controller.calls import DeadlineExpired, cause, within
 from rlhf.controller.results import InvalidResult, check_observation, check_step, step_from_json
-from rlhf.controller.workers import Worker, WorkerPool
+from rlhf.controller.worker import Worker
+from rlhf.controller.worker_pool import WorkerPool
 from rlhf.errors import EnvError, PluginInvalid
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved

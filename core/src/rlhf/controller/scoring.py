@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from rlhf.controller.calls import DeadlineExpired, cause, within
 from rlhf.controller.results import InvalidResult, check_results, results_from_json
-from rlhf.controller.workers import WorkerPool
+from rlhf.controller.worker_pool import WorkerPool
 from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.tokens import Tokens

@@ -1,4 +1,4 @@
-"""What runs inside a worker process: one plugin, asked over a socket. Started by :mod:`rlhf.controller.workers` as
+"""What runs inside a worker process: one plugin, asked over a socket. Started by :mod:`rlhf.controller.worker` as
 ``python -m rlhf.controller.worker_process SOCKET LIFELINE``; imports no torch by itself.
 
 Requests are pickled by the driver, which trusts itself; replies are JSON, so that nothing that plugin code returns is
