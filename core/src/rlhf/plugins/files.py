@@ -107,7 +107,7 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
     what = f"{kind} 'file:{source.path}{':' + attribute if attribute else ''}'"
     if attribute is not None:
         if not hasattr(module, attribute):
-            raise PluginInvalid(f"{what}: the file defines no {attribute!r}. It defines: {defined(module)}")
+            raise PluginInvalid(f"{what}: the file defines no {attribute!r}. It defines: {_defined(module)}")
         found = getattr(module, attribute)
         if isinstance(found, type):
             return _checked(source, kind, found, what) if kind_of(found) else None
@@ -130,7 +130,14 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
     return _checked(source, kind, only, what) if isinstance(only, type) else _function_reward(source, only, module)
 
 
-def defined(module: ModuleType) -> str:
+def nothing_usable(what: str, kind: str, module: ModuleType, adapters: list[str], broken: list[str]) -> str:
+    """What a file was to define, and what it does. ``broken``: adapters that could not be asked, and why."""
+    asked = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
+    failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
+    return f"{what}: expected {_expected(kind)}. The file defines: {_defined(module)}.{asked}{failed}"
+
+
+def _defined(module: ModuleType) -> str:
     """The classes and functions that a file itself defines, with the kind of those that have one."""
     parts = []
     for name, value in vars(module).items():
@@ -143,7 +150,7 @@ def defined(module: ModuleType) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def expected(kind: str) -> str:
+def _expected(kind: str) -> str:
     """What a file must define to offer this kind."""
     from rlhf.interfaces import KINDS as INTERFACES
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
-import importlib_metadata
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from rlhf.errors import (
@@ -21,11 +18,12 @@ from rlhf.errors import (
     boundary,
     did_you_mean,
 )
-from rlhf.plugins import requirements
+from rlhf.plugins import installed
 from rlhf.plugins.entry import FILE, IN_PROCESS, KINDS, Entry, Resolved
-from rlhf.plugins.files import SourceFile, defined, expected, looks_native, pick_component
+from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
+from rlhf.plugins.requirements import check_requirements
 
 Entries = list[Entry]
 Manifest = list[dict[str, str]]
@@ -47,25 +45,11 @@ class Plugins:
     def discover(cls, path: Sequence[str] | None = None) -> Plugins:
         """Read the metadata of the installed distributions; import none of them.
 
-        An entry point in a group ``rlhf.X`` of no known kind is listed too, with that as its status.
-
         Args:
             path: folders in which to look for distributions, in place of ``sys.path``. (Importing, later, is
                 Python's own and always follows ``sys.path``.)
         """
-        offers: dict[str, tuple[Any, Entries]] = {}
-        for found in importlib_metadata.distributions(**({} if path is None else {"path": [*path]})):
-            points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
-            if not points:
-                continue
-            name = found.metadata["Name"]  # parsed for plugins only: a hundred other distributions need not be
-            entries = [Entry(p.group.removeprefix("rlhf."), p.name, name, found.version, p.value) for p in points]
-            offers.setdefault(canonicalize_name(name), (found, entries))  # the first on the path, as for import
-        plugins = cls((), path)
-        for found, entries in offers.values():
-            status = plugins._unmet(found.requires or (), offers) or "ok"
-            plugins._entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in entries]
-        return plugins
+        return cls(installed.entries(path), path)
 
     def list(self, kind: str | None = None) -> Entries:
         """All entries, or those of one kind, in order of kind and name, each with its status."""
@@ -136,7 +120,7 @@ class Plugins:
 
     def check_requirements(self, texts: Iterable[str]) -> None:
         """Check ``run.requires``; see :func:`rlhf.plugins.check_requirements`."""
-        requirements.check_requirements(texts, self._version)
+        check_requirements(texts, lambda name: installed.version(name, self._path))
 
     # ------------------------------------------------------------------------------------- installed
 
@@ -146,25 +130,6 @@ class Plugins:
 
     def _named(self, kind: str, name: str) -> Entries:
         return [e for e in self._all() if e.kind == kind and e.name == name]
-
-    def _version(self, distribution: str) -> str | None:
-        if self._path is not None and canonicalize_name(distribution) != "rlhf-core":  # the core is the running one
-            for found in importlib_metadata.distributions(name=distribution, path=[*self._path]):
-                return found.version
-        return requirements.installed_version(distribution)
-
-    def _unmet(self, texts: Iterable[str], providers: Collection[str]) -> str:
-        """The first requirement on a distribution of this project, or on another plugin, that is not met."""
-        for text in texts:
-            try:
-                requirement = Requirement(text)
-            except InvalidRequirement:
-                return f"has the unreadable requirement {text!r}"
-            name = canonicalize_name(requirement.name)
-            ours = name == "rlhf" or name.startswith("rlhf-") or name in providers
-            if ours and (problem := requirements.unmet(requirement, self._version(name))):
-                return problem
-        return ""
 
     def _find(self, reference: Reference) -> Entry:
         kind, name, wanted = reference.kind, reference.name, reference.distribution
@@ -248,7 +213,7 @@ class Plugins:
             if cls is None and native:
                 cls = self._adapt(reference, source, broken)
             if cls is None:
-                raise PluginInvalid(_nothing_usable(what, kind, module, [e.name for e in self.list("adapter")], broken))
+                raise PluginInvalid(nothing_usable(what, kind, module, [e.name for e in self.list("adapter")], broken))
         return Resolved(
             kind, cls.name, cls, FILE, "", reference.text, source.sha256, path=source.path, text=source.text
         )
@@ -282,14 +247,3 @@ class Plugins:
 
 def _order(entry: Entry) -> tuple[int, str, str]:
     return (KINDS.index(entry.kind) if entry.kind in KINDS else len(KINDS), entry.name, entry.distribution)
-
-
-def _unknown_kind(kind: str) -> str:
-    """Status of an entry in a group that no kind reads: nothing would ever find it."""
-    return "" if kind in KINDS else f"no kind is called {kind!r}.{did_you_mean(kind, KINDS)}"
-
-
-def _nothing_usable(what: str, kind: str, module: ModuleType, adapters: list[str], broken: Texts) -> str:
-    asked = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
-    failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
-    return f"{what}: expected {expected(kind)}. The file defines: {defined(module)}.{asked}{failed}"
