@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlhf.data.conversation import Message
 from rlhf.errors import DataError, did_you_mean
 from rlhf.types import Row
 
 if TYPE_CHECKING:
     from rlhf.data.layouts import Layout
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` and whatever else a chat template reads."""
 
 LABELS: Mapping[str, bool] = {"true": True, "1": True, "+": True, "false": False, "0": False, "-": False}
 """Texts that are labels, in any case: files without types (csv) have no others."""

@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.data.cells import Message
+from rlhf.data.markers import MARKER, mark, tail_length, with_markers
 from rlhf.data.spans import Span
 from rlhf.errors import DataError
 
-Message = Mapping[str, Any]
-
-_OPEN, _CLOSE = "\ue000", "\ue001"  # private use: no text has them
-_MARKER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
-_TAG = re.compile(r"(</?[A-Za-z_]\w*>)")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -73,9 +70,9 @@ class ChatTemplate:
         if _GENERATION.search(self._source):
             return self._marked_by_template(messages, trained)
         text = self.text(messages, answer=False)
-        marked, texts, tails = _with_markers(messages)
+        marked, texts, tails = with_markers(messages)
         skeleton = self.text(marked, answer=False)
-        pieces = _MARKER.split(skeleton)  # text, number, text, number, ..., text
+        pieces = MARKER.split(skeleton)  # text, number, text, number, ..., text
         order = [int(n) for n in pieces[1::2]]
         self._check(messages, trained, texts, order)
         position, starts, ends = 0, dict[int, int](), dict[int, int]()
@@ -90,7 +87,7 @@ class ChatTemplate:
                 rebuilt.append(value)
                 position += len(value)
                 tail = tails[message] if number == last[message] else ""
-                ends[message] = position + self._tail(piece, tail, message if message in trained else None)
+                ends[message] = position + tail_length(piece, tail, message if message in trained else None)
             rebuilt.append(piece)
             position += len(piece)
         if "".join(rebuilt) != text:
@@ -109,11 +106,11 @@ class ChatTemplate:
         reasoning, an empty think block stands only in the last answer), so sampled tokens would not be what the
         template shows the model.
         """
-        user, after = {"role": "user", "content": _mark(0)}, {"role": "user", "content": _mark(2)}
+        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": mark(2)}
         prompt = self.text([user], answer=True)
-        for answer in (_mark(1), f"<think>\n{_mark(3)}\n</think>\n\n{_mark(1)}"):
+        for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
             text = self.text([user, {"role": "assistant", "content": answer}, after], answer=True)
-            if not text.startswith(prompt + answer) or _mark(2) not in text:
+            if not text.startswith(prompt + answer) or mark(2) not in text:
                 what = "drops its reasoning" if "think" in answer else "writes it otherwise"
                 raise DataError(
                     "the chat template rewrites history: once a message follows an answer, it "
@@ -121,8 +118,8 @@ class ChatTemplate:
                     "trained on a context that the template never shows it. Give the tokenizer a chat template that "
                     'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
                 )
-            if answer == _mark(1):
-                before, _, rest = text[len(prompt + answer) :].partition(_mark(2))
+            if answer == mark(1):
+                before, _, rest = text[len(prompt + answer) :].partition(mark(2))
         return Frame(self._generation_head(), self._end_token(before), before, rest)
 
     # ------------------------------------------------------------------------------------- inside
@@ -207,26 +204,6 @@ class ChatTemplate:
             "template with {% generation %} ... {% endgeneration %}."
         )
 
-    @staticmethod
-    def _tail(piece: str, tail: str, trained: int | None) -> int:
-        """How many characters of ``piece``, which follows the last text of a message, are still the message's: tags,
-        whatever white space is between them.
-
-        Raises DataError: the answer is trained on (the message's number), and the template leaves a tag out.
-        """
-        at = 0
-        for character in "".join(tail.split()):
-            at += len(piece) - at - len(piece[at:].lstrip())
-            if not piece.startswith(character, at):
-                if trained is None:
-                    return 0
-                raise DataError(
-                    f"the chat template leaves out part of message {trained} (assistant): {tail.strip()!r}, with which "
-                    "it ends. Mark answers in the template with {% generation %} ... {% endgeneration %}."
-                )
-            at += 1
-        return at
-
     def _end_token(self, following: str) -> str:
         """The special token that follows an answer's text, white space between them aside."""
         known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
@@ -244,30 +221,3 @@ def _including(end: str, text: str, position: int) -> int:
     the last answer with it, or the user's messages too."""
     following = text[position:].lstrip()
     return len(text) - len(following) + len(end) if end and following.startswith(end) else position
-
-
-def _mark(number: int) -> str:
-    return f"{_OPEN}{number}{_CLOSE}"
-
-
-def _with_markers(
-    messages: Sequence[Message],
-) -> tuple[list[dict[str, Any]], list[tuple[int, str]], dict[int, str]]:
-    """The messages with every run of text replaced by a marker, (message, text) by the marker's number, and what of
-    each message follows its last text. White space around a text and tags such as ``<think>`` stay, as templates act
-    on them."""
-    marked, texts, tails = [], list[tuple[int, str]](), dict[int, str]()
-    for m, message in enumerate(messages):
-        parts = []
-        for part in _TAG.split(message.get("content") or ""):
-            core = part.strip()
-            if core and not _TAG.fullmatch(part):
-                lead = part[: part.index(core)]
-                tails[m] = part[len(lead) + len(core) :]
-                parts.append(f"{lead}{_mark(len(texts))}{tails[m]}")
-                texts.append((m, core))
-            else:
-                tails[m] = tails.get(m, "") + part
-                parts.append(part)
-        marked.append({**message, "content": "".join(parts)} if "content" in message else dict(message))
-    return marked, texts, tails

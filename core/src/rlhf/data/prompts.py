@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf.data.cells import Cells
-from rlhf.data.conversation import ChatTemplate, Frame, Message
+from rlhf.data.cells import Cells, Message
+from rlhf.data.conversation import ChatTemplate, Frame
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf.data.cells import Cells
-from rlhf.data.conversation import Message, Span
+from rlhf.data.cells import Cells, Message
 from rlhf.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.data.spans import edges_are_between
+from rlhf.data.spans import Span, edges_are_between
 from rlhf.data.steps import StepEnds, decoder_of
 from rlhf.errors import DataError
 from rlhf.runfile import DataSection
