@@ -9,7 +9,8 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.returns import gae, return_to_go
-from rlhf.policy_gradient import BOOTSTRAP, KLConfig, PolicyGradient, PolicyGradientConfig, ShapingConfig
+from rlhf.policy_gradient import BOOTSTRAP, PolicyGradient
+from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
 from rlhf.testing import fabricate
 from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Update
 

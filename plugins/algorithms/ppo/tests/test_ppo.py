@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.policy_gradient import KLConfig
+from rlhf.policy_gradient_config import KLConfig
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf_plugin_ppo import PPO
 

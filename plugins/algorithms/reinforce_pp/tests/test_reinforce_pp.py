@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.policy_gradient import KLConfig
+from rlhf.policy_gradient_config import KLConfig
 from rlhf.testing import fabricate
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf_plugin_reinforce_pp import ReinforcePP, ReinforcePPBaseline
