@@ -452,3 +452,53 @@ def test_slow_tokenizers_have_the_same_masks(with_template, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     slow = template.encode_demonstration(row(m=TURNS)).sequences[0]
     assert runs(tokenizer, slow) == runs(tokenizer, fast)
+
+
+def spaced(scheme: str):
+    """A tokenizer that writes a space (``▁``) before the text that it is given, as SentencePiece does: before every
+    text between special tokens (``legacy``), or as ``Metaspace`` with that scheme does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("▁", "4"), ("▁4", "2"), ("4", "2"), ("▁", "A")]
+    texts = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "\n", "▁", *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
+    if scheme == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "first", "always", "never"])
+def test_no_space_comes_between_a_prompt_and_an_answer_whose_tokens_are_apart(scheme):
+    tokenizer = spaced(scheme)
+    template = Template(tokenizer, section())
+    asked = template.encode_prompt(row(prompt="A: ")).ids
+    sequence = template.encode_demonstration(row(prompt="A: ", response="42")).sequences[0]
+    first = "A" if scheme == "never" else "▁A"
+    assert tokenizer.convert_ids_to_tokens(sequence.ids) == [first, ":", "▁", "42", "</s>"]
+    assert sequence.loss_mask == [False, False, False, True, True]
+    assert sequence.ids[: len(asked)] == asked
+    assert tokenizer.decode(sequence.ids) == "A: 42</s>"
+    # where the space is the answer's, one text has the tokens that sampling finds anyway
+    sequence = template.encode_demonstration(row(prompt="A:", response=" 42")).sequences[0]
+    assert tokenizer.convert_ids_to_tokens(sequence.ids) == [first, ":", "▁42", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(template.encode_observation("42").ids) == ["42"]
+    assert tokenizer.convert_ids_to_tokens(template.encode_observation(" 42").ids) == ["▁42"]
+
+
+def test_a_continuation_whose_tokens_cannot_be_told_is_refused():
+    tokenizer = spaced("legacy")
+    backend = tokenizer.backend_tokenizer
+    merges = [(a, "4") for a in (".", "x", "\n")]
+    texts = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "\n", "▁", *(a + b for a, b in merges)]
+    backend.model = type(backend.model)({text: i for i, text in enumerate(texts)}, merges)
+    template = Template(tokenizer, section())
+    message = refused(lambda: template.encode_observation("42"))
+    assert (
+        "writes a space before the texts that it is given, so the tokens of '42' behind '.' cannot be told" in message
+    )
+    assert "end the prompt before the space" in message

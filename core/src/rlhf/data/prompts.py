@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from rlhf.data.cells import Cells, Message
 from rlhf.data.conversation import ChatTemplate, Frame
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf.data.steps import decoder_of
 from rlhf.errors import ConfigError, DataError
 from rlhf.runfile import DataSection
 from rlhf.types import Row, Trajectory, Turn
 
 _CACHED_PROMPTS = 4096
+_ANCHORS = (".", "x", "\n")
+"""Behind one of these a text is tokenised that goes on after another."""
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
@@ -77,7 +81,7 @@ class Prompts:
         Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
         """
         if self.chat is None:
-            return self._turn(self._ids(text))
+            return self._turn(self._ids_after(_ANCHORS[0], text))
         frame = self._history()
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
         return self._turn(self._ids(f"{before}{text}{frame.after}"))
@@ -176,6 +180,36 @@ class Prompts:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _ids_after(self, before: str, text: str) -> list[int]:
+        """Tokens of ``text`` that goes on where ``before`` ends, whose tokens are fixed already.
+
+        Tokenizers in the manner of SentencePiece write a space before the text that they are given, so the tokens of a
+        text alone are not those of its continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With these, what
+        goes on is tokenised behind a character, or behind the special token that ``before`` ends with.
+
+        Raises DataError: the character and the text become one token.
+        """
+        if not before or not self._writes_a_space:
+            return self._ids(text)
+        known = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+        special = max((t for t in known if before.endswith(t)), key=len, default="")
+        for anchor in [special] if special else _ANCHORS:
+            front, whole = self._ids(anchor), self._ids(anchor + text)
+            if whole[: len(front)] == front:
+                return whole[len(front) :]
+        raise DataError(
+            f"this tokenizer writes a space before the texts that it is given, so the tokens of {text[:60]!r} behind "
+            f"{before[-60:]!r} cannot be told; end the prompt before the space, so that the answer starts with it"
+        )
+
+    @cached_property
+    def _writes_a_space(self) -> bool:
+        """Whether the tokenizer puts anything before a text, that two texts in a row would have between them."""
+        first, second = _ANCHORS[:2]
+        decode = decoder_of(self.tokenizer)
+        whole, apart = self._ids(first + second), [*self._ids(first), *self._ids(second)]
+        return decode(whole) == first + second != decode(apart)
 
     def _turn(self, ids: list[int]) -> Turn:
         return Turn(ids, sampled=False, text=self.decode(ids))

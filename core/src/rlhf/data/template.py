@@ -195,8 +195,8 @@ class Template(Prompts):
                 return whole, [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
         ids, mask, position = list[int](), list[bool](), 0
         for start, end in [*spans, (len(text), len(text))]:
-            for piece, trained in ((text[position:start], False), (text[start:end], True)):
-                tokens = self._ids(piece) if piece else []
+            for first, piece, trained in ((position, text[position:start], False), (start, text[start:end], True)):
+                tokens = self._ids_after(text[:first], piece) if piece else []
                 ids += tokens
                 mask += [trained] * len(tokens)
             position = end
