@@ -112,10 +112,11 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := share source + (1 - share) role`` on every rank."""
     source, target = roles[update.source], roles[update.role]
-    sent: list[Bucket] = list(source.group.stream("buckets", "live"))
+    sent = list(source.group.stream("buckets", "live"))
     if update.share < 1:
-        held = {name: tensor for bucket in target.group.stream("buckets", "live") for name, tensor in bucket.tensors}
-        sent = [mixed(bucket, held, update) for bucket in sent]
+        old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]
+        held = {name: tensor for bucket in old for name, tensor in bucket.tensors}
+        sent = [mixed(source.group.value(item), held, update) for item in sent]
     target.changes += 1
     target.every("load_buckets", sent)
 

@@ -61,6 +61,11 @@ class WorkerGroup(ABC):
             timeout: seconds from one to the next; TrainingError where none came.
         """
 
+    def value(self, item: Any) -> Any:
+        """What :meth:`stream` gave, for the controller to read: itself, or what the handle stands for. Not to be
+        written to."""
+        return item
+
     def shutdown(self) -> None:  # noqa: B027 - nothing to release is a valid answer
         """Release the workers."""
 

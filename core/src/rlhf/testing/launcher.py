@@ -203,6 +203,16 @@ class LauncherContract(Contract):
             )
             launcher.shutdown()
 
+    def test_values_of_a_stream(self) -> None:
+        """What a stream gives can be read here, whatever it is that travels."""
+        for config in self.grid():
+            launcher, group = self.launched(config, self.world_sizes[0])
+            buckets = [group.value(item) for item in group.stream("buckets", "live", 24)]
+            got = {name: tensor.tolist() for bucket in buckets for name, tensor in bucket.tensors}
+            want = {f"w{n}": [float(n)] * 3 for n in range(4)}
+            expect(got == want, f"{self.about(config)} value() of a stream's items must give {want}, got {got}")
+            launcher.shutdown()
+
     def test_shutdown_twice(self) -> None:
         """``shutdown`` of groups and launcher can be called again, and where nothing was launched."""
         for config in self.grid():

@@ -61,6 +61,10 @@ class RayGroup(WorkerGroup):
         self._open = None
         self._collect(method, answers)
 
+    def value(self, item: Any) -> Any:
+        """What lies in the store; memory there must not be written to."""
+        return ray.get(item) if isinstance(item, ray.ObjectRef) else item
+
     def settle(self, method: str) -> None:
         """Before ``method`` is called: read a stream that was left to its end. Raises WorkerError where the members
         cannot be called any more."""
