@@ -163,7 +163,8 @@ class Trainer(Component):
         return 2048
 
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
-        """The sums of :meth:`accumulate` without training; override where they come cheaper without gradients."""
+        """The sums of :meth:`accumulate` without training, of the model as it is used: without dropout. This default is
+        for models that have none; override it there, and where the sums come cheaper without gradients."""
         sums = self.accumulate(micros, loss, coef, live)
         self.zero_grad()
         return sums

@@ -185,6 +185,21 @@ class PackedTrainer(Trainer):
             self.module.eval()
         return add_sums(parts)
 
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
+        self._require_trained("evaluate")
+        over = over_mask(loss)
+        resolved = [self._head(o, over) for o in loss.outputs()]
+        parts = []
+        for micro in micros:
+            batch = micro.to(self.device)
+            with self.balance.watched() if self.balance is not None else nullcontext():
+                values = self._outputs(batch, resolved)
+            parts.append(evaluate(loss, batch, values, coef, live)[1])
+            if self.balance is not None:
+                parts[-1]["aux_loss"] = (float(self.balance.loss(batch)), 0.0)
+        return add_sums(parts)
+
     def _micro(
         self,
         batch: Batch,

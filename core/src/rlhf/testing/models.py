@@ -12,7 +12,7 @@ from rlhf.testing.tiny import tiny_model
 
 
 @functools.cache
-def model_path(architecture: str = "qwen3", head: str = "lm", seed: int = 0, **sizes: int | bool) -> Path:
+def model_path(architecture: str = "qwen3", head: str = "lm", seed: int = 0, **sizes: float) -> Path:
     """A folder in Hugging Face format with a tokenizer of one token per character. Do not write into it.
 
     ``sizes``: of :func:`~rlhf.testing.tiny.tiny_model`, where others than its own are needed (``head_dim=32``,

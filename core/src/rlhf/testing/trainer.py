@@ -202,6 +202,19 @@ class TrainerContract(TrainerStateChecks, Contract):
                 silent = sorted(n for n, g in plain.items() if bool(g.any()) and not (n in got and bool(got[n].any())))
                 expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
 
+    def test_evaluates_without_dropout(self) -> None:
+        """A model with dropout has none in ``evaluate``: the loss is that of what ``forward`` gives."""
+        loss = TokenLoss()
+        path = model_path(self.architectures[0], attention_dropout=0.5)
+        plain = self.plain(path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
+        for config in self.grid():
+            got = self.make(config, path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
+            want, found = finish_sums(plain)["loss"], finish_sums(got)["loss"]
+            expect(
+                abs(found - want) <= 1e-5 * max(1.0, abs(want)),
+                f"{self.about(config)} evaluate() of a model with dropout says {found}, without dropout it is {want}",
+            )
+
     def test_evaluate(self) -> None:
         """``evaluate`` gives the sums of ``accumulate`` and leaves weights and gradients as they are."""
         for config in self.grid():

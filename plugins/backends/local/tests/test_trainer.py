@@ -148,6 +148,22 @@ def test_dropout_is_a_function_of_counters(tmp_path, make_trainer, make_batch, n
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2, "dropout": 0.5}}])
+def test_an_evaluation_has_no_dropout_and_leaves_nothing_behind(options, tmp_path, make_trainer, make_batch, nll):
+    trainer = make_trainer(tiny_model(tmp_path, attention_dropout=0.5), lr=0.1, **options)
+    batch = make_batch(LENS, loss=nll)
+    trainer.update([batch], nll, {}, {})  # adapters are no longer zero
+    [out] = trainer.forward([batch], ["logprobs"])
+    parts = [batch.select([0, 1]), batch.select([2, 3, 4])]
+    for _ in range(2):
+        total, metrics = trainer.evaluate(parts, nll, {}, {})["loss"], trainer.evaluate([batch], nll, {}, {})
+        mean = -out["logprobs"].double().sum() / batch.tok["loss_mask"].sum()
+        assert total[0] == pytest.approx(float(mean), rel=1e-5)
+        assert metrics["loss"][0] == pytest.approx(float(mean), rel=1e-5)
+    assert not any(bool(g.any()) for g in trainer.gradients().values())
+    assert trainer.update([batch], nll, {}, {})[0]["loss"] != total  # training has it
+
+
 def test_frozen_roles_hold_no_optimizer(make_trainer, make_batch, nll):
     trainer = make_trainer(trained=False)
     assert trainer.optimizer is None

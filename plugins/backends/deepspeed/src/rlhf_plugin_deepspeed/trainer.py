@@ -15,7 +15,6 @@ from rlhf.modeling.model import check_head
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.schedule import Schedule
 from rlhf.ops.batch import Batch
-from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.types import Head
 from torch import Tensor
 
@@ -114,14 +113,9 @@ class DeepSpeedTrainer(DividedModel):
         with self._guard("accumulate"):
             return super().accumulate(micros, loss, coef, live)
 
-    @torch.no_grad()
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
-        self._require_trained("evaluate")
-        over = over_mask(loss)
-        resolved = [self._head(o, over) for o in loss.outputs()]
         with self._guard("evaluate"):
-            batches = [micro.to(self.device) for micro in micros]
-            return add_sums([evaluate(loss, b, self._outputs(b, resolved), coef, live)[1] for b in batches])
+            return super().evaluate(micros, loss, coef, live)
 
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
         bf16 = self.precision.bf16
