@@ -54,7 +54,11 @@ def test_policy_critic_and_reference_live_in_one_process(folder):
         ({"stage": 4}, "Input should be 0, 1, 2 or 3"),
         ({"stage": 0, "offload_optimizer": "cpu"}, "offload_optimizer needs stage 1, 2 or 3"),
         ({"stage": 2, "offload_params": "cpu"}, "offload_params = 'cpu' needs stage 3"),
+        ({"stage": 3, "offload_params": "cpu"}, "offload_params = 'cpu' needs offload_optimizer = 'cpu'"),
         ({"stage": 2, "hpz_partition_size": 2}, "hpz_partition_size = 2 needs stage 3"),
+        ({"stage": 2, "keep_whole": 5}, "keep_whole = 5 needs stage 3"),
+        ({"stage": 0, "gathered": 5}, "gathered = 5 needs stage 3"),
+        ({"muon_momentum": 0.9}, "muon_momentum = 0.9 has no effect with optimizer = 'adamw'"),
         ({"muon_lr": 0.1}, "muon_lr = 0.1 has no effect with optimizer = 'adamw'"),
     ],
 )
@@ -92,6 +96,18 @@ def test_gradients_end_an_accumulation(folder):
     one.zero_grad()
     assert one.apply().grad_norm == 0.0  # nothing to step with changes nothing
     assert one.updates == 1
+
+
+def test_weights_in_host_memory_and_engines_that_take_turns(folder):
+    """What a hybrid engine asks for between two phases, where nothing but buffers is left to put aside."""
+    options = {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}
+    one, twin = trainer(spec(folder), **options), trainer(spec(folder), **options)
+    for number in range(3):
+        assert one.update([batch(number)], TokenLoss(), {}, {}) == twin.update([batch(number)], TokenLoss(), {}, {})
+        one.offload()
+        scores = [of.forward([batch(5)], ("logprobs",))[0]["logprobs"] for of in (one, twin)]
+        assert torch.equal(*scores)
+        one.reload()
 
 
 def test_forgotten_gradients_leave_nothing(folder):

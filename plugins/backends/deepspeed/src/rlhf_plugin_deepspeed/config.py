@@ -23,7 +23,8 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where the optimizer's state, its weights and gradients live, and where it computes. Stages 1 to 3."""
     offload_params: Literal["none", "cpu"] = "none"
-    """Where a rank's part of the weights lives while no layer needs it. Stage 3."""
+    """Where a rank's part of the weights lives while no layer needs it. Stage 3, with ``offload_optimizer``: the
+    optimizer steps the weights where they live."""
     hpz_partition_size: int = Field(1, ge=1)
     """ZeRO++: this many ranks (of one node) hold a second copy of the weights among them, so that the backward pass
     gathers inside the node. Stage 3; divides the number of ranks; 1: there is none."""
@@ -45,12 +46,15 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     def _possible(self) -> DeepSpeedTrainerConfig:
         if self.offload_optimizer != "none" and self.stage == 0:
             raise ValueError("offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer beside the weights")
-        for name, value, off in (
-            ("offload_params", self.offload_params, "none"),
-            ("hpz_partition_size", self.hpz_partition_size, 1),
-        ):
-            if value != off and self.stage != 3:
+        for name in ("offload_params", "hpz_partition_size", "keep_whole", "gathered"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.stage != 3:
                 raise ValueError(f"{name} = {value!r} needs stage 3, where weights are divided; stage is {self.stage}")
+        if self.offload_params != "none" and self.offload_optimizer == "none":
+            raise ValueError(
+                f"offload_params = {self.offload_params!r} needs offload_optimizer = {self.offload_params!r}: the "
+                "optimizer steps the weights where they live"
+            )
         if self.tensor_parallel > 1:
             for name, wrong, why in (
                 ("stage = 3", self.stage == 3, "divides every weight by its elements already; use stage 0, 1 or 2"),
@@ -63,6 +67,8 @@ class DeepSpeedTrainerConfig(TrainingConfig):
             ):
                 if wrong:
                     raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
-        if self.muon_lr is not None and self.optimizer != "muon":
-            raise ValueError(f"muon_lr = {self.muon_lr} has no effect with optimizer = {self.optimizer!r}")
+        for name in ("muon_lr", "muon_momentum"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.optimizer != "muon":
+                raise ValueError(f"{name} = {value} has no effect with optimizer = {self.optimizer!r}")
         return self

@@ -133,7 +133,9 @@ class Zero:
             self.engine.offload_states(include=include, pin_memory=pin)
             return
         if self.stage == 3:
-            self.engine.offload_states(include=[state.lp_grads, state.contiguous_grad_buffer], pin_memory=pin)
+            grads = [] if self.host_optimizer else [state.lp_grads]  # these are there already
+            # not through the engine, which refuses it where weights are in host memory: none of these are
+            self.optimizer.offload_states(include=[*grads, state.contiguous_grad_buffer], pin_memory=pin)
         self._move_optimizer(torch.device("cpu"))
 
     def reload(self) -> None:
