@@ -1,0 +1,80 @@
+"""Rows as ours tokenises them: ``rlhf.data``, and the mismatched answers of KTO.
+
+.venv/bin/python benchmarks/parity/ours_rows.py --work FOLDER --result FILE [--cases NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cases import write
+from rlhf.data.dataset import TrainData, Verdict
+from rlhf.data.rows import Example
+from rlhf.errors import DataError
+from rlhf.runfile import DataSection, SourceSection
+from rlhf_plugin_kto.twins import Labelled, twins
+from row_cases import CASES, TEMPLATES, RowCase
+
+
+def encoded(case: RowCase, work: Path) -> list[dict[str, Any]]:
+    """Every row of a case: its sequences, or why it is refused."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(work / case.tokenizer))
+    tokenizer.chat_template = TEMPLATES[case.template if case.ours_template is None else case.ours_template]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in case.rows))
+        section = DataSection(
+            train=(SourceSection(path=str(file)),), shuffle=False, max_tokens=case.max_tokens, **case.ours
+        )
+        try:
+            data = TrainData(section, tokenizer, case.form, seed=0)  # type: ignore[arg-type]
+        except DataError as error:
+            return [{"refused": "columns", "why": str(error)} for _ in case.rows]
+        (source,) = data.sources["train"]
+        verdicts = [data.judge(source[number]) for number in range(len(case.rows))]
+    rows = [_row(case, verdict) for verdict in verdicts]
+    if case.form == "labels":
+        _with_twins(rows, [v.example for v in verdicts if not v.kind and v.example is not None])
+    return rows
+
+
+def _row(case: RowCase, verdict: Verdict) -> dict[str, Any]:
+    if verdict.kind or verdict.example is None:
+        return {"refused": verdict.kind, "why": verdict.text}
+    held = sorted(verdict.example.sequences, key=lambda s: s.role)
+    masks = ["" if case.trainer == "reward" else "0" + "".join(str(int(on)) for on in s.loss_mask[1:]) for s in held]
+    sequences = [[s.ids, mask] for s, mask in zip(held, masks, strict=True)]
+    return {"sequences": sequences, **verdict.example.values}
+
+
+def _with_twins(rows: list[dict[str, Any]], examples: list[Example]) -> None:
+    """Beside each row's answer its prompt with the answer that KTO mismatches it with."""
+    labelled = [Labelled.of(e.sequences[0], e.values["label"], (0, e.row.source, e.row.index)) for e in examples]
+    for example, one, other in zip(examples, labelled, twins(labelled), strict=True):
+        twin = labelled[other] if other is not None else None
+        if twin is not None:
+            mask = "0" * len(one.prompt) + "".join(str(int(on)) for on in twin.mask)
+            rows[example.row.index]["sequences"].append([[*one.prompt, *twin.answer], mask])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder made by row_tokenizers.py")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--cases", nargs="+", help="names; all where absent")
+    arguments = parser.parse_args()
+    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    found = {case.name: encoded(case, arguments.work) for case in wanted}
+    versions = {name: version(name) for name in ("rlhf-core", "transformers", "tokenizers")}
+    write(arguments.result, {"versions": versions, "cases": found})
+
+
+if __name__ == "__main__":
+    main()

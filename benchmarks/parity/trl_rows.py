@@ -1,0 +1,110 @@
+"""Rows as TRL's trainers tokenise and collate them. Runs in the environment that has TRL.
+
+.venv-peers/bin/python benchmarks/parity/trl_rows.py --work FOLDER --result FILE [--cases NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import write
+from row_cases import CASES, TEMPLATES, RowCase
+from trl_losses import classes
+
+AT_ONCE = 16
+
+
+def config(case: RowCase, folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": 1,
+        "per_device_train_batch_size": AT_ONCE,
+        "use_cpu": True,
+        "bf16": False,
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        "max_length": case.max_tokens,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **case.trl,
+    }
+
+
+def sequences(ids: Any, present: Any, trained: Any) -> list[list[Any]]:
+    """[B, T] ids, attention mask and mask of the trained tokens (None: there are none) as [[ids, mask], ...]. Of a
+    first token, which nothing predicts, the mask is 0."""
+    found = []
+    for i in range(len(ids)):
+        here = present[i].bool()
+        mask = "" if trained is None else "0" + "".join(str(int(on)) for on in trained[i][here][1:])
+        found.append([ids[i][here].tolist(), mask])
+    return found
+
+
+def seen(case: RowCase, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one batch as its collator made them: for a pair the chosen sequence, then the rejected one; for a row
+    with a label its own, then the one with the answer of another row."""
+    values = {name: inputs[name].tolist() for name in ("label", "margin") if name in inputs}
+    if case.trainer in ("cpo", "orpo"):
+        columns = [
+            sequences(inputs[f"{s}_input_ids"], inputs[f"{s}_attention_mask"], inputs[f"{s}_labels"] >= 0)
+            for s in ("chosen", "rejected")
+        ]
+    elif case.trainer == "kto":
+        columns = [
+            sequences(*(inputs[f"{twin}{key}"] for key in ("input_ids", "attention_mask", "completion_mask")))
+            for twin in ("", "KL_")
+        ]
+    else:
+        trained = inputs["labels"] >= 0 if case.trainer == "sft" else inputs.get("completion_mask")
+        found = sequences(inputs["input_ids"], inputs["attention_mask"], trained)
+        half = len(found) // 2
+        columns = [found[:half], found[half:]] if case.form == "pairs" else [found]
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    return [{"sequences": row, **{k: v[i] for k, v in values.items()}} for i, row in enumerate(rows)]
+
+
+def encoded(case: RowCase, work: Path) -> list[dict[str, Any] | None]:
+    """Every row of a case; None where it was left out."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    head = "scalar" if case.trainer == "reward" else "lm"
+    auto = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
+    model = auto.from_pretrained(str(work / head), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(work / case.tokenizer))
+    tokenizer.chat_template = TEMPLATES[case.template]
+    given, trainer_class = classes(case.trainer)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Dataset.from_list([{**row, "number": number} for number, row in enumerate(case.rows)])
+        trainer = trainer_class(
+            model, args=given(**config(case, folder)), train_dataset=data, processing_class=tokenizer
+        )
+        kept = list(trainer.train_dataset["number"])
+        (batch,) = list(trainer.get_train_dataloader())
+    by_number = dict(zip(kept, seen(case, batch), strict=True))
+    return [by_number.get(number) for number in range(len(case.rows))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder made by tiny.py and row_tokenizers.py")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--cases", nargs="+", help="names; all where absent")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    torch.set_num_threads(1)
+    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    found = {case.name: encoded(case, arguments.work) for case in wanted}
+    versions = {name: version(name) for name in ("trl", "transformers", "tokenizers")}
+    write(arguments.result, {"versions": versions, "cases": found})
+
+
+if __name__ == "__main__":
+    main()
