@@ -1,11 +1,20 @@
 """One thread per test process: the models of the tests are too small for two, and `make test` runs two processes."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
+
+CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The tests of the cluster runtime carry ``cluster`` by their folder; elsewhere a test that starts it says so."""
+    if any(folder in item.path.parents for folder in CLUSTER):
+        item.add_marker("cluster")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,7 +22,7 @@ from rlhf.testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")

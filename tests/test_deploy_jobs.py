@@ -137,6 +137,7 @@ def job_server(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_job_that_is_really_submitted_and_stopped(job_server, tmp_path):
     address, environment = job_server
     environment = {**environment, "RAY_API_SERVER_ADDRESS": address, "RLHF_OUTPUT": "/shared/one"}

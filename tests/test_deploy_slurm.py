@@ -277,6 +277,7 @@ RAY = """
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm):
     """Ray, the launcher, DeepSpeed with a rank on each node and the run are real; SLURM is not."""
     for name in ("ray", "python", "rlhf"):

@@ -66,6 +66,7 @@ def run():
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.skipif(
     len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
 )

@@ -29,7 +29,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the peak of a phase is read from /proc")
-@pytest.mark.parametrize("where", ["embedded", "two ranks of ZeRO-3"])
+@pytest.mark.parametrize("where", ["embedded", pytest.param("two ranks of ZeRO-3", marks=pytest.mark.cluster)])
 def test_a_training_step_takes_what_is_planned(benchmark, models, where):
     """The second step: the first one makes the optimizer's states."""
     from planned.cases import train, zero

@@ -89,6 +89,7 @@ def test_a_reference_that_follows_the_policy_is_refused(shop, options):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_on_ray_the_reference_is_gone_before_the_policy_comes(shop, options):
     pytest.importorskip("ray")
     pytest.importorskip("deepspeed")

@@ -15,7 +15,7 @@ from rlhf.testing.tiny import tiny_model
 from tests.runs import Finished, Workshop, merged
 from tests.same_numbers import Case, Learnt, distance, learn_everywhere
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 pytest.importorskip("ray")
 pytest.importorskip("deepspeed")

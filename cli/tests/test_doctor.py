@@ -59,6 +59,7 @@ def run_file(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_this_machine_and_a_run(run_file):
     """Everything once, frameworks included."""
     start = time.monotonic()

@@ -81,6 +81,7 @@ def nodes(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_cluster_of_different_nodes(nodes, tmp_path):
     reached, versions, files = cluster(nodes, [str(tmp_path), "/no/such/place"], 60)
     assert (reached.name, reached.status) == ("ray cluster", "ok")
@@ -95,6 +96,7 @@ def test_a_cluster_of_different_nodes(nodes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_cluster_that_refuses(nodes, tmp_path, monkeypatch):
     (tmp_path / "token").write_text("fedcba9876543210" * 4)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
@@ -127,6 +129,7 @@ def test_a_name_that_does_not_resolve():
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_starting_ray():
     [installed, started] = imports.ray(120, Installed(), start=True)
     assert (installed.status, started.status) == ("ok", "ok"), started.found

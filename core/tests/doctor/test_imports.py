@@ -65,6 +65,7 @@ def test_the_trap_is_named_where_transformers_dies_of_it(trap):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_the_trap_is_named_where_vllm_dies_of_it(trap):
     check = imports.vllm(120, Installed())
     assert check.status == "fail"

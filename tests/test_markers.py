@@ -1,0 +1,33 @@
+"""Whatever starts the cluster runtime carries the marker ``cluster``, so that it can be left out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.members import ROOT
+
+STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
+"""Words of tests that start it."""
+FILES = sorted(p for folder in ("core/tests", "cli/tests", "tests") for p in (ROOT / folder).rglob("test_*.py"))
+
+
+def test_a_file_that_starts_it_says_so():
+    asking = [
+        path for path in FILES if re.search("|".join(STARTS), path.read_text()) and path.name != "test_markers.py"
+    ]
+    assert len(asking) >= 8
+    assert [str(path) for path in asking if "pytest.mark.cluster" not in path.read_text()] == []
+
+
+def test_it_can_be_left_out():
+    by_its_folder = "plugins/backends/ray/tests/test_placing.py"
+    paths = [by_its_folder, "tests/test_divided_layers.py", "tests/test_precompute.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not cluster"]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    left = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(left) >= 5
+    assert {line.partition("::")[0] for line in left} == {"tests/test_precompute.py"}
+    assert not any("on_ray" in line for line in left)
