@@ -200,6 +200,33 @@ def test_groups_without_a_difference_are_empty_steps(shop):
     assert "not one update" in finished.said
 
 
+FEWER = """
+calls = 0
+
+
+async def score(prompt, completion, row):
+    global calls
+    calls += 1
+    if calls <= 16:
+        return float(calls in (1, 5))  # two groups of the first step with a best sample
+    return 1.0 if calls <= 32 else float(calls % 4)  # none in the second, four in the third
+"""
+
+
+def test_the_schedule_ends_with_the_run_where_steps_have_few_pairs_or_none(shop):
+    changes = {"run": {"steps": 3}, "trainer": {"lr": 1e-3, "schedule": "linear"}}
+    run = online(shop, "run", algorithm={"minibatches": 3, "epochs": 2}, **changes)
+    run["reward"] = [{"use": f"file:{shop.file('fewer.py', FEWER)}"}]
+    lines = train(shop, run).lines()
+    made = [line.get("pairs/made", 0.0) for line in lines]
+    assert made[0] in (1, 2)
+    assert made[1] == 0
+    assert lines[1]["empty"] == 1
+    for step in (0, 2):  # the last of 2 x min(3, pairs) optimizer steps, of 6 planned for each of 3 steps
+        last = 6 * step + 2 * min(3, made[step]) - 1
+        assert lines[step]["policy/lr"] == pytest.approx(1e-3 * (1 - last / 18))
+
+
 def test_options_are_checked_before_anything_starts(shop):
     finished = shop.run_config(offline(shop, "run", {"loss_type": "ipo", "label_smoothing": 0.1}))
     assert finished.code == 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rlhf.controller.learn import minibatches
+from rlhf.controller.learn import catch_up, minibatches
 from rlhf.controller.roles import Role
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
@@ -20,6 +20,7 @@ class Bigram:
         self.shares, self.together, self.computed = shares, together, 0
         self.table = torch.linspace(-2, 0, 50).requires_grad_()
         self.micros = 0
+        self.skipped = []
 
     def _logprobs(self, micro):
         shared = share_prefixes(micro.ids_N, micro.lens_B.tolist()) if self.shares else None
@@ -41,6 +42,9 @@ class Bigram:
             total.backward()
             parts.append(sums)
         return add_sums(parts), ApplyResult(0.0, 0.0)
+
+    def skip_updates(self, count):
+        self.skipped.append(count)
 
 
 class Ranks(WorkerGroup):
@@ -151,6 +155,19 @@ def test_each_prompt_is_computed_once_where_the_budget_allows():
         split.update(weighted, loss, Update("policy", "loss"))
         answers = data.tokens - 24 * 20
         assert sum(w.computed for w in split.group.workers) == answers + computed
+
+
+def test_the_schedule_goes_on_past_planned_steps_that_were_not_taken():
+    policy, critic = role(2, 40), role(1, 40)
+    planned = [Update("policy", "loss", epochs=2, minibatches=3), Update("critic", "value_loss")]
+    weighed = weigh(batch(), NLL().reduce())
+    for taken, missed in ((4, [2]), (6, [2]), (0, [2, 6])):
+        for _ in range(taken):
+            policy.update(weighed, NLL(), Update("policy", "loss"))
+        critic.update(weighed, NLL(), Update("critic", "loss"))
+        catch_up(planned, {"policy": policy, "critic": critic})
+        assert [w.skipped for w in policy.group.workers] == [missed, missed]  # on every rank
+        assert critic.group.workers[0].skipped == []
 
 
 def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -48,6 +49,17 @@ def learn(
         else:
             metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
     return batch, metrics
+
+
+def catch_up(planned: Iterable[Update | Snapshot], roles: Mapping[str, Role]) -> None:
+    """At the end of a step, with what :meth:`Algorithm.updates` said before it: a step with nothing to learn from, or
+    with too little for all minibatches, took fewer optimizer steps than the learning rates' schedules count on."""
+    steps: Counter[str] = Counter()
+    for update in planned:
+        if isinstance(update, Update):
+            steps[update.role] += update.epochs * update.minibatches
+    for name, count in steps.items():
+        roles[name].catch_up(count)
 
 
 def train(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rlhf.controller.learn import learn
+from rlhf.controller.learn import catch_up, learn
 from rlhf.controller.run import Run
 
 
 def offline(run: Run) -> None:
     """Every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
     for step in run.steps():
+        planned = run.algorithm.updates(step)
         with run.timed("data"):
             batch = run.algorithm.assemble(run.examples(step))
         if batch is None:
@@ -16,4 +17,5 @@ def offline(run: Run) -> None:
         else:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
+        catch_up(planned, run.roles)
         run.finish(step, metrics)  # observe, evaluate, checkpoint

@@ -25,6 +25,8 @@ class Role:
 
     changes = 0
     """How often its weights were asked to change: optimizer steps and snapshots."""
+    taken = 0
+    """Optimizer steps of this step of the run (:meth:`catch_up`)."""
 
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
         self.spec, self.group, self.budget = spec, group, budget
@@ -76,8 +78,17 @@ class Role:
         """One optimizer step on ``batch``, whose weight columns are already there."""
         shares, arguments = self._shares(batch, loss), (loss, dict(update.coef), dict(update.live))
         self.changes += 1
+        self.taken += 1
         results = self._call("update", [(micros, *arguments) for micros in shares])
         return add_sums(sums for sums, _ in results), results[0][1]
+
+    def catch_up(self, planned: int) -> None:
+        """At the end of a step of the run: the learning rate goes on past those of its ``planned`` optimizer steps that
+        were not taken, so that the schedule ends with the run."""
+        missed, self.taken = planned - self.taken, 0
+        if missed > 0:
+            self.changes += 1
+            self.every("skip_updates", missed)
 
     def evaluate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
         """The metric sums of an optimizer batch, without learning from it."""

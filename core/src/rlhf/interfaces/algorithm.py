@@ -77,7 +77,8 @@ class Algorithm(Component):
 
     @abstractmethod
     def updates(self, step: int) -> list[Update | Snapshot]:
-        """What is trained this step, in order."""
+        """What is trained this step, in order. Asked before the run too, for every step, and before ``assemble``: what
+        it says then, learning rates are planned by; a batch that came short may have fewer minibatches."""
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """After the updates, with the step's metrics: adapt coefficients. Returns further metrics."""

@@ -151,6 +151,10 @@ class Trainer(Component):
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
 
+    def skip_updates(self, count: int) -> None:
+        """So many optimizer steps that the run had planned are not taken, as there was nothing to learn from, or too
+        little for all of them: the learning rate goes on as if they had been."""
+
     def update(
         self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
     ) -> tuple[Sums, ApplyResult]:

@@ -11,7 +11,8 @@ from rlhf.modeling.config import TrainingConfig
 class Schedule:
     """``factor(step)`` in [0, 1] multiplies the peak rate; ``step`` counts optimizer steps from 0.
 
-    Skipped steps count: the schedule ends with the run whatever happened on the way.
+    Skipped steps count, and so do those that were planned and not taken (``Trainer.skip_updates``): the schedule ends
+    with the run whatever happened on the way.
     """
 
     def __init__(self, config: TrainingConfig, total: int) -> None:

@@ -111,7 +111,7 @@ class PackedTrainer(Trainer):
         self.borrowed: dict[str, OutputHead] = {}
         """By the role that lends it."""
         self.updates = 0
-        """Optimizer steps so far, skipped ones included."""
+        """Optimizer steps so far, skipped ones included and those that were planned and not taken."""
         self.skipped = 0
         self._micros = 0  # micro-batches since the last step; counters of the dropout seeds
         self._bad_loss = ""
@@ -199,6 +199,10 @@ class PackedTrainer(Trainer):
             if self.balance is not None:
                 parts[-1]["aux_loss"] = (float(self.balance.loss(batch)), 0.0)
         return add_sums(parts)
+
+    def skip_updates(self, count: int) -> None:
+        self._require_trained("skip_updates")
+        self.updates += count
 
     def _micro(
         self,

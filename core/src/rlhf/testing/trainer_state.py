@@ -94,6 +94,18 @@ class TrainerStateChecks:
                 finite = all(bool(torch.isfinite(v).all()) for v in held(trainer).values())
                 expect(finite, f"{about} weights are not finite after the step that follows a skipped one")
 
+    def test_skip_updates(self) -> None:
+        """After ``skip_updates`` the learning rate is the one that as many steps would have led to."""
+        for config in self.grid():
+            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            step(trainer, 0), step(twin, 0)
+            trainer.skip_updates(2)
+            for _ in range(2):
+                step(twin, 1, InfiniteLoss())  # skipped, and counted
+            a, b = step(trainer, 2), step(twin, 2)
+            expect(a.lr == b.lr, f"{about} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
+            same_weights(held(trainer), held(twin), f"{about} after skip_updates(2) and a step:")
+
     def test_offload(self) -> None:
         """Between ``offload`` and ``reload`` a trainer still scores and gives its weights; the next step is the same as
         without them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -82,6 +82,10 @@ class RejectionSampling(Algorithm):
         if self._best is not None and self._best.units:
             minibatches = min(minibatches, len(self._best.units))
         return [Update("policy", "loss", self.config.epochs, minibatches)]
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        self._best = None  # what the next step is planned with knows nothing of this one
+        return {}
 
 
 @hookimpl
