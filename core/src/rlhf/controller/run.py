@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any
 from rlhf.checkpoint import CheckpointStore, read_json, write_json
 from rlhf.controller.learn import Metrics
 from rlhf.controller.phases import Phases
+from rlhf.controller.reports import Reports
 from rlhf.controller.roles import Role
-from rlhf.controller.state import State, collect_state, write_state
+from rlhf.controller.saves import Saves
 from rlhf.controller.stream import ReadyBatch, Stream
 from rlhf.controller.sync import WeightSync
 from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
-from rlhf.errors import RlhfError, TrainingError, boundary
-from rlhf.interfaces import Algorithm, Component, Launcher, Observer, Reward, RunInfo
+from rlhf.errors import TrainingError
+from rlhf.interfaces import Algorithm, Launcher, Observer, Reward, RunInfo
 from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
@@ -67,14 +67,9 @@ class Run:
         self.done = 0
         """Finished steps, those before a resume included."""
         self.status = "failed"
-        self._started = time.perf_counter()
-        self._times: dict[str, float] = {}
+        self.reports = Reports(self.directory, self.progress, self.observers, self.store)
+        self.saves = Saves(self)
         self._stopping = False
-        self._covered: set[str] = set()
-        self._intact: State | None = None
-        """The state of the last finished step, as long as it is in no checkpoint."""
-        self._intact_changes = 0
-        """:meth:`_changes` then: where more were made since, the weights are no longer its own."""
 
     # ------------------------------------------------------------------------------- around the steps
 
@@ -89,30 +84,22 @@ class Run:
             self.first_step,
         )
         self.progress.begin(self.first_step)
-        self._observe("run_started", info)
+        self.reports.observe("run_started", info)
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
-            with self.timed("evaluate"):
-                metrics = self.evaluate()
-            self.algorithm.evaluated(metrics)
-            self._record(0, metrics)
-            self._tell(0, metrics)
+            metrics = self._evaluate(self.evaluate)
+            self.reports.record(0, metrics)
+            self.reports.tell(0, metrics)
         self.done = self.first_step
         self._stopping = self._is_exhausted()  # the process died between the last checkpoint and the end
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
-                self._times = {}
-                self._started = time.perf_counter()
+                self.reports.begin_step()
                 yield self.done
         self.status = "finished" if self.done == self.total_steps else "stopped"
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
+    def timed(self, phase: str) -> AbstractContextManager[None]:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+        return self.reports.timed(phase)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -123,7 +110,7 @@ class Run:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """The phase that changes weights."""
-        self._take_devices_back()
+        self.take_devices_back()
         with self.timed("learn"):
             yield
 
@@ -159,60 +146,48 @@ class Run:
             # a role has a gradient norm where at least one of its optimizer steps was not skipped
             self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
             metrics |= self.algorithm.finish(step, metrics)
-            self._report_coverage()
+            self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles})
         if ready is not None:
             metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
             metrics["stream/version"] = float(ready.version)
             if self.config.checkpoint.save_rollouts:
                 with self.writing(path := self.directory.rollouts(done)):
                     write_groups(path, ready.groups, self.data.template.prompt_of)
-            self._observe("rollouts_finished", done, ready.groups)
+            self.reports.observe("rollouts_finished", done, ready.groups)
         metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
         if self.config.data.bad_rows == "drop":
             metrics["data/bad_rows"] = float(self.data.bad_rows)
-        is_best = False
-        if self._evaluates(done):
+        self.done, is_best = done, False
+        if self.evaluate is not None and self._evaluates(done):
             try:
-                is_best = self._evaluate(done, metrics)
+                metrics |= self._evaluate(self.evaluate)
+                is_best = self.best is not None and self.best.update(done, metrics)[0]
             except Exception:  # the step itself is whole: without the numbers of its evaluation it can be saved
-                self._record(done, metrics)
-                self._hold(done)
+                self.reports.record(done, metrics)
+                self.saves.hold(done)
                 raise
-        self._record(done, metrics)
-        self._hold(done)
-        self._tell(done, metrics)
+        self.reports.record(done, metrics)
+        self.saves.hold(done)
+        self.reports.tell(done, metrics)
         # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
         self._stopping = self.stop.requested or self._is_exhausted()
         last, section = done == self.total_steps or self._stopping, self.config.checkpoint
         if _due(done, section.every) or last or (is_best and section.save_best):
-            self.save(done, best=is_best and section.save_best)
+            self.saves.save(done, best=is_best and section.save_best)
         if _due(done, section.export_every) and not last:
             with self.writing(self.directory.exports(done)):
                 self.directory.export(done, self.export, section.keep)
 
-    def save(self, step: int, best: bool = False) -> None:
-        """A complete checkpoint, or an error and the old ones intact."""
-        self._intact = None
-        self._take_devices_back()
-        mark = {"metric": self.best.metric, "value": self.best.value} if best and self.best is not None else None
-        path = self.store.save(step, lambda folder: write_state(self, step, folder), self.meta, mark)
-        self._observe("checkpoint_saved", step, path)
-
     def rescue(self) -> None:
-        """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
-        when a row, a reward or an environment fails. The failure remains the error to show."""
-        state, self._intact = self._intact, None
-        if state is None or self._changes() != self._intact_changes:
-            return
-        try:
-            self._take_devices_back()
-            self.store.save(state.step, lambda folder: write_state(self, state.step, folder, state), self.meta)
-        except RlhfError as error:
-            self.progress.note(f"what was learnt since the last checkpoint is lost: {error}")
-        else:
-            self.progress.note(f"saved what was learnt in {state.step} steps; continue with --resume")
+        """After a failure: what was learnt since the last checkpoint is saved where that can be done."""
+        self.saves.rescue()
+
+    def take_devices_back(self) -> None:
+        """Trainers learn, and save, with everything where it belongs."""
+        if self.phases is not None:
+            self.phases.begin_learning()
 
     def writing(self, path: Path) -> AbstractContextManager[None]:
         """Turn a full disk into an error that says what is left of the run."""
@@ -243,7 +218,7 @@ class Run:
                 for closer in (self.directory.close, self.launcher.shutdown, *reversed(self.closers)):
                     closing.callback(closer)
                 closing.callback(self.progress.close)
-                closing.callback(self._observe, "run_ended", self.status)
+                closing.callback(self.reports.observe, "run_ended", self.status)
 
     # -------------------------------------------------------------------------------------- parts
 
@@ -251,27 +226,12 @@ class Run:
         """Whether there is an evaluation after so many steps."""
         return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
 
-    def _hold(self, done: int) -> None:
-        """``done`` steps are whole: until they are in a checkpoint, :meth:`rescue` can save them."""
-        self.done, self._intact, self._intact_changes = done, collect_state(self, done), self._changes()
-
-    def _changes(self) -> int:
-        """How often weights of a role were changed, or may have been."""
-        return sum(role.changes for role in self.roles.values())
-
-    def _evaluate(self, done: int, metrics: Metrics) -> bool:
-        """Evaluate the weights of now, add the numbers to ``metrics``; whether they are the best so far."""
-        assert self.evaluate is not None
+    def _evaluate(self, evaluate: Callable[[], Metrics]) -> Metrics:
+        """What the weights of now reach."""
         with self.timed("evaluate"):
-            found = self.evaluate()
-        self.algorithm.evaluated(found)
-        metrics |= found
-        return self.best is not None and self.best.update(done, metrics)[0]
-
-    def _take_devices_back(self) -> None:
-        """Trainers learn, and save, with everything where it belongs."""
-        if self.phases is not None:
-            self.phases.begin_learning()
+            metrics = evaluate()
+        self.algorithm.evaluated(metrics)
+        return metrics
 
     def _is_exhausted(self) -> bool:
         """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""
@@ -282,43 +242,6 @@ class Run:
             f"{self.best.value}, was after step {self.best.step}"
         )
         return True
-
-    def stateful(self) -> dict[str, Component]:
-        """Every component whose state is in the checkpoint, by a stable name."""
-        parts: dict[str, Component] = {"algorithm": self.algorithm}
-        parts |= {f"algorithm.{slot}": part for slot, part in self.algorithm.parts.items()}
-        parts |= {f"reward.{name}": reward for name, reward in self.rewards.items()}
-        return parts | {f"observer.{name}": observer for name, observer in self.observers.items()}
-
-    def _record(self, done: int, metrics: Metrics) -> None:
-        if self._times:
-            metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
-            metrics["time/step"] = time.perf_counter() - self._started
-        with self.writing(self.directory.metrics.path):
-            self.directory.metrics.append(done, metrics)
-
-    def _tell(self, done: int, metrics: Metrics) -> None:
-        self._observe("step_finished", done, metrics)
-        self.progress.step(done, metrics)
-
-    def _observe(self, event: str, *arguments: Any) -> None:
-        for name, observer in self.observers.items():
-            with boundary(RlhfError, f"observer {name!r}, {event}"):
-                getattr(observer, event)(*arguments)
-
-    def _report_coverage(self) -> None:
-        """After a role's first update: parameters that got no gradient or did not move are named once."""
-        for name in self.trained_roles:
-            if name in self._covered:
-                continue
-            report: Mapping[str, Sequence[str]] = self.roles[name].every("coverage")[0]
-            if not report:  # not updated yet
-                continue
-            self._covered.add(name)
-            for what, parameters in report.items():
-                if parameters:
-                    shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
-                    self.progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")
 
 
 def _due(done: int, every: int | None) -> bool:

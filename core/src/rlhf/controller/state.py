@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.checkpoint import read_json, write_json
 from rlhf.checkpoint.json_values import encode
 from rlhf.errors import CheckpointError
+from rlhf.interfaces import Component
 from rlhf.serialise import read_groups, write_groups
 from rlhf.types import Group
 
@@ -30,9 +31,17 @@ class State:
     ready: list[Group]
 
 
+def stateful(run: Run) -> dict[str, Component]:
+    """Every component whose state is in the checkpoint, by a stable name."""
+    parts: dict[str, Component] = {"algorithm": run.algorithm}
+    parts |= {f"algorithm.{slot}": part for slot, part in run.algorithm.parts.items()}
+    parts |= {f"reward.{name}": reward for name, reward in run.rewards.items()}
+    return parts | {f"observer.{name}": observer for name, observer in run.observers.items()}
+
+
 def collect_state(run: Run, step: int) -> State:
     """The state of now, to be written now or, while the weights stay what they are, later."""
-    components = {name: component.state_dict() for name, component in run.stateful().items()}
+    components = {name: component.state_dict() for name, component in stateful(run).items()}
     values: dict[str, Any] = {"step": step, "updates": run.updates, "components": components}
     if run.stream is not None:
         values["stream"] = run.stream.state_dict()
@@ -64,12 +73,12 @@ def read_state(run: Run, folder: Path) -> int:
         if name in run.trained_roles or saved_role.is_dir():  # a run of fewer steps may not have come to a snapshot
             run.roles[name].every("load", saved_role)
     saved = {name: own for name, own in state["components"].items() if not name.startswith("observer.")}
-    needed = {name: c for name, c in run.stateful().items() if not name.startswith("observer.")}
+    needed = {name: c for name, c in stateful(run).items() if not name.startswith("observer.")}
     if set(needed) != set(saved):
         raise CheckpointError(
             f"the checkpoint {folder} holds the state of {sorted(saved)}, this run has {sorted(needed)}"
         )
-    for name, component in run.stateful().items():
+    for name, component in stateful(run).items():
         if name in state["components"]:  # an observer may come or go: it changes nothing
             component.load_state_dict(state["components"][name])
     if run.stream is not None:

@@ -1,0 +1,78 @@
+"""What a run says of its steps: a line each in ``metrics.jsonl``, to its observers and on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf.checkpoint import CheckpointStore
+from rlhf.controller.learn import Metrics
+from rlhf.controller.roles import Role
+from rlhf.errors import RlhfError, boundary
+from rlhf.interfaces import Observer
+from rlhf.observe.progress import Progress
+from rlhf.observe.rundir import RunDirectory
+
+
+class Reports:
+    """
+    Args:
+        store: knows what is left of the run where the disk is full.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, progress: Progress, observers: Mapping[str, Observer], store: CheckpointStore
+    ) -> None:
+        self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
+        self._started = time.perf_counter()
+        self._times: dict[str, float] = {}
+        self._covered: set[str] = set()
+
+    def begin_step(self) -> None:
+        """From here the next line's times are counted."""
+        self._times = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+
+    def record(self, done: int, metrics: Metrics) -> None:
+        """Add the times of the step to ``metrics`` and write its line. ``done``: finished steps, this one included."""
+        if self._times:
+            metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
+            metrics["time/step"] = time.perf_counter() - self._started
+        with self._store.writing(self._directory.metrics.path):
+            self._directory.metrics.append(done, metrics)
+
+    def tell(self, done: int, metrics: Metrics) -> None:
+        """Observers and the terminal see what :meth:`record` wrote."""
+        self.observe("step_finished", done, metrics)
+        self._progress.step(done, metrics)
+
+    def observe(self, event: str, *arguments: Any) -> None:
+        """Call the method ``event`` of every observer. Raises RlhfError naming the observer and the event."""
+        for name, observer in self._observers.items():
+            with boundary(RlhfError, f"observer {name!r}, {event}"):
+                getattr(observer, event)(*arguments)
+
+    def name_uncovered(self, roles: Mapping[str, Role]) -> None:
+        """After a trained role's first update: parameters that got no gradient or did not move are named once."""
+        for name, role in roles.items():
+            if name in self._covered:
+                continue
+            report: Mapping[str, Sequence[str]] = role.every("coverage")[0]
+            if not report:  # not updated yet
+                continue
+            self._covered.add(name)
+            for what, parameters in report.items():
+                if parameters:
+                    shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+                    self._progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")

@@ -1,0 +1,52 @@
+"""The checkpoints of a run: those that are due, and after a failure the last finished step, which is in none yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.controller.state import State, collect_state, write_state
+from rlhf.errors import RlhfError
+
+if TYPE_CHECKING:
+    from rlhf.controller.run import Run
+
+
+class Saves:
+    """Writes the state of ``run`` into its store."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._intact: State | None = None
+        """The state of the last finished step, as long as it is in no checkpoint."""
+        self._intact_changes = 0
+        """:meth:`_changes` then: where more were made since, the weights are no longer its own."""
+
+    def hold(self, done: int) -> None:
+        """``done`` steps are whole: until they are in a checkpoint, :meth:`rescue` can save them."""
+        self._intact, self._intact_changes = collect_state(self._run, done), self._changes()
+
+    def save(self, step: int, best: bool = False) -> None:
+        """A complete checkpoint of now, after ``step`` finished steps, or an error and the old ones intact."""
+        run, self._intact = self._run, None
+        run.take_devices_back()
+        mark = {"metric": run.best.metric, "value": run.best.value} if best and run.best is not None else None
+        path = run.store.save(step, lambda folder: write_state(run, step, folder), run.meta, mark)
+        run.reports.observe("checkpoint_saved", step, path)
+
+    def rescue(self) -> None:
+        """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
+        when a row, a reward or an environment fails. The failure remains the error to show."""
+        run, state, self._intact = self._run, self._intact, None
+        if state is None or self._changes() != self._intact_changes:
+            return
+        try:
+            run.take_devices_back()
+            run.store.save(state.step, lambda folder: write_state(run, state.step, folder, state), run.meta)
+        except RlhfError as error:
+            run.progress.note(f"what was learnt since the last checkpoint is lost: {error}")
+        else:
+            run.progress.note(f"saved what was learnt in {state.step} steps; continue with --resume")
+
+    def _changes(self) -> int:
+        """How often weights of a role were changed, or may have been."""
+        return sum(role.changes for role in self._run.roles.values())
