@@ -19,7 +19,7 @@ CORE = ROOT / "core" / "src" / "rlhf"
 CLI = ROOT / "cli" / "src" / "rlhf_cli"
 HEAVY = {"torch", "transformers", "datasets", "numpy", "pandas", "peft", "sympy"}
 
-HEAVY_MODULES = {"policy_gradient", "serialise"}
+HEAVY_MODULES = {"policy_gradient", "policy_gradient_config", "serialise"}
 """Modules directly in ``rlhf`` that belong to runs, which may import torch; all others stay light."""
 LIGHT = {"interfaces", "plugins"} | {p.stem for p in CORE.glob("*.py")} - HEAVY_MODULES
 """What plugin authors and the command line import."""
