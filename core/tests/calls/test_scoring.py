@@ -10,9 +10,12 @@ from dataclasses import replace
 
 import pytest
 from rlhf.controller.scoring import ActiveReward, Scorer, combine
+from rlhf.controller.stream import passes
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
+from rlhf.observe import evaluation_metrics
 from rlhf.plugins import Resolved
+from rlhf.runfile import FilterSection
 from rlhf.types import RewardResult, RoleSpec
 
 
@@ -67,6 +70,17 @@ def test_nothing_applicable_is_none_not_zero(make_group) -> None:
     counts = score([active(giving(values(None, 0.0)))], group)
     assert [(t.reward, t.score, t.status) for t in group.trajectories] == [(None, None, "ok"), (0.0, 0.0, "ok")]
     assert counts.not_applicable == 1
+
+
+def test_weights_that_sum_to_one_give_exactly_one(make_group) -> None:
+    """0.7 + 0.2 + 0.1 added one by one is below 1: a right answer would pass no threshold of 1, and a group of them
+    the filter that is to leave it out."""
+    group = make_group("a", "b")
+    parts = ((0.7, "right"), (0.2, "form"), (0.1, "length"))
+    score([active(giving(values(1.0, 1.0)), name, weight=weight) for weight, name in parts], group)
+    assert [(t.reward, t.score) for t in group.trajectories] == [(1.0, 1.0)] * 2
+    assert evaluation_metrics([group])["pass@1"] == 1.0
+    assert not passes(FilterSection(low=0.0, high=1.0), [t.score for t in group.trajectories])
 
 
 def test_a_score_of_its_own_reaches_the_filter_only(make_group) -> None:

@@ -93,5 +93,15 @@ def test_a_failed_answer_is_no_wrong_answer():
     assert "reward" not in evaluation_metrics([group([None])])
 
 
+def test_a_sample_that_failed_before_it_was_written_has_no_length():
+    some = group([1.0, None, 0.0], lengths=[4, 2, 8])  # the second failed when it was scored: it has a length
+    some.trajectories.append(Trajectory(some.row, [], (0, 3), status="failed"))
+    metrics = evaluation_metrics([some], samples=4)
+    assert metrics["length"] == pytest.approx((4 + 2 + 8) / 3)
+    assert metrics["unscored"] == 0.5
+    some.trajectories = some.trajectories[3:]
+    assert not {"length", "truncated"} & set(evaluation_metrics([some], samples=4))
+
+
 def test_nothing_to_evaluate():
     assert evaluation_metrics([]) == {"prompts": 0.0}

@@ -43,7 +43,8 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``prompts``    number of prompts
 
     An answer without a reward is no wrong answer: it leaves its prompt's count, and a prompt with fewer than k scored
-    answers leaves pass@k. A number that nothing defines is absent, never zero.
+    answers leaves pass@k. A sample that failed before it was written has no length. A number that nothing defines is
+    absent, never zero.
     """
     metrics = _of(groups, samples, threshold)
     sources = sorted({group.row.source for group in groups})
@@ -73,9 +74,11 @@ def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, fl
             if k <= n:
                 values[f"pass@{k}"].append(pass_at_k(n, passed, k))
     metrics = {name: _mean(column) for name, column in values.items()}
+    written = [t for t in answers if any(turn.sampled for turn in t.turns)]
+    if written:
+        metrics["length"] = _mean(t.sampled_tokens for t in written)
+        metrics["truncated"] = _mean(t.truncated for t in written)
     if answers:
-        metrics["length"] = _mean(t.sampled_tokens for t in answers)
-        metrics["truncated"] = _mean(t.truncated for t in answers)
         metrics["unscored"] = _mean(not _scored(t) for t in answers)
     metrics["prompts"] = float(len(groups))
     return metrics

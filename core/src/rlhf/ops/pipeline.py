@@ -184,7 +184,8 @@ def length_metrics(batch: Batch) -> Metrics:
 
 
 def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
-    """Of the advantages before normalisation; with values also how much of the returns' variance they explain."""
+    """Mean and deviation of the advantages before normalisation, and the largest after it; with values also how much of
+    the returns' variance they explain."""
     mask_N = batch.tok["loss_mask"]
     metrics = {
         "advantage/mean": _mean(raw_advantages_N[mask_N]),
