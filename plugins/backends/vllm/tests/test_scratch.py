@@ -1,0 +1,51 @@
+"""What a killed engine leaves in the temporary folder and in shared memory is taken away by the next one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+from rlhf_plugin_vllm.scratch import OWNER, SHARED_MEMORY, SOCKETS, Scratch
+
+ENGINE = """
+import os, signal, sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from rlhf_plugin_vllm.scratch import SHARED_MEMORY, Scratch
+
+scratch = Scratch(shared=False)
+segment = SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")  # Python's own cleaner is killed with it on a cluster
+scratch._segments.append(segment.name)
+scratch._tell()
+(SHARED_MEMORY / f"{scratch.meeting}_sums").touch()
+print(scratch.folder, scratch.meeting, segment.name, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+    monkeypatch.setenv(SOCKETS, str(tmp_path))
+    (tmp_path / "rlhf-vllm-being-made").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder, meeting, segment = process.stdout.readline().split()
+    first = Scratch(shared=False)
+    sums = SHARED_MEMORY / f"{meeting}_sums"
+    assert (Path(folder) / OWNER).exists(), "its owner lives"
+    assert sums.exists()
+    SharedMemory(segment).close()
+    process.communicate("die\n")
+    assert Path(folder).exists()
+    assert (SHARED_MEMORY / segment).exists(), "nobody has looked after it yet"
+    second = Scratch(shared=False)
+    assert not Path(folder).exists()
+    assert not sums.exists()
+    assert not (SHARED_MEMORY / segment).exists()
+    assert first.folder.exists()
+    assert (tmp_path / "rlhf-vllm-being-made").exists()
+    first.remove()
+    second.remove()
+    assert [p.name for p in tmp_path.iterdir()] == ["rlhf-vllm-being-made"]
