@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 from rlhf.controller.phases import Phases
+from rlhf.controller.precompute import PrecomputedRole, Table
 from rlhf.controller.roles import Role
 from rlhf.controller.sync import WeightSync
 from rlhf.errors import SyncError, TrainingError
@@ -255,13 +256,14 @@ def test_phases_give_memory_away_in_turn(made):
     frozen = Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1)
     order = trainer.calls = generator.calls
     base = Role(ModelSpec(RoleSpec("base"), "m"), group, 1, view="base")
-    roles = {"policy": trained, "reference": frozen, "base": base}
+    gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), Table())
+    roles = {"policy": trained, "reference": frozen, "base": base, "gone": gone}
     apart = Phases(generator, roles, {"policy": Place(), "reference": Place(), "generator": Place()})
     with apart.generating():
         pass
     assert order == []
     together = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
-    together["base"] = Place(share="policy")
+    together["base"] = together["gone"] = Place(share="policy")
     phases = Phases(generator, roles, together)
     with suppress(KeyError), phases.generating():
         order.append("generate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rlhf.controller.precompute import PrecomputedRole
 from rlhf.controller.roles import Role
 from rlhf.interfaces import GENERATOR, Generator, Place
 from rlhf.placement import neighbours
@@ -17,7 +18,7 @@ class Phases:
     def __init__(self, generator: Generator, roles: Mapping[str, Role], places: Mapping[str, Place]) -> None:
         self.generator = generator
         shared = neighbours(places, GENERATOR)
-        here = [roles[name] for name in shared if name in roles]
+        here = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
         self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
         self.active = bool(shared)
         self._aside = False

@@ -30,3 +30,18 @@ def test_a_ray_that_does_not_start(monkeypatch, raised, error, message):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(error, match=message):
         Cluster(RayConfig())
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "message"),
+    [
+        ("ray://head:10001", {}, r"RAY_ADDRESS = 'ray://head:10001' in the environment: .*Ray client"),
+        ("http://head:8265", {}, "'http://head:8265' is no cluster: give 'auto' or HOST:PORT"),
+        ("head:6379", {"cpus": 4}, "cpus is for a Ray that the run starts; address = 'head:6379' names a cluster"),
+    ],
+)
+def test_the_cluster_of_the_environment_follows_the_rules_of_the_option(monkeypatch, address, options, message):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=message):
+        Cluster(RayConfig(**options))

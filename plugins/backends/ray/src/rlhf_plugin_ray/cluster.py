@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
@@ -45,7 +46,7 @@ class Cluster:
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+        address = config.address or _of_environment(config)
         options: dict[str, Any] = {
             "address": address,
             "log_to_driver": config.show_output,
@@ -101,6 +102,18 @@ class Cluster:
             ray_worker._worker_logs_enabled = True
             if self._sigterm is not None:  # Ray set one of its own
                 signal.signal(signal.SIGTERM, self._sigterm)
+
+
+def _of_environment(config: RayConfig) -> str:
+    """The cluster that RAY_ADDRESS names, else ``local``: by the same rules as ``launcher.address``."""
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address != "local":
+        try:
+            RayConfig.model_validate({**config.model_dump(exclude_none=True), "address": address})
+        except ValidationError as cause:
+            said = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in cause.errors())
+            raise ConfigError(f"RAY_ADDRESS = {address!r} in the environment: {said}") from None
+    return address
 
 
 def _keep_exit_codes() -> None:
