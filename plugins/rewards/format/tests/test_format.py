@@ -63,6 +63,11 @@ def test_a_template_with_an_open_end() -> None:
     assert values("so #### 5", "#### 5", template="{...}####{...}") == [1.0, 0.0]
 
 
+def test_a_piece_that_stands_in_another_one() -> None:
+    form = "A: {...} AA: {...}"
+    assert values("A: 5 AA: 6", "A: 5 AA: 6 A: 7", "A: 5 A: 6", "AA: 5 A: 6", template=form) == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_a_pattern_fully_or_anywhere() -> None:
     assert values("12", "a12", "1\n2", pattern=r"\d.?\d") == [1.0, 0.0, 1.0]
     assert values("12", "a12", "a", pattern=r"\d\d", mode="search", match=0.5, no_match=-0.5) == [0.5, 0.5, -0.5]

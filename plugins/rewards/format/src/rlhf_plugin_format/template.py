@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 GAP = "{...}"
@@ -37,8 +36,7 @@ class Template:
 
     def matches(self, text: str) -> bool:
         """Every piece occurs exactly as often as in the template, in order, and every gap holds something."""
-        wanted = Counter(piece for _, piece in self.pieces)
-        if any(text.count(piece) != count for piece, count in wanted.items()):
+        if any(text.count(piece) != count for piece, count in self._counts().items()):
             return False
         at = 0
         for gap, piece in self.pieces:
@@ -47,3 +45,8 @@ class Template:
                 return False
             at = found + len(piece)
         return bool(text[at:].strip()) == self.open_end
+
+    def _counts(self) -> dict[str, int]:
+        """How often each piece stands in the template, also inside others: ``A:`` twice in ``A: {...} AA: {...}``."""
+        pieces = [piece for _, piece in self.pieces]
+        return {piece: sum(other.count(piece) for other in pieces) for piece in pieces}

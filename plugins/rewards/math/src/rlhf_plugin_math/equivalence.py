@@ -92,8 +92,8 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
     try:
         a, b = parse(left, max_bits), parse(right, max_bits)
         difference = a - b
-        if difference == 0:
-            return True
+        if difference.is_Rational:  # also of what is too large to tell from it by digits: e^(10^6) and e^(10^6) + 1
+            return bool(difference == 0)
         symbols = sorted(difference.free_symbols, key=str)
         for shift in range(len(POINTS)):
             values = {s: sympy.Rational(*POINTS[(i + shift) % len(POINTS)].as_integer_ratio()) + i // len(POINTS)

@@ -155,6 +155,10 @@ class _Parser:
             bits = max(abs(base.p).bit_length(), base.q.bit_length())
             if bits * abs(exponent) > self.max_bits:
                 raise Unreadable("a power too large to work out")
+        elif exponent.is_Rational:  # SymPy takes the numbers in it to that power: of sqrt(2)^(10^9), 2^(5 * 10^8)
+            bits = sum(max(abs(n.p).bit_length(), n.q.bit_length()) for n in base.atoms(sympy.Rational))
+            if bits * abs(exponent) > self.max_bits:
+                raise Unreadable("a power too large to work out")
         if base == 0 and exponent.is_negative:
             raise Unreadable("division by zero")
         return base**exponent

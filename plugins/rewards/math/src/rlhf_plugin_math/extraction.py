@@ -39,7 +39,7 @@ def extract_answer(text: str, places: Sequence[str]) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""What stands in the last complete ``\boxed{...}`` or ``\fbox{...}``."""
-    for start in sorted((m.end() for m in re.finditer(r"\\f?boxed?\s*\{", text)), reverse=True):
+    for start in sorted((m.end() for m in re.finditer(r"\\(?:f?box|boxed)\s*\{", text)), reverse=True):
         depth = 1
         for i in range(start, len(text)):
             depth += {"{": 1, "}": -1}.get(text[i], 0)

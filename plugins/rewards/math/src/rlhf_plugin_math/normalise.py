@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_DROP = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])|~|\\ |\u202f|\u00a0")
+_DROP = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])|~|(?<!\\)\\ |\u202f|\u00a0")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}(?:\s*\^\s*\{?[23]\}?)?")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree\b")
 _CURRENCY = re.compile(r"\\\$|\$|€|£|¥")
