@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rlhf.testing.suite_losses import TokenLoss, ValueLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -85,6 +88,20 @@ def test_places_to_meet(folder):
     trainer(of())  # this process is in a group of one from now on
     with pytest.raises(CapabilityError, match="rank 0 of 2: this process is a rank of a group of 1 already"):
         trainer(of(world_size=2, rendezvous="tcp://127.0.0.1:1"))
+
+
+def test_only_the_address_where_ranks_meet_is_listened_at(folder):
+    """As /proc/net lists it: 127.0.0.1, and not every address of the machine, where strangers could join."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    alone = ModelSpec(RoleSpec("policy"), str(folder), world_size=1, rendezvous=f"tcp://127.0.0.1:{port}")
+    store = _store(alone, timedelta(seconds=10))
+    store.set("there", "yes")
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    listens = [
+        row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+    ]
+    assert listens == ["0100007F"]
 
 
 def test_gradients_end_an_accumulation(folder):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -108,14 +110,10 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
             raise ConfigError(
                 f"{who}: no place to meet. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
             )
+        limit = timedelta(seconds=seconds)
         try:
-            dist.init_process_group(
-                backend,
-                init_method=spec.rendezvous,
-                rank=spec.rank,
-                world_size=spec.world_size,
-                timeout=timedelta(seconds=seconds),
-            )
+            store = _store(spec, limit)
+            dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=limit)
         except Exception as cause:
             raise WorkerError(
                 f"{who} did not meet the others at {spec.rendezvous} within {seconds:g} s "
@@ -127,6 +125,19 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     groups._WORLD_GROUP = dist.group.WORLD
     if spec.world_size > 1:
         agree_on_role(spec, who)
+
+
+def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
+    """Where the ranks meet. Rank 0 serves it at that address alone; torch would at all addresses of the machine."""
+    place = urlsplit(spec.rendezvous)
+    host, port = place.hostname or "", place.port or 0
+    if spec.rank:
+        return dist.TCPStore(host, port, spec.world_size, timeout=limit)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        return dist.TCPStore(
+            host, port, spec.world_size, is_master=True, timeout=limit, master_listen_fd=os.dup(listener.fileno())
+        )
 
 
 @contextmanager

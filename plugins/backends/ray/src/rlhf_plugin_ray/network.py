@@ -10,13 +10,14 @@ _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 
 
-def free_port(address: str) -> int:
-    """A TCP port of ``address`` that nobody listens at just now."""
+def hold_port(address: str) -> socket.socket:
+    """A TCP port of ``address``, held until this is closed: nobody is given it who asks for a free one, and whoever
+    names it may listen at it (where they set SO_REUSEADDR, as servers do)."""
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
 
 
 def interface_of(address: str) -> str:

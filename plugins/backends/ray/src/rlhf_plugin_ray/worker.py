@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import platform
+import socket
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from rlhf_plugin_ray.failure import Failure
-from rlhf_plugin_ray.network import free_port, interface_of
+from rlhf_plugin_ray.network import hold_port, interface_of
 
 if TYPE_CHECKING:
     from rlhf_plugin_ray.parcel import Parcel
@@ -42,6 +43,7 @@ class Worker:
         os.environ.update(env)
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self._held: socket.socket | None = None
         self._progress = 0
         self._doing, self._since, self._thread = "", 0.0, 0
         if os.path.isdir(folder):  # relative paths mean the same as on the driver, where nodes share the folder
@@ -79,12 +81,14 @@ class Worker:
         }
 
     def rendezvous(self) -> str:
-        """``tcp://HOST:PORT`` on this node, free just now."""
+        """``tcp://HOST:PORT`` on this node, held for this worker until :meth:`build` is over: models may take minutes
+        to load before somebody listens there."""
         import ray
 
         address = ray.util.get_node_ip_address()
         host = f"[{address}]" if ":" in address else address
-        return f"tcp://{host}:{free_port(address)}"
+        self._held = hold_port(address)
+        return f"tcp://{host}:{self._held.getsockname()[1]}"
 
     def build(self, parcel: Parcel, rank: int) -> Failure | None:
         """Make the component: ``cls(config, spec)``."""
@@ -96,6 +100,9 @@ class Worker:
                 self.component = cls(config, spec)
             except Exception as error:
                 return Failure.of(error)
+            finally:
+                if self._held is not None:
+                    self._held.close()
         return None
 
     # --------------------------------------------------------------------------------------- work
