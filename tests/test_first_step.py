@@ -1,0 +1,165 @@
+"""The first step of whole runs, computed again from the samples they saved: one sequence at a time, by transformers and
+plain loops, with nothing of the framework. Gradient norms and metrics must be those of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.testing.tiny import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.runs import Finished, Workshop
+
+GAME = {"rollout": {"use": "multi_turn"}, "env": {"use": "number_game", "max_turns": 3}}
+TEMPERATURE = 0.7
+SAMPLING = {"samples_per_prompt": 3, "max_new_tokens": 3, "temperature": TEMPERATURE}
+
+
+class Sample:
+    """One saved trajectory, laid end to end."""
+
+    def __init__(self, line: dict[str, Any]) -> None:
+        self.group, self.reward = line["group"], line["reward"]
+        assert not any(turn.get("fresh") for turn in line["turns"])
+        self.ids: list[int] = []
+        self.own: list[int] = []
+        """Positions that the policy sampled."""
+        self.sampled_with: list[float] = []
+        for turn in line["turns"]:
+            if turn["sampled"]:
+                self.own += range(len(self.ids), len(self.ids) + len(turn["ids"]))
+                self.sampled_with += turn["logprobs"]
+                self.cut = turn["finish"] == "length"
+            self.ids += turn["ids"]
+
+    def log_probs(self, model: Any) -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy) of each own token, at the temperature it was drawn with."""
+        logits = model(torch.tensor([self.ids])).logits[0].double() / TEMPERATURE
+        logp = logits.log_softmax(-1)
+        taken = torch.stack([logp[i - 1, self.ids[i]] for i in self.own])
+        return taken, torch.stack([-(logp[i - 1].exp() * logp[i - 1]).sum() for i in self.own])
+
+
+def first_step(run: Finished) -> tuple[dict[str, Any], list[Sample]]:
+    lines = (run.path / "rollouts/step-000001.jsonl").read_text().splitlines()
+    return run.lines()[0], [Sample(json.loads(line)) for line in lines]
+
+
+def norm(model: torch.nn.Module) -> float:
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=2e-4, abs=2e-6)
+
+
+def test_grpo_over_turns_with_an_entropy_bonus_a_correction_and_kl_as_a_loss(shop: Workshop) -> None:
+    reference = tiny_model(shop.folder / "reference", hidden=16, heads=2, kv_heads=1, seed=5)
+    loss = {"aggregation": "seq_mean_token_mean", "entropy_coef": 0.05, "correction": {"preset": "tis", "low": 0.0}}
+    kl = {"coef": 0.3, "where": "loss"}
+    run = shop.train(
+        "grpo",
+        "run",
+        **GAME,
+        sampling={**SAMPLING, "top_p": 0.9},
+        algorithm={"kl": kl, "loss": loss},
+        reference={"model": str(reference)},
+        policy={"micro_tokens": 40},
+        run={"steps": 1},
+    )
+    found, samples = first_step(run)
+    assert len(samples) == 12
+    assert any(s.own != list(range(s.own[0], s.own[-1] + 1)) for s in samples), "observations between answers"
+    model, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (shop.model, reference))
+    total, entropies, kls, weights = torch.zeros(()), [], [], []
+    for sample in samples:
+        rewards = [s.reward for s in samples if s.group == sample.group]
+        advantage = (sample.reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-9)
+        logp, entropy = sample.log_probs(model)
+        with torch.no_grad():
+            d = logp - sample.log_probs(other)[0]
+        k3 = (-(logp - logp.detach() + d)).exp() - 1 + (logp - logp.detach() + d)
+        weight = (logp.detach() - torch.tensor(sample.sampled_with)).exp().clamp(0, 5)
+        assert bool((weight < 1 + 1e-4).all()), "top_p: what was drawn is at most as likely under all tokens"
+        ratio = (logp - logp.detach()).exp()
+        values = -weight * ratio * advantage + 0.3 * k3 - 0.05 * entropy
+        total = total + values.mean() / len(samples)
+        entropies, kls, weights = [*entropies, entropy], [*kls, k3], [*weights, weight]
+    total.backward()
+    assert found["policy/loss"] == close(float(total.detach()))
+    assert found["policy/grad_norm"] == close(norm(model))
+    assert found["policy/entropy"] == close(float(torch.cat(entropies).mean()))
+    assert found["policy/kl_reference"] == close(float(torch.cat(kls).mean()))
+    assert found["policy/correction_weight"] == close(float(torch.cat(weights).mean()))
+    assert float(torch.cat(weights).min()) < 0.99
+    assert found["length/mean"] == close(statistics.mean(len(s.own) for s in samples))
+
+
+def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: Workshop) -> None:
+    paths = {n: tiny_model(shop.folder / n, hidden=16, heads=2, kv_heads=1, seed=s, head=h)  # type: ignore[arg-type]
+             for n, s, h in (("reference", 5, "lm"), ("critic", 6, "scalar"))}  # fmt: skip
+    run = shop.train(
+        "ppo",
+        "run",
+        **GAME,
+        sampling=SAMPLING,
+        algorithm={
+            "kl": {"coef": 0.2},
+            "bootstrap_truncated": True,
+            "shaping": {"overlong_max": 9, "overlong_buffer": 6, "overlong_factor": 0.5},
+            "advantage": {"gamma": 0.9, "lam": 0.8},
+        },
+        **{name: {"model": str(path)} for name, path in paths.items()},
+        run={"steps": 1},
+    )
+    found, samples = first_step(run)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(p) for p in (shop.model, paths["reference"]))
+    critic = AutoModelForSequenceClassification.from_pretrained(paths["critic"], num_labels=1)
+    assert any(s.cut for s in samples)
+    assert not all(s.cut for s in samples)
+    logps, values, advantages, returns = [], [], [], []
+    for s in samples:
+        logp, _ = s.log_probs(policy)
+        with torch.no_grad():
+            kl = logp - s.log_probs(reference)[0]
+        hidden = critic.model(torch.tensor([s.ids])).last_hidden_state[0]
+        value_at = critic.score(hidden)[:, 0]
+        value = torch.stack([value_at[i - 1] for i in s.own])
+        rewards = [-0.2 * float(k) for k in kl]
+        excess = min(max(len(s.own) - 3, 0), 6)
+        rewards[-1] += s.reward - 0.5 * excess / 6
+        after, advantage = (float(value_at[s.own[-1]]) if s.cut else 0.0), 0.0
+        found_backwards = []
+        for r, v in zip(reversed(rewards), reversed(value.tolist()), strict=True):
+            advantage = r + 0.9 * after - v + 0.9 * 0.8 * advantage
+            after = v
+            found_backwards.append(advantage)
+        credit = torch.tensor(found_backwards[::-1])
+        logps, values = [*logps, logp], [*values, value]
+        advantages, returns = [*advantages, credit], [*returns, credit + value.detach()]
+    raw, logp, value, target = (torch.cat(x) for x in (advantages, logps, values, returns))
+    white = (raw - raw.mean()) / raw.std(correction=0)
+    (-(logp - logp.detach()).exp() * white).mean().backward()
+    ((value - target).square() / 2).mean().backward()
+    assert found["advantage/mean"] == close(float(raw.mean()))
+    assert found["advantage/std"] == close(float(raw.std(correction=0)))
+    assert found["policy/grad_norm"] == close(norm(policy))
+    assert found["critic/loss"] == close(float(((value - target).square() / 2).mean().detach()))
+    assert found["critic/grad_norm"] == close(norm(critic))
+    assert found["value/explained_variance"] == close(float(1 - (target - value).var() / target.var()))
+
+
+def test_the_saved_samples_hold_what_this_page_reads(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", run={"steps": 1})
+    _, samples = first_step(run)
+    model = AutoModelForCausalLM.from_pretrained(Path(shop.model))
+    for s in samples:
+        logits = model(torch.tensor([s.ids])).logits[0].log_softmax(-1)
+        assert [float(logits[i - 1, s.ids[i]].detach()) for i in s.own] == pytest.approx(s.sampled_with, abs=1e-5)
