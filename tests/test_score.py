@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf.controller import score
 from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
 
@@ -91,21 +93,37 @@ def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Worksho
     assert f"{out}.partial" not in {str(p) for p in shop.folder.iterdir()}
 
 
-def test_rows_are_scored_one_by_one_where_a_reward_has_a_model(shop: Workshop, say: Say) -> None:
-    """The model answers one row after another: rows that wait for it would spend the deadline of their rewards."""
-    model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar")
-    data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(6)])
-    count = (
-        "import asyncio\nactive = 0\nasync def score(prompt, completion, row):\n    global active\n    active += 1\n"
-        "    seen = float(active)\n    await asyncio.sleep(0.01)\n    active -= 1\n    return seen\n"
-    )
-    counting = ("--reward", f"file:{shop.file('count.py', count)}", "--model", shop.model, "--data", data, "--json")
-    alone, beside = shop.folder / "alone.jsonl", shop.folder / "beside.jsonl"
-    assert say("score", *counting, "-o", alone)[0] == 0
-    assert [line["reward"] for line in lines(alone)] == [1, 2, 3, 4, 5, 6], "all at once"
-    with_model = ("--reward", f"model:{model}", "--roles.reward_model.dtype", "fp32")
-    assert say("score", *counting, *with_model, "-o", beside)[0] == 0
-    assert [line["rewards"]["count"]["value"] for line in lines(beside)] == [1] * 6
+def test_rows_are_read_together_by_a_model_and_a_slow_one_uses_up_no_deadline(
+    shop: Workshop, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are asked of all rewards at once. That one was scored after another where a reward has a model was to spare
+    their deadlines, which stand still while they wait for it."""
+    from rlhf.controller.roles import Role
+
+    model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
+    data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": "7" * (n % 5 + 1)} for n in range(70)])
+    words = ("score", "--reward", f"model:{model}", "--roles.reward_model.dtype", "fp32", "--data", data)
+    passes: list[tuple[int, int]] = []
+    begin = Role.begin_forward
+
+    def slow(self, batch, heads, view="live"):
+        longest = max(sum(int(batch.lens_B[i]) for i in units) for rank in self._plan(batch) for units in rank)
+        passes.append((batch.sequences, longest))
+        time.sleep(0.6)
+        return begin(self, batch, heads, view)
+
+    monkeypatch.setattr(Role, "begin_forward", slow)
+    together, apart = shop.folder / "together.jsonl", shop.folder / "apart.jsonl"
+    code, _, err = say(*words, "--reward.model.deadline", 0.5, "--roles.reward_model.micro_tokens", 40, "-o", together)
+    assert code == 0, err
+    assert [count for count, _ in passes] == [64, 6], "not as many at once as go to the disk at once"
+    assert all(0 < longest <= 40 for _, longest in passes)
+    monkeypatch.setattr(Role, "begin_forward", begin)
+    monkeypatch.setattr(score, "_AT_ONCE", 1)
+    assert say(*words, "-o", apart)[0] == 0
+    values = [[line["reward"] for line in lines(file)] for file in (together, apart)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-6)
+    assert len(set(values[1])) > 5
 
 
 def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:

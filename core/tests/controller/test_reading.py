@@ -9,7 +9,7 @@ import pytest
 import torch
 from rlhf.controller.calls import DeadlineExpired, within
 from rlhf.controller.mainthread import MainThread
-from rlhf.controller.reading import read_role, score_with_role
+from rlhf.controller.reading import read_role, score_with_role, together
 from rlhf.controller.roles import Role
 from rlhf.errors import RewardError
 from rlhf.interfaces import ModelSpec, WorkerGroup
@@ -141,3 +141,83 @@ def test_what_a_reward_cannot_give_is_refused() -> None:
         asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="3 sequences at 1 lists"):
         Model("lm").ask(read_role, ONE, IDS, [[1]])
+
+
+class Counted:
+    """What reaches the model: the sequences of each pass."""
+
+    def __init__(self, model: Model, main: MainThread) -> None:
+        self.passes: list[int] = []
+        begin = model.role.begin_forward
+
+        def counted(batch, heads, view="live"):
+            self.passes.append(batch.sequences)
+            return begin(batch, heads, view)
+
+        model.role.begin_forward = counted  # type: ignore[method-assign]
+        self.score, self.read = together(
+            score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main)
+        )
+
+
+def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> None:
+    """Each gets its own, whatever the others ask; another head, and what is asked later, is another pass."""
+    model, main = Model("scalar"), MainThread()
+    after = Head("after", VALUES.fn, over="steps", at="at")
+    groups = [IDS[:1], IDS[1:], [IDS[2], IDS[0], IDS[1]]]
+    places = [[[1, 3]], [[0], []], [[4], [0, 1, 2], []]]
+
+    async def scenario(counted: Counted):
+        scores = asyncio.gather(*(counted.score("judge", ids) for ids in groups))
+        reads = asyncio.gather(*(counted.read("judge", after, i, p) for i, p in zip(groups, places, strict=True)))
+        return await scores, await reads, await counted.score("judge", IDS[:1])
+
+    try:
+        counted = Counted(model, main)
+        scores, reads, late = main.run(scenario(counted))
+    finally:
+        main.close()
+    assert counted.passes[0] == 6
+    assert counted.passes[-1] == 1
+    assert len(counted.passes) == 4  # of the sequences that the head reads: 6, of which 4 are computed
+    for ids, found in zip(groups, scores, strict=True):
+        assert found == pytest.approx([float(model.logits(one)[-1, 0]) for one in ids])
+    for ids, read, found in zip(groups, places, reads, strict=True):
+        expected = [[float(model.logits(one)[p, 0]) for p in at] for one, at in zip(ids, read, strict=True)]
+        assert [list(map(float, values)) for values in found] == [pytest.approx(values) for values in expected]
+    assert late == pytest.approx(scores[0])
+
+
+def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it() -> None:
+    model, main = Model("scalar"), MainThread()
+    after = Head("after", VALUES.fn, over="steps", at="at")
+
+    async def scenario(counted: Counted, role: str):
+        calls = (counted.read(role, after, IDS[:1], at) for at in ([[0]], [[7]], [[3]]))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        first, wrong, last = main.run(scenario(Counted(model, main), "judge"))
+        unknown = main.run(scenario(Counted(model, main), "nobody"))
+    finally:
+        main.close()
+    logits = [float(model.logits(IDS[0])[p, 0]) for p in (0, 3)]
+    assert [first, last] == [[pytest.approx(logits[:1])], [pytest.approx(logits[1:])]]
+    assert isinstance(wrong, RewardError)
+    assert [type(error) for error in unknown] == [KeyError, RewardError, KeyError]
+
+
+def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_together() -> None:
+    model, main = Model("scalar"), MainThread()
+    begin = model.role.begin_forward
+    model.role.begin_forward = lambda *asked: time.sleep(1.2) or begin(*asked)  # type: ignore[method-assign]
+
+    async def scenario() -> list[list[float]]:
+        score, _ = together(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
+        return await asyncio.gather(*(within(score("judge", [ids]), 1.0) for ids in IDS))
+
+    try:
+        found = main.run(scenario())
+    finally:
+        main.close()
+    assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]

@@ -14,7 +14,7 @@ from rlhf.controller.scoring import Scorer
 from rlhf.controller.sync import HOLDS_NOTHING, WeightSync
 from rlhf.data.tokenizer import Decoder, tokens_of
 from rlhf.errors import RolloutError
-from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Launcher
+from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Launcher, ReadRole, ScoreWithRole
 from rlhf.runfile import RunFile
 from rlhf.types import GenerationRequest, Sampling, Turn
 
@@ -56,13 +56,7 @@ def answering(
         generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
         launcher.link(policy.group, generator, config.sync.timeout)
     main = MainThread()
-    scorer = Scorer(
-        prepared.rewards,
-        score_with_role=score_with_role(roles, main),
-        read_role=read_role(roles, main),
-        tokens=tokens_of(prepared.tokenizer),
-        seed=prepared.config.run.seed,
-    )
+    scorer = scorer_of(prepared, score_with_role(roles, main), read_role(roles, main))
     episodes = prepared.episodes
     closers = [scorer.close, main.close]
     if episodes is not None:
@@ -82,6 +76,21 @@ def answering(
     )
     sync = WeightSync(policy, generator, config.sync, config.run.seed, note)
     return Answering(generator, sync, rollouts, phases, [*closers, generator.close])
+
+
+def scorer_of(prepared: Prepared, score: ScoreWithRole, read: ReadRole) -> Scorer:
+    """The run's rewards.
+
+    Args:
+        score, read: how they ask the models that the run holds for them (:mod:`rlhf.controller.reading`).
+    """
+    return Scorer(
+        prepared.rewards,
+        score_with_role=score,
+        read_role=read,
+        tokens=tokens_of(prepared.tokenizer),
+        seed=prepared.config.run.seed,
+    )
 
 
 class NoGenerator(Generator):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,82 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
         return [[next(values) for _ in read] for read in positions]
 
     return read
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is asked of one role and head in one turn of the event loop."""
+
+    role: str
+    head: Head | None
+    ids: list[Sequence[int]] = field(default_factory=list)
+    positions: list[Sequence[int]] = field(default_factory=list)
+    waiters: list[tuple[int, int, asyncio.Future[list[Any]]]] = field(default_factory=list)
+    """(first, end, future) of each call's sequences."""
+
+
+def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadRole]:
+    """The same two, but calls that are made in one turn of the event loop are one forward pass, in micro-batches of the
+    role's token budget: groups that are scored at once share it. Values are those of single calls but for rounding.
+
+    A call that is not allowed fails alone; where the model fails, all calls of the turn do.
+    """
+    open_: list[_Asked] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    def begin(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
+        open_.remove(asked)  # what is asked from now on is another pass
+        task = asyncio.get_running_loop().create_task(_give(asked, answer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def join(
+        role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        asked = next((a for a in open_ if a.role == role and a.head is head), None)
+        if asked is None:
+            asked = new = _Asked(role, head)
+            open_.append(asked)
+
+            async def answer() -> list[Any]:
+                if new.head is None:
+                    return await score(new.role, new.ids)
+                return await read(new.role, new.head, new.ids, new.positions)
+
+            loop.call_soon(begin, asked, answer)
+        first = len(asked.ids)
+        asked.ids += ids
+        asked.positions += positions
+        done: asyncio.Future[list[Any]] = loop.create_future()
+        asked.waiters.append((first, len(asked.ids), done))
+        with waiting():
+            return await done
+
+    async def score_together(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
+        return await join(role, None, ids, ())
+
+    async def read_together(
+        role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+    ) -> list[list[Any]]:
+        _check(head, ids, positions)
+        return await join(role, head, ids, positions)
+
+    return score_together, read_together
+
+
+async def _give(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
+    """To each call its part of the answer, or the error."""
+    try:
+        found = await answer()
+    except Exception as error:
+        for _, _, future in asked.waiters:
+            if not future.done():  # its coroutine may have been cancelled
+                future.set_exception(error)
+        return
+    for first, end, future in asked.waiters:
+        if not future.done():
+            future.set_result(found[first:end])
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:

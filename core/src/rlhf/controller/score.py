@@ -15,15 +15,16 @@ import torch
 
 from rlhf.checkpoint.partial import PartialFile
 from rlhf.components import resolved_run
+from rlhf.controller.answering import scorer_of
 from rlhf.controller.build import launch_roles
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.parts import active_reward, model_of, model_spec, places_of, run_parts
 from rlhf.controller.prepare import Prepared, on_processor
-from rlhf.controller.reading import read_role, score_with_role
+from rlhf.controller.reading import read_role, score_with_role, together
 from rlhf.controller.scoring import Scorer
 from rlhf.data.dataset import TrainData
 from rlhf.data.given import GivenAnswers
-from rlhf.data.tokenizer import load_tokenizer, tokens_of
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.data.vocabulary import check_vocabularies
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import GENERATOR, Algorithm
@@ -135,15 +136,9 @@ def score_answers(
 
 
 async def _score(scorer: Scorer, groups: Sequence[Group]) -> None:
-    """A reward with a model scores one group after another on one thread: groups that waited for others would spend
-    their deadline doing so. Other rewards (a server, worker processes) get them all at once."""
-    slots = asyncio.Semaphore(1 if any(r.instance.roles() for r in scorer.rewards) else len(groups))
-
-    async def score(group: Group) -> None:
-        async with slots:
-            await scorer.score(group)
-
-    await asyncio.gather(*map(score, groups))
+    """All at once: a server or worker processes get them all, a model reads them together, and the time in which a
+    reward waits for a model does not count towards its deadline."""
+    await asyncio.gather(*map(scorer.score, groups))
 
 
 def _check(groups: Sequence[Group], file: PartialFile) -> None:
@@ -162,13 +157,7 @@ def _scorer(prepared: Prepared, closing: ExitStack) -> tuple[Scorer, MainThread]
     roles = launch_roles(prepared, launcher)
     main = MainThread()
     closing.callback(main.close)
-    scorer = Scorer(
-        prepared.rewards,
-        score_with_role=score_with_role(roles, main),
-        read_role=read_role(roles, main),
-        tokens=tokens_of(prepared.tokenizer),
-        seed=prepared.config.run.seed,
-    )
+    scorer = scorer_of(prepared, *together(score_with_role(roles, main), read_role(roles, main)))
     closing.callback(scorer.close)
     main.run(scorer.setup())
     return scorer, main
