@@ -137,8 +137,10 @@ class Generator(Component):
     def sleep(self) -> None:
         """Give device memory back until :meth:`wake`."""
 
-    def wake(self) -> None:
-        """Be ready to generate."""
+    def wake(self) -> bool | None:
+        """Be ready to generate. True: its weights were given up while it slept, nobody set :attr:`refresh`, and they
+        have to come again before anything is sampled."""
+        return False
 
     def close(self) -> None:
         """Release what it holds."""

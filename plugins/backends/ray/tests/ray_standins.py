@@ -221,11 +221,15 @@ class OddGenerator(Generator):
 
     def sleep(self) -> None:
         self.asleep = True
+        self.bare = self._takes_away("forget-in-sleep")
+        if self.bare:
+            self.weights = "none"
         self.note("sleep")
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         self.asleep = False
         self.note("wake")
+        return self.bare
 
 
 def tokens(weights: str, request: GenerationRequest) -> list[int]:

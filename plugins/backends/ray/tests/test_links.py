@@ -161,6 +161,19 @@ def test_an_engine_killed_asleep(r):
 
 
 @ONE_WAY
+def test_weights_that_an_engine_gave_up_in_its_sleep_come_again(r):
+    pushes = r.pushes
+    (r.folder / "forget-in-sleep").touch()
+    r.engines.sleep()
+    r.engines.wake()
+    assert r.pushes == pushes + 1
+    check_answers(r)
+    r.engines.sleep()
+    r.engines.wake()
+    assert r.pushes == pushes + 1, "nothing was given up this time"
+
+
+@ONE_WAY
 def test_an_engine_killed_before_the_canaries(r):
     pushes = r.pushes
     os.kill(r.pids()[0], signal.SIGKILL)

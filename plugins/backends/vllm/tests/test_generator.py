@@ -216,13 +216,13 @@ def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkey
     generator.logprobs([[20, 21]])
     assert not executor.sleeping_tags & {"weights", "kv_cache"}
     generator.sleep()
-    generator.wake()
+    assert generator.wake() is (level == 2), "whether somebody else has to bring weights"
     if level == 2:
         with pytest.raises(ModelError, match="given up while it slept"):
             generator.generate([request()])
         monkeypatch.setattr(generator, "refresh", lambda: load(generator, source, 4))
         generator.sleep()
-        generator.wake()
+        assert generator.wake() is False
     assert len(list(generator.generate([request()]))) == 1
 
 

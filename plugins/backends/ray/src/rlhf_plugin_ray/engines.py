@@ -121,9 +121,11 @@ class EngineGroup(Generator):
         self._asleep = True
 
     def wake(self) -> None:
-        self.fleet.ask("wake")
-        self._asleep = False
+        bare = any(self.fleet.ask("wake").values())
+        self._asleep, before = False, self._reloads
         self._replace_dead()
+        if bare and self._reloads == before:  # engines are elsewhere: they cannot ask for weights by themselves
+            self._refresh()
 
     def close(self) -> None:
         self.fleet.close()

@@ -225,11 +225,12 @@ class VllmGenerator(Generator):
                 self._unfit = "its weights were given up while it slept (sleep_level = 2) and did not come again"
         self._asleep = {_WEIGHTS, _CACHE}
 
-    def wake(self) -> None:
-        """Weights that were given up are asked for again."""
+    def wake(self) -> bool:
+        """Weights that were given up are asked for again, here or by whoever is told that they have to come."""
         self._rouse(_WEIGHTS, _CACHE)
         if self._given_up and self.refresh is not None:
             self.refresh()
+        return self._given_up
 
     def _rouse(self, *tags: str) -> None:
         """Bring back what a sync or a canary needs: they come between two phases, while the generator may sleep."""
