@@ -116,7 +116,9 @@ class PolicyGradientConfig(ComponentConfig):
     def _preset(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("preset") != "openrlhf":
             return data
-        return {"reward_clip": (-10.0, 10.0), "kl": {"coef": 0.01, "estimator": "k1"}, **data}
+        given = data.get("kl", {})
+        kl = {"coef": 0.01, **given} if isinstance(given, dict) else given  # k1 in the reward is the default
+        return {"reward_clip": (-10.0, 10.0), **data, "kl": kl}
 
     @field_validator("reward_clip", mode="before")
     @classmethod

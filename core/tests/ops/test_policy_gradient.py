@@ -236,6 +236,20 @@ def test_openrlhf_preset_gives_way_to_explicit_fields():
 
 
 @pytest.mark.parametrize(
+    ("given", "coef", "where", "estimator"),
+    [
+        ({"where": "loss"}, 0.01, "loss", "k3"),
+        ({"estimator": "k2"}, 0.01, "reward", "k2"),
+        ({"target": 0.1}, 0.01, "reward", "k1"),
+        ({"coef": 0.0}, 0.0, "reward", "k1"),
+    ],
+)
+def test_one_field_of_the_kl_leaves_the_presets_others(given, coef, where, estimator):
+    kl = PolicyGradientConfig.model_validate({"preset": "openrlhf", "kl": given}).kl
+    assert (kl.coef, kl.where, kl.chosen) == (coef, where, estimator)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: KLConfig(coef=0.1, where="loss", estimator="k1"), "zero expected gradient"),

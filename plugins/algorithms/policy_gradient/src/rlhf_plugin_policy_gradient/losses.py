@@ -34,7 +34,8 @@ class PPO(PolicyLoss):
 
 
 class ReinforceLoss(PolicyLoss):
-    """-A log pi per token: the plain policy gradient, for exactly one optimizer step per rollout batch."""
+    """-A log pi per token: the plain policy gradient. Unbiased for one optimizer step per rollout batch; later steps
+    train on samples of an earlier policy, and no ratio says so."""
 
     name = "reinforce"
     source = "Williams 1992, Simple statistical gradient-following algorithms"
