@@ -135,6 +135,10 @@ def test_generators_that_live_in_the_trainer_are_refused(launch):
 
     with pytest.raises(CapabilityError, match="generator 'inside' samples from a trainer's module"):
         launch().launch_generator(Inside, None, GeneratorSpec((0,), str))
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place(1)})
+    with pytest.raises(CapabilityError, match="generator 'inside' samples from a trainer's module"):
+        launcher.choose_link(Inside, "auto")  # before a model is loaded
 
 
 def test_close_ends_the_engines(run):

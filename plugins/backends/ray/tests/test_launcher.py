@@ -177,6 +177,8 @@ def test_another_version_of_a_framework_stops_the_run():
     same.check_same([facts("10.0.0.1"), facts("10.0.0.2")])
     with pytest.raises(PluginVersionMismatch) as info:
         same.check_same([facts("10.0.0.1"), facts("10.0.0.2", torch="2.0.0"), facts("10.0.0.3", python="3.12.1")])
+    with pytest.raises(PluginVersionMismatch, match=r"node 10\.0\.0\.4: transformers is 4\.0\.0 there and"):
+        same.check_same([facts("10.0.0.4", transformers="4.0.0")])
     assert "node 10.0.0.2: torch is 2.0.0 there and" in str(info.value)
     assert "node 10.0.0.3: python is 3.12.1 there and" in str(info.value)
     assert "10.0.0.1" not in str(info.value)

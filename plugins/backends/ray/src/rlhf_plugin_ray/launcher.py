@@ -120,6 +120,8 @@ class RayLauncher(Launcher):
         return front
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
+        with self._or_nothing():  # before a model is loaded
+            check_takes_tensors(generator)
         links = LINKS in generator.capabilities
         with self._or_nothing():
             reserved = self._reserved(POLICY, GENERATOR)

@@ -24,7 +24,7 @@ from rlhf_plugin_ray.network import hold_port, interface_of
 if TYPE_CHECKING:
     from rlhf_plugin_ray.parcel import Parcel
 
-COMPARED = ("torch", "rlhf-core")
+COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time go to the driver together."""
