@@ -35,7 +35,8 @@ class TrainingConfig(ComponentConfig):
     """``cosine_with_min`` only: where it ends, as a share of ``lr``; 0.1 where absent."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
-    step. Absent: none is kept."""
+    step. It is what is exported; samples, evaluations and the best step are of the weights themselves. Absent: none is
+    kept."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
     shared_prefixes: bool = True
