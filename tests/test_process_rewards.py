@@ -235,6 +235,25 @@ def test_the_aggregate_is_an_answers_value(shop: Workshop, model: Path, trained:
     assert 0 < len(samples) < 12
 
 
+def test_the_export_says_what_ends_a_step_and_the_reward_follows_it(shop: Workshop, model: Path) -> None:
+    steps = str(shop.rows("steps.jsonl", SOLUTIONS))
+    data = {"train": steps, "batch_size": 3, "eval": [], "step_separator": "-"}
+    path = train(shop, model, "dashes", {}, run={"steps": 1}, data=data).path / "model"
+    assert json.loads((path / "config.json").read_text())["step_separator"] == "-"
+    reward = {"use": "prm", "model": str(path), "aggregate": "sum", "without_steps": "last_token"}
+    changes = {"run": {"steps": 1}, "policy": {"model": str(model)}, "sampling": LONG}
+    found = 0
+    for sample in shop.train("rloo", "run", reward=[reward], **changes).samples():
+        answer = sample["turns"][1]
+        texts = answer["text"].split("-")[:-1]  # a dash behind nothing but white space ends no step
+        found += (count := sum(bool(text.strip()) for text in texts))
+        assert len(sample["rewards"]["prm"]["info"]["probabilities"]) == (count or 1)
+    assert found > 6
+    refused = shop.run("rloo", "other", reward=[{**reward, "separator": "\n"}], **changes)
+    assert refused.code == 2
+    assert "steps that end with '-' (step_separator in its config.json)" in refused.said
+
+
 def test_a_token_classification_model_is_read_with_its_bias(shop: Workshop, model: Path) -> None:
     from transformers import AutoConfig, AutoModelForTokenClassification
 

@@ -18,6 +18,7 @@ from rlhf.controller.stream import ReadyBatch, Stream
 from rlhf.controller.sync import WeightSync
 from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
+from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Algorithm, Launcher, Observer, Reward, RunInfo
 from rlhf.observe.best import BestTracker
@@ -194,10 +195,14 @@ class Run:
         return self.store.writing(path)
 
     def export(self, path: Path) -> None:
-        """The policy in Hugging Face format; its moving average where one is kept."""
+        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` says what the
+        algorithm adds, and where rows were solutions in steps, what followed each step."""
         policy = self.roles["policy"]
         policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
-        if own := self.algorithm.model_config():
+        own = self.algorithm.model_config()
+        if self.algorithm.data == "steps":
+            own = {STEP_SEPARATOR: self.config.data.step_separator, **own}
+        if own:
             config = path / "config.json"
             write_json(config, {**read_json(config), **own})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+STEP_SEPARATOR = "step_separator"
+"""Where the ``config.json`` of a model that learnt from labelled steps says what followed each of them."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """Stands in decoded text for a character of which not all bytes are there yet."""
 

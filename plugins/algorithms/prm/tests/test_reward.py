@@ -139,6 +139,23 @@ def test_label_tokens_of_a_language_model(model) -> None:
     assert score(group("a;"), model=model()).head.constants == {"outputs": (1, 0)}
 
 
+def test_the_separator_is_that_of_the_models_training(model) -> None:
+    def asked(separator: str | None, **settings) -> list[list[int]]:
+        found = score(group("a;\n b\n"), separator=separator, model=model(**CLASSES, **settings))
+        return [positions for _, _, positions in found.asked]
+
+    start = len("q;?")
+    assert asked(None) == [[start + 2, start + 5]]  # a line break, where nobody says anything
+    assert asked(None, step_separator=";") == [[start + 1]]
+    assert asked(";", step_separator=";") == [[start + 1]]
+    assert asked(";") == [[start + 1]]
+    contradicted = ProcessReward(ProcessReward.Config(model=model(**CLASSES, step_separator="\n\n"), separator="\n"))
+    with pytest.raises(
+        ConfigError, match=r"separator = '\\n', but .* steps that end with '\\n\\n' .* Leave separator out"
+    ):
+        contradicted.roles()
+
+
 def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
     lm = {"architectures": ["Qwen3ForCausalLM"]}
     with pytest.raises(ConfigError, match=r"does not say which tokens its labels are. Set label_tokens"):

@@ -84,7 +84,7 @@ class ProcessRewardModel(Algorithm):
         for example in examples:
             labels: dict[int, float] = dict(example.values["steps"])
             (sequence,) = example.sequences
-            tok = {
+            tok: dict[str, Any] = {
                 "loss_mask": sequence.loss_mask,
                 STEP_END: [i in labels for i in range(len(sequence.ids))],
                 LABEL: [float(labels.get(i, 0.0)) for i in range(len(sequence.ids))],

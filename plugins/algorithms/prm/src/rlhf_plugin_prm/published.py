@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf.errors import ModelError
+from rlhf.data.steps import STEP_SEPARATOR
+from rlhf.errors import ConfigError, ModelError
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, WRONG_TOKEN
 
@@ -26,3 +27,20 @@ def label_ids(settings: dict[str, Any]) -> tuple[int, int] | None:
     """(right, wrong): the label tokens that training left there."""
     right, wrong = settings.get(RIGHT_TOKEN), settings.get(WRONG_TOKEN)
     return (right, wrong) if isinstance(right, int) and isinstance(wrong, int) else None
+
+
+def separator_of(settings: dict[str, Any], model: str, given: str | None) -> str:
+    """The text that ends a step: what training left there, else the one given, else a line break.
+
+    Raises ConfigError: both are there and differ, so the model would be read where it never was in training.
+    """
+    trained = settings.get(STEP_SEPARATOR)
+    if not isinstance(trained, str) or not trained:
+        return "\n" if given is None else given
+    if given is not None and given != trained:
+        raise ConfigError(
+            f"reward 'prm': separator = {given!r}, but {model!r} was trained on steps that end with {trained!r} "
+            f"({STEP_SEPARATOR} in its config.json), and was never read behind another text. Leave separator out, or "
+            "train a model on such steps with data.step_separator."
+        )
+    return trained

@@ -16,7 +16,7 @@ from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
 from rlhf_plugin_prm.heads import CLASSES, step_logits
 from rlhf_plugin_prm.places import Context, contexts, last_token
-from rlhf_plugin_prm.published import head_of, label_ids
+from rlhf_plugin_prm.published import head_of, label_ids, separator_of
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -38,8 +38,9 @@ class ProcessRewardConfig(ComponentConfig):
     label_tokens: tuple[str, str] | None = None
     """Of a language model: the texts for right and for wrong, one token each; where absent, what training left in its
     ``config.json``."""
-    separator: str = Field(default="\n", min_length=1)
-    """Text that ends a step: ``data.step_separator`` of the model's training."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text that ends a step: ``data.step_separator`` of the model's training. Where absent, what training left in its
+    ``config.json``, else a line break."""
     aggregate: Literal["min", "mean", "last", "product", "sum"] = "min"
     """How the steps' values become the value of an answer. With ``credit = "step"`` it is only a score, which filters
     and evaluations read."""
@@ -84,13 +85,19 @@ class ProcessReward(Reward):
     def _head(self) -> str:
         return head_of(self._settings, self.config.model)
 
+    @cached_property
+    def _separator(self) -> str:
+        return separator_of(self._settings, self.config.model, self.config.separator)
+
     def roles(self) -> tuple[RoleSpec, ...]:
+        """Raises ConfigError, before a model is loaded, where the option ``separator`` contradicts the model."""
+        assert self._separator
         return (RoleSpec(self.config.role, head=self._head, model=self.config.model),)
 
     async def setup(self, context: RewardContext) -> None:
         if context.tokens is None:
             raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not give")
-        self._context, self._ends = context, StepEnds(context.tokens.decode, self.config.separator)
+        self._context, self._ends = context, StepEnds(context.tokens.decode, self._separator)
         self._read = step_logits()
         given = self.config.label_tokens
         if self._head == CLASSES:
