@@ -115,13 +115,32 @@ def made():
     group, generator = Local(trainer), Copying()
     role = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1000)
 
-    def sync(**section):
-        return WeightSync(role, generator, SyncSection(**section), 0, notes.append)
+    def sync(longest=2048, **section):
+        return WeightSync(role, generator, SyncSection(**section), 0, notes.append, longest)
 
     sync().push(0)
     for tensor in trainer.live.values():  # one update
         tensor += 0.5 * tensor.roll(1, 0)
     return trainer, group, generator, sync, notes
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(9, 9), (2048, 24)])
+def test_canaries_are_no_longer_than_the_generator_takes(made, monkeypatch, longest, tokens):
+    trainer, _, generator, sync, _ = made
+    seen = []
+    answer = generator.logprobs
+    monkeypatch.setattr(generator, "logprobs", lambda sequences: seen.extend(map(len, sequences)) or answer(sequences))
+    monkeypatch.setattr(
+        trainer, "forward", lambda micros, heads, view: [{"logprobs": per_canary(trainer, micros[0], tokens)}]
+    )
+    assert sync(longest).push(1)["sync/canary"] < 1e-6
+    assert seen == [tokens] * 2
+
+
+def per_canary(trainer, micro, tokens):
+    return torch.cat(
+        [torch.cat([torch.zeros(1), logprobs(trainer.live, i.tolist())]) for i in micro.ids_N.split(tokens)]
+    )
 
 
 def swap(bucket):

@@ -74,7 +74,7 @@ def answering(
         episodes.limit if episodes is not None else None,
         phases,
     )
-    sync = WeightSync(policy, generator, config.sync, config.run.seed, note)
+    sync = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens)
     return Answering(generator, sync, rollouts, phases, [*closers, generator.close])
 
 

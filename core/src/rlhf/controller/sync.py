@@ -43,12 +43,24 @@ class _Wanted:
 
 
 class WeightSync:
-    """``push(version)`` takes the policy's weights to the generator."""
+    """``push(version)`` takes the policy's weights to the generator.
+
+    Args:
+        longest: tokens of a sequence that the generator takes.
+    """
 
     def __init__(
-        self, policy: Role, generator: Generator, section: SyncSection, seed: int, note: Callable[[str], None]
+        self,
+        policy: Role,
+        generator: Generator,
+        section: SyncSection,
+        seed: int,
+        note: Callable[[str], None],
+        longest: int = CANARY_TOKENS,
     ) -> None:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
+        self.tokens = min(CANARY_TOKENS, longest)
+        """Of a canary."""
         self.version = 0
         self.by_module = policy.group.worker is not None and "accept:module" in generator.capabilities
         generator.refresh = lambda: self.push(self.version)
@@ -103,7 +115,7 @@ class WeightSync:
             return _Wanted(version, sent, [], None)
         draw = random.Random(derive_seed(self.seed, "canary", version))
         vocabulary = self.policy.facts.vocabulary
-        canaries = [[draw.randrange(vocabulary) for _ in range(CANARY_TOKENS)] for _ in range(count)]
+        canaries = [[draw.randrange(vocabulary) for _ in range(self.tokens)] for _ in range(count)]
         units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in canaries]
         outputs = self.policy.begin_forward(pack(units), [resolve_head("logprobs", None)])
         return _Wanted(version, sent, canaries, outputs)
@@ -142,7 +154,7 @@ class WeightSync:
     def _canary(self, canaries: Sequence[list[int]], outputs: Callable[[], dict[str, Tensor]]) -> float:
         """Largest mean |difference| over engines and canaries; NaN where either side is not finite."""
         answers = [torch.tensor(theirs) for theirs in self.generator.logprobs(canaries)]
-        ours = outputs()["logprobs"].view(len(canaries), CANARY_TOKENS)[:, 1:]
+        ours = outputs()["logprobs"].view(len(canaries), self.tokens)[:, 1:]
         return float(torch.stack([(theirs - ours).abs().mean(1).max() for theirs in answers]).max())
 
     def _suspects(self) -> str:
