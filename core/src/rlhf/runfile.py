@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from rlhf.flags import PLUGIN_OPTIONS
+from rlhf.hub import hub_name
 from rlhf.interfaces.component import ComponentConfig
 
 PluginOptions = Annotated[dict[str, Any], PLUGIN_OPTIONS]
@@ -68,7 +69,8 @@ class RunSection(ComponentConfig):
 
 class SourceSection(ComponentConfig):
     path: str
-    """A jsonl / json / csv / parquet / arrow file (``.gz`` allowed), a folder saved by ``datasets``, or a hub name."""
+    """A jsonl / json / csv / parquet / arrow file (``.gz`` allowed), a folder saved by ``datasets``, or a name on
+    the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     name: str = ""
     """For per-source metrics; the file's stem where empty."""
     split: str = "train"
@@ -83,7 +85,9 @@ class SourceSection(ComponentConfig):
     @property
     def label(self) -> str:
         """``name``, or the file's stem."""
-        return self.name or self.path.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].split(".")[0] or self.path
+        stem = self.path.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].split(".")[0]
+        asked = hub_name(self.path)
+        return self.name or (asked.name.rsplit("/", 1)[-1] if asked and "@" in self.path else stem) or self.path
 
 
 class DataSection(ComponentConfig):
@@ -231,7 +235,7 @@ class EnvSection(Choice):
 
 class ModelSection(ComponentConfig):
     model: str | None = None
-    """Path or hub name."""
+    """A folder, or a name on the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Arithmetic; ``auto``: bf16 where the device gains by it. Weights are fp32 in any case."""
     gradient_checkpointing: bool = False

@@ -121,14 +121,6 @@ def test_splits_and_subsets(tmp_path):
     assert "a saved folder has no subsets" in refused(tmp_path / "one", subset="x")
 
 
-def test_a_hub_name_without_a_hub(monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = refused("nobody/nothing", subset="main", split="test")
-    assert "nobody/nothing (main), split 'test': there is no such file or folder here, and as a hub name" in message
-
-
 def test_fingerprints_follow_content_and_nothing_else(tmp_path):
     import datasets
     import pyarrow as pa

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlhf import hub
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.config import to_toml
 from rlhf.controller.answering import answering, evaluation_settings, training_settings
@@ -129,7 +130,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
-    for note in data.notes:
+    for note in (*hub.notes(), *data.notes):
         progress.note(note)
 
     def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
@@ -208,9 +209,10 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
 
 
 def _measured(prepared: Prepared) -> dict[str, Any]:
-    """What a resume must not measure again."""
+    """What a resume must not measure or look up again."""
     found = prepared.specs["policy"].on_processor
-    return {"on_processor": dataclasses.asdict(found)} if found is not None else {}
+    measured = {"on_processor": dataclasses.asdict(found)} if found is not None else {}
+    return measured | ({"hub": pins} if (pins := hub.pins()) else {})
 
 
 def _restore(run: Run) -> None:

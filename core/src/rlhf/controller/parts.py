@@ -11,6 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout
 from rlhf.placement import check_workers, divided, placement
 from rlhf.plugins import Plugins, Resolved, check_requirements
+from rlhf.published import pinned
 from rlhf.runfile import Choice, ModelSection, RunFile
 from rlhf.types import RoleSpec
 from rlhf.validation import check
@@ -110,14 +111,15 @@ def section_of(config: RunFile, role: str) -> ModelSection:
 
 
 def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str) -> str:
-    """Which model a role holds: its own section's, the one its declarer knows, or that of the role it is like."""
+    """Which model a role holds: its own section's, the one its declarer knows, or that of the role it is like. A hub
+    name becomes the one commit that it means in this run."""
     role = roles[name]
     own = section_of(config, name).model or role.model
     if own is None and role.like is not None:
         return model_of(config, roles, role.like)
     if own is None:
         raise ConfigError(f"no model is named for the role {name!r}; set --roles.{name}.model PATH")
-    return own
+    return pinned(own)
 
 
 def model_spec(

@@ -23,8 +23,10 @@ from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
+from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import Precision, choose_device, choose_precision
+from rlhf.observe.rundir import RunDirectory
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import RunFile
 from rlhf.types import Update
@@ -68,6 +70,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
+    use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
     made = run_parts(config, plugins, scored)
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
     rollout, env = made.rollout, parts.get("env")

@@ -7,13 +7,13 @@ changed between two runs has another fingerprint.
 from __future__ import annotations
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import DataError, did_you_mean
+from rlhf.hub import HubName, hub_name
 from rlhf.runfile import SourceSection
 from rlhf.types import Row
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf.data.layouts import Layout
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Source(ABC):
@@ -88,9 +87,9 @@ def load_source(section: SourceSection) -> Source:
         if section.subset is not None or section.split != "train":
             asked = f"subset = {section.subset!r}" if section.subset is not None else f"split = {section.split!r}"
             raise DataError(f"{path}: {asked}, but a file has neither subsets nor splits; name the file that holds it")
-        source = _file(section, path, kind)
-    elif _HUB_NAME.fullmatch(section.path) and file_kind(path) is None:
-        source = _hub(section)
+        source = open_file(section, path, kind)
+    elif (named := hub_name(section.path)) is not None and file_kind(path) is None:
+        source = _hub(section, named)
     else:
         raise DataError(_missing(path))
     if not len(source):
@@ -109,7 +108,7 @@ def file_kind(path: Path) -> str | None:
     return name if name in FILE_KINDS and not (packed and name in ("parquet", "arrow")) else None
 
 
-def _file(section: SourceSection, path: Path, kind: str) -> Source:
+def open_file(section: SourceSection, path: Path, kind: str) -> Source:
     from rlhf.data import tables, text_files
 
     if kind in ("parquet", "arrow"):
@@ -127,10 +126,10 @@ def _saved(section: SourceSection, path: Path) -> Source:
     return tables.DatasetSource(section, tables.load_saved(path, section))
 
 
-def _hub(section: SourceSection) -> Source:
-    from rlhf.data import tables
+def _hub(section: SourceSection, asked: HubName) -> Source:
+    from rlhf.data import hub_files
 
-    return tables.DatasetSource(section, tables.load_hub(section))
+    return hub_files.open_hub(section, asked)
 
 
 def _missing(path: Path) -> str:

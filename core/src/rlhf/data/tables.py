@@ -1,4 +1,4 @@
-"""Columnar sources through pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``, the hub."""
+"""Columnar sources through pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``."""
 
 from __future__ import annotations
 
@@ -100,17 +100,3 @@ def load_saved(path: Path, section: SourceSection) -> Any:
     if section.split != "train":
         raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
     return loaded
-
-
-def load_hub(section: SourceSection) -> Any:
-    """A dataset of the hub, from its cache where there is no network."""
-    import datasets
-
-    name = section.path + (f" ({section.subset})" if section.subset else "")
-    try:
-        return datasets.load_dataset(section.path, section.subset, split=section.split)
-    except Exception as error:  # network, authentication, unknown name, split or subset: said by the library
-        raise DataError(
-            f"{name}, split {section.split!r}: there is no such file or folder here, and as a hub name it cannot be "
-            f"loaded: {type(error).__name__}: {error}"
-        ) from error

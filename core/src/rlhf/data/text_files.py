@@ -25,6 +25,7 @@ def open_text(section: SourceSection, path: Path, kind: str) -> Source:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     fingerprint = hashlib.sha256(content).hexdigest()
+    path = Path(section.path)  # for messages: of a hub's file its name there, not that of a copy in a cache
     if kind == "csv":
         return CsvSource(section, path, _text(path, content), fingerprint)
     if kind == "json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):

@@ -9,7 +9,9 @@ from typing import Any
 
 from rlhf.data.steps import decoder_of
 from rlhf.errors import ModelError
+from rlhf.hub import hub_name
 from rlhf.interfaces.tokens import Tokens
+from rlhf.published import model_folder
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -23,23 +25,20 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
-    looks_local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if not folder.exists() and looks_local:
+    if not folder.exists() and hub_name(path) is None:
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
         raise ModelError(f"no model {path}: there is no such folder.{there}")
-    if not has_tokenizer(path):
+    place = model_folder(path, code=trust_remote_code)
+    if not has_tokenizer(place):
         raise ModelError(
             f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
             "(`tokenizer.save_pretrained(folder)`)."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.exists() else path, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # many kinds, all meaning: there is no usable tokenizer
-        known = "" if folder.exists() else " There is no such folder here, so it was taken for a hub name."
-        raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}{known}") from error
+        raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no end token, so nothing could end an answer: set `eos_token` in its "
@@ -58,10 +57,10 @@ def tokens_of(tokenizer: Any) -> Tokens:
     return Tokens(encode, decoder_of(tokenizer))
 
 
-def has_tokenizer(path: str) -> bool:
-    """Whether there is one beside a model. Of a hub name it is taken to be there."""
-    folder = Path(path).expanduser()
-    return not folder.is_dir() or any((folder / name).exists() for name in _FILES)
+def has_tokenizer(folder: str) -> bool:
+    """Whether there is one beside a model. Of what is no folder it is taken to be there."""
+    place = Path(folder).expanduser()
+    return not place.is_dir() or any((place / name).exists() for name in _FILES)
 
 
 @dataclass

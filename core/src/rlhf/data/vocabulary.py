@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.data.tokenizer import has_tokenizer
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf.published import settings_of
+from rlhf.published import model_folder, settings_of
 
 
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
@@ -53,12 +53,13 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
 
 def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
     """None where there is no tokenizer beside the model. Raises ModelError where there is one that cannot be loaded."""
-    if not has_tokenizer(spec.path):
+    place = model_folder(spec.path, code=spec.trust_remote_code)
+    if not has_tokenizer(place):
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"the tokenizer of role {spec.role.name!r} ({spec.path}) cannot be loaded, so nobody knows whether it is "

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.data.sources import file_kind
 from rlhf.doctor.check import Check, counted, gib, listed
 from rlhf.doctor.machine import disk
+from rlhf.published import looks_local
 from rlhf.runfile import RunFile
 
 BYTES_PER_PARAMETER = 12
@@ -58,7 +59,7 @@ def model_paths(config: RunFile) -> dict[str, str]:
 
 def is_local(path: str) -> bool:
     """Whether a model's path is a folder, or looks like one; else it is the name of one on a hub."""
-    return Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+    return looks_local(path)
 
 
 def read_model(folder: Path) -> Weights:

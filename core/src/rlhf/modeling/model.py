@@ -28,6 +28,7 @@ from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.modeling.fused import fuse_layers, restore_layers
 from rlhf.ops.heads import OutputHead
+from rlhf.published import looks_local, model_folder
 from rlhf.seeds import derive_seed
 
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
@@ -94,7 +95,7 @@ def load_model(
     outputs = _outputs(kind)
     config = _read(spec, "model", AutoConfig.from_pretrained)
     auto: Any = AutoModelForCausalLM if outputs is None else _classification(config.architectures or ())
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
     classifies = [a for a in config.architectures or () if "Classification" in a]
     if outputs is None and classifies:  # with a tied head it would load without a word
         raise ModelError(
@@ -231,11 +232,11 @@ def _outputs(kind: str) -> int | None:
 
 
 def _read(spec: ModelSpec, what: str, read: Any, **options: Any) -> Any:
-    looks_local = spec.path.startswith((".", "/", "~")) or spec.path.count("/") > 1
-    if looks_local and not Path(spec.path).is_dir():
+    if looks_local(spec.path) and not Path(spec.path).expanduser().is_dir():
         raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
+    place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
     try:
-        return read(spec.path, trust_remote_code=spec.trust_remote_code, **options)
+        return read(place, trust_remote_code=spec.trust_remote_code, **options)
     except Exception as cause:  # anything: damaged files raise whatever their parsers raise
         raise ModelError(
             f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"

@@ -97,6 +97,14 @@ class RunDirectory:
         found: list[dict[str, Any]] = read_json(path)["starts"] if self.resumed and path.exists() else []
         return found
 
+    @staticmethod
+    def recorded(path: Path | str) -> dict[str, str]:
+        """The commits of what the run in ``path`` read from a hub (:func:`rlhf.hub.pins`)."""
+        manifest = Path(path) / "manifest.json"
+        starts = read_json(manifest)["starts"] if manifest.exists() else []
+        found: dict[str, str] = starts[-1].get("hub", {}) if starts else {}
+        return found
+
     def cut(self, step: int | None) -> None:
         """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue
         from, so everything that steps recorded goes."""

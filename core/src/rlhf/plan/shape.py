@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf.errors import ModelError
 from rlhf.plan.heap import LARGE
+from rlhf.published import model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,9 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(f"no config.json in {path}. {EXPECTED}")
+    place = model_folder(path, code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(
-            str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as cause:  # anything: configs are other people's files

@@ -1,0 +1,123 @@
+"""Datasets of a hub: which files a subset and split have, and their rows.
+
+The repository's card says it, or its files' names do: `datasets` decides, on a folder of the same names. Files are then
+read as files of that kind are everywhere here, so a csv cell is text and a JSON value is what was written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import glob
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.sources import FILE_KINDS, Source, file_kind, open_file
+from rlhf.errors import DataError, did_you_mean
+from rlhf.hub import HubError, HubName, commit_of, download, files_of
+from rlhf.runfile import SourceSection
+
+CARDS = ("README.md", ".huggingface.yaml")
+_OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
+"""Fields of a builder's config that do not change how a file is read here: types are those of the file."""
+
+
+class JoinedSource(Source):
+    """Files of one split, end to end."""
+
+    def __init__(self, section: SourceSection, parts: list[Source]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+        digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
+        super().__init__(section, list(dict.fromkeys(c for part in parts for c in part.columns)), digest)
+
+    def rows(self) -> int:
+        return self._ends[-1]
+
+    def read(self, index: int) -> dict[str, Any]:
+        part, inside = self._place(index)
+        return part.read(inside)
+
+    def where(self, index: int) -> str:
+        part, inside = self._place(index)
+        return part.where(inside)
+
+    def values(self, column: str) -> Iterator[Any]:
+        return itertools.islice(itertools.chain.from_iterable(part.values(column) for part in self._parts), len(self))
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def open_hub(section: SourceSection, asked: HubName) -> Source:
+    """The rows of a subset and split, at the commit that the name means in this run.
+
+    Raises DataError: nothing of the name here or there, no such subset or split, files of kinds that are not read.
+    """
+    try:
+        commit = commit_of("dataset", asked)
+        there = files_of("dataset", asked)
+        names = _files(section, asked, there)
+        folder = download("dataset", asked, [glob.escape(name) for name in names])
+    except HubError as error:
+        raise DataError(f"there is no file or folder {section.path} here, so it is a hub name; {error}") from error
+    parts = []
+    for name in names:
+        kind = file_kind(Path(name))
+        assert kind is not None
+        shown = f"{asked.name}@{commit[:7]}/{name}"
+        own = section.model_copy(update={"path": shown, "max_rows": None})
+        parts.append(open_file(own, folder / name, kind))
+    return JoinedSource(section, parts)
+
+
+def _files(section: SourceSection, asked: HubName, there: list[str]) -> list[str]:
+    """The files of the subset and split, in their order."""
+    import datasets
+
+    what = f"the dataset {asked} of the hub"
+    cards = [name for name in CARDS if name in there]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place).resolve()
+        if cards:
+            here = download("dataset", asked, cards)
+        for name in there:
+            if not (folder / name).resolve().is_relative_to(folder):
+                raise DataError(f"{what} has a file {name!r}, which lies outside of it: nothing is read of it")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
+        try:
+            builder = datasets.load_dataset_builder(str(folder), section.subset)
+        except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
+            said = " ".join(str(error).replace(str(folder), asked.name).replace(folder.name, asked.name).split())
+            raise DataError(f"{what}, subset {section.subset!r}: {said.partition(' Example of usage')[0]}") from error
+        splits = {str(k): [str(f) for f in v] for k, v in (builder.config.data_files or {}).items()}
+        if section.split not in splits:
+            raise DataError(
+                f"{what} has no split {section.split!r}; it has {', '.join(splits) or 'none'}."
+                f"{did_you_mean(section.split, splits)}"
+            )
+        names = [Path(f).resolve().relative_to(folder).as_posix() for f in splits[section.split]]
+    other = [name for name in names if file_kind(Path(name)) is None]
+    if other:
+        raise DataError(
+            f"{what}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
+            "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
+        )
+    usual = type(builder.config)()
+    set_here = sorted(
+        f"{f.name} = {getattr(builder.config, f.name)!r}"
+        for f in dataclasses.fields(builder.config)
+        if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(usual, f.name)
+    )
+    if set_here:
+        raise DataError(
+            f"{what} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
+            "name the folder of its save_to_disk."
+        )
+    return names

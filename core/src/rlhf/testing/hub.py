@@ -1,0 +1,163 @@
+"""A hub on this machine's loopback: what the real clients ask of one, from folders that a test fills."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_API = re.compile(r"/api/(model|dataset)s/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclass
+class Repository:
+    """Commits, each {path: bytes}, and what branches and tags mean."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    token: str | None = None
+    """Who wants to read it must send this one."""
+    gated: bool = False
+    """Known to all, read by nobody."""
+
+
+class LoopbackHub(AbstractContextManager["LoopbackHub"]):
+    """Serves while it is entered; ``url`` is for HF_ENDPOINT, which clients read when they are imported.
+
+    Answers what huggingface_hub asks for whole files: repo info, trees, paths-info, HEAD and GET of ``resolve`` with
+    ETag and X-Repo-Commit, and errors with the codes that its exceptions are made of.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[tuple[str, str], Repository] = {}
+        self.requests: list[tuple[str, str]] = []
+        """(method, path) of everything that was asked."""
+
+    def publish(
+        self,
+        kind: str,
+        name: str,
+        files: Mapping[str, bytes | str] | Path,
+        ref: str = "main",
+        token: str | None = None,
+        gated: bool = False,
+    ) -> str:
+        """A commit with these files, or a folder's, which the branch or tag ``ref`` means from now on."""
+        if isinstance(files, Path):
+            root = files
+            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        content = {path: data.encode() if isinstance(data, str) else data for path, data in files.items()}
+        commit = hashlib.sha1(repr(sorted(content.items())).encode()).hexdigest()
+        repository = self.repositories.setdefault((kind, name), Repository())
+        repository.commits[commit] = content
+        repository.refs[ref] = commit
+        repository.token, repository.gated = token, gated
+        return commit
+
+    def asked(self, pattern: str) -> list[str]:
+        """``GET /path`` of the requests whose path matches, as in a shell."""
+        return [f"{method} {path}" for method, path in self.requests if fnmatch.fnmatch(path, pattern)]
+
+    def __enter__(self) -> LoopbackHub:
+        hub = self
+
+        class Handler(_Handler):
+            serves = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    serves: LoopbackHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.serves.requests.append((self.command, path))
+        if found := _API.fullmatch(path):
+            return self._api(*found.groups())
+        if found := _FILE.fullmatch(path):
+            return self._file("dataset" if found[1] else "model", *found.groups()[1:])
+        return self._refuse(404, "EntryNotFound", f"no such page {path}")
+
+    do_HEAD = do_POST = do_GET
+
+    def _api(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None) -> None:
+        commit = self._commit(kind, name, unquote(revision or "main"), reads=what not in (None, "revision"))
+        if commit is None:
+            return None
+        files = self.serves.repositories[kind, name].commits[commit]
+        if what in ("tree", "paths-info"):
+            wanted = set(files) if what == "tree" else set(self._asked_paths())
+            chosen = [p for p in sorted(files) if p in wanted and p.startswith(below or "")]
+            entries = [
+                {"type": "file", "path": p, "size": len(files[p]), "oid": hashlib.sha1(files[p]).hexdigest()}
+                for p in chosen
+            ]
+            return self._send(200, json.dumps(entries).encode(), {"X-Repo-Commit": commit})
+        info = {"_id": commit[:24], "id": name, "sha": commit, "private": False, "tags": [], "downloads": 0, "likes": 0}
+        return self._send(200, json.dumps(info | {"siblings": [{"rfilename": p} for p in sorted(files)]}).encode())
+
+    def _asked_paths(self) -> list[str]:
+        asked: Any = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        paths: list[str] = asked.get("paths", [])
+        return paths
+
+    def _file(self, kind: str, name: str, revision: str, path: str) -> None:
+        commit = self._commit(kind, name, revision, reads=True)
+        if commit is None:
+            return None
+        content = self.serves.repositories[kind, name].commits[commit].get(path)
+        if content is None:
+            return self._refuse(404, "EntryNotFound", f"{path} is not in the repository", {"X-Repo-Commit": commit})
+        tag = hashlib.sha1(content).hexdigest()
+        return self._send(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
+
+    def _commit(self, kind: str, name: str, revision: str, reads: bool) -> str | None:
+        """None where the request was refused."""
+        repository = self.serves.repositories.get((kind, name))
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if repository is None or (repository.token is not None and given != repository.token):
+            self._refuse(404 if given else 401, "RepoNotFound", "Repository not found")
+        elif repository.gated and reads:
+            self._refuse(403, "GatedRepo", "Access to it is restricted")
+        elif (commit := repository.refs.get(revision, revision)) not in repository.commits:
+            self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        else:
+            return commit
+        return None
+
+    def _refuse(self, status: int, code: str, message: str, more: Mapping[str, str] | None = None) -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": message, **(more or {})}
+        self._send(status, json.dumps({"error": message}).encode(), headers)
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is printed."""
