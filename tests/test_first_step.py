@@ -156,6 +156,78 @@ def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: W
     assert found["value/explained_variance"] == close(float(1 - (target - value).var() / target.var()))
 
 
+def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
+    """Three optimizer steps on one batch: the ratio leaves 1, both clips bite, and AdamW steps with a falling rate."""
+    critic_path = tiny_model(shop.folder / "critic", hidden=16, heads=2, kv_heads=1, seed=6, head="scalar")
+    low, high, dual, reach = 0.02, 0.05, 1.1, 0.01
+    run = shop.train(
+        "ppo",
+        "run",
+        sampling={**SAMPLING, "max_new_tokens": 6},
+        algorithm={
+            "epochs": 3,
+            "loss": {"clip_low": low, "clip_high": high, "dual_clip": dual},
+            "value_loss": {"clip": reach},
+        },
+        critic={"model": str(critic_path)},
+        trainer={"lr": 3e-3, "schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.5},
+        policy={"micro_tokens": 25},
+        run={"steps": 1},
+    )
+    found, samples = first_step(run)
+    policy = AutoModelForCausalLM.from_pretrained(shop.model)
+    critic = AutoModelForSequenceClassification.from_pretrained(critic_path, num_labels=1)
+
+    def values() -> Tensor:
+        of = [critic.score(critic.model(torch.tensor([s.ids])).last_hidden_state[0])[:, 0] for s in samples]
+        return torch.cat([torch.stack([v[i - 1] for i in s.own]) for s, v in zip(samples, of, strict=True)])
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+
+    old_logp = torch.cat([s.log_probs(policy)[0] for s in samples]).detach()
+    old_value = values().detach()
+    target = torch.cat([torch.full((len(s.own),), float(s.reward)) for s in samples])
+    raw = target - old_value
+    white = (raw - raw.mean()) / raw.std(correction=0)
+    steppers, norms, clipped, drift = {m: optimizer(m) for m in (policy, critic)}, {policy: [], critic: []}, [], []
+    for number in range(3):
+        logp, value = torch.cat([s.log_probs(policy)[0] for s in samples]), values()
+        ratio = (logp - old_logp).exp()
+        plain, cut = ratio * white, ratio.clamp(1 - low, 1 + high) * white
+        objective = torch.minimum(plain, cut)
+        floor = torch.where(white < 0, torch.maximum(objective, dual * white), objective)
+        clipped.append(float(((cut < plain) | (floor > objective)).double().mean()))
+        drift.append(float((ratio - 1 - (logp - old_logp)).detach().mean()))
+        near = old_value + (value - old_value).clamp(-reach, reach)
+        worst = torch.maximum((near - target).square(), (value - target).square())
+        for model, loss in ((policy, -floor.mean()), (critic, worst.mean() / 2)):
+            loss.backward()
+            norms[model].append(norm(model))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for group in steppers[model].param_groups:
+                group["lr"] = 3e-3 * (1 - number / 3)
+            steppers[model].step()
+            model.zero_grad()
+    assert clipped[0] == 0
+    assert clipped[2] > 0.1
+    assert max(norms[policy]) > 0.5
+    for name, values_of_steps in (("clip_fraction", clipped), ("kl_old", drift), ("grad_norm", norms[policy])):
+        assert found[f"policy/{name}"] == pytest.approx(statistics.mean(values_of_steps), rel=2e-3), name
+    assert found["critic/grad_norm"] == pytest.approx(statistics.mean(norms[critic]), rel=2e-3)
+    assert found["policy/lr"] == pytest.approx(1e-3)
+    exported = AutoModelForCausalLM.from_pretrained(run.path / "model").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(shop.model).state_dict()
+    moved, apart = (
+        math.sqrt(sum(float((policy.state_dict()[n] - other[n]).square().sum()) for n in exported))
+        for other in (before, exported)
+    )
+    assert apart < 0.01 * moved
+
+
 def test_the_saved_samples_hold_what_this_page_reads(shop: Workshop) -> None:
     run = shop.train("rloo", "run", run={"steps": 1})
     _, samples = first_step(run)
