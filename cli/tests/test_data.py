@@ -112,6 +112,31 @@ def test_rows_conversations_and_prompts(show):
     assert "The policy answers where the text ends." in show("grpo", rows, model="chat")
 
 
+def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):
+    """A share of the rows is learnt from by its own answer, which must be there and fit, as in a run."""
+    turns = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": turns, "response": r} for r in ("yo", "", "y" * 30)]
+    flags = ("--algorithm.sampled", "0.4", "--data.max_tokens", "20", "--data.too_long", "drop", "--check")
+    found = show("distill_on_policy", rows, "--json", *flags, model="chat")
+    assert (found["form"], found["answers"]) == ("prompts", True)
+    assert found["sources"][0]["columns"] == {"prompt": "prompt", "response": "response"}
+    first, second, third = found["shown"]
+    prompt, given = first["sequences"]
+    assert (prompt["name"], given["name"], given["trained"]) == ("prompt", "given answer", 3)
+    assert "".join(prompt["texts"]) == "<|user|>hi<eos><|assistant|>"
+    assert given["texts"] == ["<|user|>", "h", "i", "<eos>", "<|assistant|>", "y", "o", "<eos>"]
+    assert given["mask"] == [False] * 5 + [True] * 3
+    assert (second["status"], second["sequences"]) == ("refused", [])
+    assert "the answer is empty" in second["why"]
+    assert (third["status"], "36 tokens, over data.max_tokens = 20" in third["why"]) == ("left out", True)
+    assert [found["all"]["train"][k] for k in ("ok", "too_long", "bad_rows", "longest")] == [1, 1, 1, 36]
+    out = show("distill_on_policy", rows[:1], *flags, model="chat")
+    assert "What is trained on stands in ⟦brackets⟧." in out
+    assert "given answer: 8 tokens, 3 trained on\n<|user|>hi<eos><|assistant|>⟦yo<eos>⟧\n" in out
+    (shown,) = show("distill_on_policy", rows[1:2], "--json", model="chat")["shown"]  # all answers are sampled
+    assert [s["name"] for s in shown["sequences"]] == ["prompt"]
+
+
 def test_every_row_is_counted_on_request(show):
     flags = ("--check", "--rows", "0", "--data.max_tokens", "20")
     found = show("dpo", PAIRS * 2, "--json", *flags)

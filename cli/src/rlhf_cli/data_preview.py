@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rlhf.components import build_algorithm
     from rlhf.config import load
     from rlhf.config_errors import raise_problems
     from rlhf.data.dataset import TrainData
@@ -42,11 +43,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
         )
-    algorithm = Plugins.discover().resolve("algorithm", config.algorithm.use).cls
+    algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
     form = algorithm.data
     raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name))
     tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
-    data = TrainData(config.data, tokenizer, form, config.run.seed)
+    data = TrainData(config.data, tokenizer, form, config.run.seed, answers=algorithm.needs().given > 0)
     found = preview(data, args.rows)
     if args.check:
         found["all"] = survey(data)
@@ -77,7 +78,7 @@ def _show(found: dict[str, Any]) -> None:
         unused = f"; not used: {', '.join(source['unused'])}" if source["unused"] else ""
         line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
         console.print(Text(line))
-    console.print(_legend(found["form"], colour))
+    console.print(_legend(found["form"], found["answers"], colour))
     for row in found["shown"]:
         console.print()
         console.print(_headline(row))
@@ -89,10 +90,10 @@ def _show(found: dict[str, Any]) -> None:
             console.print(Text("\n".join(_summary(use, counts))))
 
 
-def _legend(form: str, colour: bool) -> Any:
+def _legend(form: str, answers: bool, colour: bool) -> Any:
     from rich.text import Text
 
-    if form == "prompts":
+    if form == "prompts" and not answers:
         return Text("Every other token is shaded; the policy answers where the text ends." if colour else
                     "The policy answers where the text ends.")  # fmt: skip
     if not colour:

@@ -20,8 +20,8 @@ _NAMED = 10
 def preview(data: TrainData, rows: int) -> dict[str, Any]:
     """How every source is read, and its first ``rows`` rows.
 
-    Returns JSON values: ``form``; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``,
-    ``use`` (``train`` | ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused``
+    Returns JSON values: ``form``; ``answers``: whether prompts for training come with an answer that may be learnt
+    from; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` | ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused``
     (columns); ``shown``, each row with ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` |
     ``refused``), ``why``, ``label`` and ``margin`` where it has them, and ``sequences`` (:func:`_sequence`).
     """
@@ -34,6 +34,7 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
     ]
     return {
         "form": data.form,
+        "answers": data.answers,
         "template": "plain" if data.template.chat is None else "chat",
         "sources": [_source(data, use, source) for use, sources in data.sources.items() for source in sources],
         "shown": shown,
@@ -49,7 +50,7 @@ def survey(data: TrainData) -> dict[str, Any]:
         longest, named = 0, list[str]()
         for source in sources:
             for index in range(len(source)):
-                verdict = data.judge(source[index])
+                verdict = data.judge(source[index], data.answers and use == "train")
                 counts[verdict.kind or "ok"] += 1
                 longest = max(longest, verdict.tokens)
                 if verdict.kind and len(named) < _NAMED:
@@ -93,11 +94,12 @@ def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
 
 
 def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    verdict = data.judge(row)
+    answered = data.answers and use == "train"
+    verdict = data.judge(row, answered)
     shown: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
     example = verdict.example
     if data.form == "prompts" and verdict.kind != "bad_rows":
-        shown["sequences"] = [_prompt(data, row, decode)]
+        shown["sequences"] = [_prompt(data, row, decode), *([_given(data, row, decode)] if answered else [])]
     elif example is not None:
         shown |= {k: v for k, v in example.values.items() if k != "steps"}
         shown["sequences"] = list(_sequences(example, decode))
@@ -116,6 +118,13 @@ def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:
 def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     ids = data.template.encode_prompt(row).ids
     return _sequence("prompt", ids, [False] * len(ids), {}, decode)
+
+
+def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """The row's own answer as an algorithm gets it that learns from it in place of samples."""
+    prompt, answer = data.template.encode_answer(row)
+    mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
+    return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode)
 
 
 def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
