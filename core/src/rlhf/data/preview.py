@@ -21,9 +21,10 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
     """How every source is read, and its first ``rows`` rows.
 
     Returns JSON values: ``form``; ``answers``: whether prompts for training come with an answer that may be learnt
-    from; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` | ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused``
-    (columns); ``shown``, each row with ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` |
-    ``refused``), ``why``, ``label`` and ``margin`` where it has them, and ``sequences`` (:func:`_sequence`).
+    from; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` |
+    ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused`` (columns); ``shown``, each
+    row with ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` | ``refused``), ``why``, ``label``
+    and ``margin`` where it has them, and ``sequences`` (:func:`_sequence`).
     """
     decode = decoder_of(data.template.tokenizer)
     shown = [
