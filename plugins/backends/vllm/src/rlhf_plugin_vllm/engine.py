@@ -10,6 +10,7 @@ import torch
 from rlhf.errors import CapabilityError, ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.modeling.precision import choose_precision
+from rlhf.published import model_folder
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is
@@ -173,7 +174,7 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
             "a CPU does not cut prompts in pieces. Raise it, or leave it out."
         )
     chosen: dict[str, Any] = {
-        "model": spec.path,
+        "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
         "skip_tokenizer_init": True,
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
@@ -210,7 +211,8 @@ def _length(spec: GeneratorSpec) -> int:
     has positions for, unless it stretches them."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code).get_text_config()
+    place = model_folder(spec.path, code=spec.trust_remote_code)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=spec.trust_remote_code).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     wanted = spec.max_tokens + 1
