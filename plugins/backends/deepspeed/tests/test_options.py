@@ -1,0 +1,100 @@
+"""Every option of training does what it does in the trainer ``torch``, and those of this trainer alone do something."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.testing.suite_losses import TokenLoss
+from rlhf.testing.tiny import tiny_model
+from rlhf_plugin_local.trainer import TorchTrainer
+from zero_cases import apart, batch, spec, trainer
+
+STEPS = 3
+SHARED = {
+    "warmup": {"warmup_steps": 2},
+    "warmup_ratio": {"warmup_ratio": 0.3},
+    "schedule": {"schedule": "linear"},
+    "cosine": {"schedule": "cosine_with_min", "min_lr_ratio": 0.5},
+    "betas": {"betas": (0.5, 0.6)},
+    "eps": {"eps": 0.1},
+    "weight_decay": {"weight_decay": 10.0},
+    "max_grad_norm": {"max_grad_norm": 1e-3, "eps": 1e-3},
+    "lora": {"lora": {"rank": 2}},
+    "lora_alpha": {"lora": {"rank": 2, "alpha": 16}},
+    "lora_targets": {"lora": {"rank": 2, "targets": ("q_proj",)}},
+    "lora_dropout": {"lora": {"rank": 2, "dropout": 0.5}},
+    "bf16": {"dtype": "bf16"},
+    "head_fp32": {"dtype": "bf16", "head_fp32": False},
+}
+BASE = {name: {} for name in SHARED} | {
+    "max_grad_norm": {"eps": 1e-3},
+    "lora_alpha": SHARED["lora"],
+    "lora_targets": SHARED["lora"],
+    "lora_dropout": SHARED["lora"],
+    "head_fp32": SHARED["bf16"],
+}
+"""Without the option."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "model", std=0.2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learnt(folder):
+    """{name of the trainer, its options: weights after a few steps}."""
+    known = {}
+
+    def weights(make, stage, dtype="fp32", **options):
+        key = repr((make.__name__, stage, dtype, options))
+        if key not in known:
+            of = make(spec(folder, dtype=dtype), **({"stage": stage} if stage is not None else {}), **options)
+            for number in range(STEPS):
+                of.update([batch(number)], TokenLoss(), {}, {})
+            known[key] = {name: tensor.clone() for name, tensor in of.weights()}
+        return known[key]
+
+    return weights
+
+
+def plain(of, **options):
+    return TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu", **options), of)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [(n, s) for n, o in SHARED.items() for s in (2, 3) if s == 2 or o.get("dtype") != "bf16"]
+)
+def test_options_of_training(learnt, name, stage):
+    """In bf16 the stages multiply in other orders, whose rounding is as large as what is looked for: stage 2 alone."""
+    got, want, without = (
+        learnt(trainer, stage, **SHARED[name]),
+        learnt(plain, None, **SHARED[name]),
+        learnt(plain, None, **BASE[name]),
+    )
+    moved = apart(want, without)
+    assert moved > 1e-5, "the option does something"
+    assert apart(got, want) < moved / 20
+
+
+@pytest.mark.parametrize("options", [{"muon_lr": 1e-2}, {"muon_momentum": 0.5}], ids=["muon_lr", "muon_momentum"])
+def test_options_of_muon(learnt, options):
+    muon = {"optimizer": "muon"}
+    moved = apart(learnt(trainer, 2, **muon, **options), learnt(trainer, 2, **muon))
+    assert moved > 1e-4
+    assert apart(learnt(trainer, 2, **muon, **options), learnt(trainer, 3, **muon, **options)) < moved / 20
+
+
+def test_the_head_in_fp32_under_stage_3(learnt):
+    assert apart(learnt(trainer, 3, dtype="bf16"), learnt(trainer, 3, dtype="bf16", head_fp32=False)) > 1e-5
+
+
+def test_prefixes_are_shared_or_not(folder):
+    scores = []
+    for wanted in (True, False):
+        of = trainer(spec(folder), stage=2, shared_prefixes=wanted)
+        assert of.facts().shares_prefixes is wanted
+        scores.append(of.forward([batch(0)], ("logprobs",))[0]["logprobs"])
+    torch.testing.assert_close(*scores)
