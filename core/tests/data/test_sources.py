@@ -55,6 +55,19 @@ def test_every_kind_gives_the_same_rows(tmp_path):
         assert len(source(path, max_rows=2)) == 2
 
 
+def test_texts_as_views_are_texts(tmp_path):
+    """What polars writes to arrow files; pyarrow takes no rows of it."""
+    import pyarrow as pa
+
+    kinds = [("p", pa.string_view()), ("n", pa.list_(pa.struct([("x", pa.string_view()), ("y", pa.int64())])))]
+    rows = [{"p": "a", "n": [{"x": "b", "y": 1}]}, {"p": None, "n": []}]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(kinds))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    found = source(tmp_path / "a.arrow")
+    assert [found[i].columns for i in range(2)] == rows
+
+
 def test_csv_cells_are_text(tmp_path):
     (tmp_path / "a.csv").write_text('prompt,label\n"1, 2\n3",007\n\nx,\n')
     found = source(tmp_path / "a.csv")
@@ -77,6 +90,10 @@ def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path)
         ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl, line 3: a row is a JSON object, got list [1]"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl, line 2: not UTF-8 text"),
         ("a.json", b'[{"a": 1},\n{"a" 2}]', "a.json, line 2, column 6: not valid JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + b"[" * 100_000, "a.jsonl, line 2: nested too deeply"),
+        ("a.json", b"[" * 100_000, "a.json: nested too deeply"),
+        ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "a.jsonl, line 1: cannot be read: Exceeds the limit (4300 digits)"),
+        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", "a.json: cannot be read: Exceeds the limit (4300 digits)"),
         ("a.json", b'[{"a": 1}, 3]', "a.json, row 1: a row is a JSON object, got int 3"),
         ("a.csv", b"a,b\n1,2\n1\n", "a.csv, line 3: 1 cells, but the header has 2"),
         ("a.csv", b"a,a\n1,2\n", "the header names 'a' twice"),

@@ -177,8 +177,19 @@ class Prompts:
         """What the tokenizer puts before a text: nothing where the text says it itself."""
         return [] if list(ids[:1]) == self._bos else self._bos
 
+    def _encoded(self, text: str, **options: Any) -> Any:
+        """The tokenizer's result. Raises DataError for what JSON can hold and no tokenizer takes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{text[error.start]!r} (behind {text[max(0, error.start - 20) : error.start]!r}) is half of a "
+                "character, a surrogate without the other, which is no text"
+            ) from None
+        return self.tokenizer(text, add_special_tokens=False, **options)
+
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._encoded(text)["input_ids"]
         return ids
 
     def _ids_after(self, before: str, text: str) -> list[int]:

@@ -70,14 +70,33 @@ def read_table(path: Path, kind: str) -> Any:
 
     try:
         if kind == "parquet":
-            return pa.parquet.read_table(path)
+            return _without_views(pa.parquet.read_table(path))
         content = pa.memory_map(str(path))
         try:
-            return pa.ipc.open_stream(content).read_all()
+            return _without_views(pa.ipc.open_stream(content).read_all())
         except pa.ArrowInvalid:
-            return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            return _without_views(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"cannot read {path} as {kind}: {error}") from None
+
+
+def _without_views(table: Any) -> Any:
+    """The same values; texts as views (what polars writes to arrow files) as plain ones, which all of pyarrow takes."""
+    import pyarrow as pa
+
+    def plain(kind: Any) -> Any:
+        if kind in (pa.string_view(), pa.binary_view()):
+            return pa.large_string() if kind == pa.string_view() else pa.large_binary()
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(plain(kind.value_type))
+        if pa.types.is_struct(kind):
+            return pa.struct([pa.field(f.name, plain(f.type), f.nullable) for f in kind])
+        return kind
+
+    for number, field in enumerate(table.schema):
+        if (kind := plain(field.type)) != field.type:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
 
 
 def load_saved(path: Path, section: SourceSection) -> Any:

@@ -187,7 +187,7 @@ class Template(Prompts):
         the end of a text, and two before a word).
         """
         if self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self._encoded(text, return_offsets_mapping=True)
             offsets: list[Span] = encoded["offset_mapping"]
             whole: list[int] = encoded["input_ids"]
             certain = edges_are_between(offsets, [edge for span in spans for edge in span])

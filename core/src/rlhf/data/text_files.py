@@ -75,6 +75,10 @@ class JsonSource(Source):
             self._rows: list[dict[str, Any]] = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
+        except RecursionError:
+            raise DataError(f"{path}: nested too deeply to be read") from None
+        except ValueError as error:  # an integer of more digits than Python reads
+            raise DataError(f"{path}: cannot be read: {error}") from None
         for i, row in enumerate(self._rows):
             if not isinstance(row, dict):
                 raise DataError(f"{path}, row {i}: a row is a JSON object, got {_short(row)}")
@@ -129,10 +133,14 @@ class CsvSource(Source):
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
+    except RecursionError:
+        raise DataError(f"{path}, line {number}: nested too deeply to be read") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}") from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise DataError(f"{path}, line {number}: cannot be read: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: a row is a JSON object, got {_short(row)}")
     return row
