@@ -56,7 +56,9 @@ class RunSection(ComponentConfig):
     steps: Count | None = None
     """Controller steps. Where absent: ``epochs`` passes over the data."""
     epochs: Positive = 1.0
-    """Passes over the training data; 0.5 is half of it. Not read where ``steps`` is set."""
+    """Passes over the training data; 0.5 is half of it. Not read where ``steps`` is set. Steps are counted as if every
+    row were used: where rows are left out (``data.too_long``, ``data.bad_rows``) or groups are filtered, others take
+    their places, and the run goes further than this (metric ``epoch``)."""
     seed: int = 0
     """Every random choice is a function of it and of counters."""
     resume: bool = False

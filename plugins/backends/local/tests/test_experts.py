@@ -55,6 +55,7 @@ def test_gradients_are_those_of_transformers(nll, checkpointing):
     ids = torch.tensor([ROW])
     out = model(ids, labels=ids, output_router_logits=True)
     assert sums["aux_loss"] == (pytest.approx(float(out.aux_loss), rel=1e-5), 0.0)
+    assert made().evaluate([batch_of(ROW)], nll, {}, {})["aux_loss"] == pytest.approx(sums["aux_loss"], rel=1e-5)
     logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
     (-logprobs.mean() + COEF * out.aux_loss).backward()
     ours = trainer.gradients()
