@@ -24,6 +24,9 @@ def test_the_base_view_is_the_reference_that_a_second_model_would_be(shop, monke
         assert one.keys() == two.keys()
         for name, value in one.items():
             assert abs(value - two[name]) <= 1e-4 * max(1.0, abs(value)), name
+    shop.train("grpo", "same_place", placement={"reference": {"share": "policy"}}, **changes)
+    assert loaded[3:] == ["policy"], "that is where the base view is, and no devices are kept for a model of its own"
+    del loaded[3:]
     shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
     assert loaded[3:] == ["policy", "reference"], "what is said about the reference is not ignored"
     assert any(value > 0 for name, value in alone[-1].items() if "kl" in name), sorted(alone[-1])

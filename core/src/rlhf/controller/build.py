@@ -99,17 +99,26 @@ def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
     """A frozen role that starts as another role's model is that model without its adapters, where it trains some.
 
-    Not where the run file says anything about the role (its place, precision, trainer): that would be ignored.
+    Not where the run file says anything about the role (its place, precision, trainer) that would be ignored. That it
+    shares the devices of the other role is where it is in any case: said, so that no devices are kept for it.
     """
     spec, config = prepared.specs[name], prepared.config
     source = roles.get(spec.role.like or "")
-    asked = name in config.placement or section_of(config, name) != ModelSection()
+    elsewhere = name in config.placement and not _beside(name, spec.role.like or "", prepared)
+    asked = elsewhere or section_of(config, name) != ModelSection()
     frozen = not spec.role.trained and name not in prepared.snapshots
     if source is None or not frozen or asked or "base" not in source.facts.views:
         return None
     if (spec.path, spec.role.head) != (source.spec.path, source.spec.role.head):
         return None
     return Role(spec, source.group, source.budget, view="base")
+
+
+def _beside(name: str, other: str, prepared: Prepared) -> bool:
+    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
+    place, source = prepared.places[name], prepared.places[other]
+    named = "ranks" in prepared.config.placement[name].model_fields_set
+    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)
 
 
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:
