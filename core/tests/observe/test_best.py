@@ -25,8 +25,11 @@ def test_losses_go_down():
     assert maximise.update(2, {"loss": 2.0}) == (True, False)
 
 
-@pytest.mark.parametrize("metric", ["loss/sigmoid", "eval/loss/odds", "loss/nll", "divergence", "eval/kl", "nll"])
-def test_terms_of_losses_and_divergences_go_down(metric):
+@pytest.mark.parametrize(
+    "metric",
+    ["loss/sigmoid", "eval/loss/odds", "loss/nll", "divergence", "eval/kl", "nll", "eval/truncated", "gsm/unscored"],
+)
+def test_terms_of_losses_divergences_and_what_failed_go_down(metric):
     tracker = BestTracker(metric)
     assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, True, False]
 

@@ -10,7 +10,7 @@ from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
 DEFAULT_METRICS = ("eval/pass@1", "eval/loss")
 """Where the run file names none: the first of these that the evaluation has."""
-_LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl")
+_LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl", "truncated", "unscored")
 
 
 class BestTracker:
@@ -18,8 +18,8 @@ class BestTracker:
 
     Args:
         metric: its name, with or without ``eval/``; None: the first of pass@1 and loss that exists.
-        mode: ``max``, ``min``, or ``auto``: by its name ``min`` for losses, terms of losses (``loss/<term>``) and
-            divergences, else ``max``.
+        mode: ``max``, ``min``, or ``auto``: by its name ``min`` for losses, terms of losses (``loss/<term>``),
+            divergences and the shares of truncated or unscored answers, else ``max``.
         patience: stop after this many evaluations in a row without improvement; None: never.
 
     An improvement is strict. NaN never improves and counts as an evaluation without improvement.
