@@ -49,7 +49,7 @@ def from_params(params: Any, sampling: Sampling) -> Sampling:
             raise ValueError(f"sampling_params.{name} = {value!r} cannot be honoured; leave it at {off[0]!r}")
     max_tokens = getattr(params, "max_tokens", None)
     top_k = getattr(params, "top_k", None)
-    wanted = {
+    wanted: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "temperature": getattr(params, "temperature", None),
         "top_p": getattr(params, "top_p", None),

@@ -1,7 +1,7 @@
 """GRPO and Dr. GRPO: the group is the critic."""
 
 from rlhf import hookimpl
-from rlhf.interfaces import Slot
+from rlhf.interfaces import Algorithm, Slot
 from rlhf.policy_gradient import PolicyGradient
 
 
@@ -44,5 +44,5 @@ class DrGRPO(PolicyGradient):
 
 
 @hookimpl
-def rlhf_register_algorithm():
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
     return [GRPO, DrGRPO]

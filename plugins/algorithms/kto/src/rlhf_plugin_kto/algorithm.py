@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf.interfaces import Algorithm, Slot
-from rlhf.types import Annotation, Head, Needs, RoleSpec, Update
+from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Update
 
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 
@@ -28,7 +28,7 @@ class KTO(Algorithm):
 
     name = "kto"
     source = "Ethayarajh et al. 2024, arXiv:2402.01306"
-    data = "labels"
+    data: ClassVar[DataForm] = "labels"
     slots = {"loss": Slot("loss", "kto")}
 
     _left_out = 0

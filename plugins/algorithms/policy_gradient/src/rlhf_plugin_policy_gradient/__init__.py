@@ -1,6 +1,7 @@
 """Advantage estimators and losses that several algorithms name in their config."""
 
 from rlhf import hookimpl
+from rlhf.interfaces import Advantage, Loss
 
 from rlhf_plugin_policy_gradient.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
 from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, ReinforceLoss
@@ -8,10 +9,10 @@ from rlhf_plugin_policy_gradient.value import Value
 
 
 @hookimpl
-def rlhf_register_advantage():
+def rlhf_register_advantage() -> list[type[Advantage]]:
     return [GAE, Reinforce, ReinforceBaseline, RLOO, GroupNorm, DrGRPO]
 
 
 @hookimpl
-def rlhf_register_loss():
+def rlhf_register_loss() -> list[type[Loss]]:
     return [PPO, ReinforceLoss, GSPO, CISPO, Value]

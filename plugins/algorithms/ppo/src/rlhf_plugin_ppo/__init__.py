@@ -1,7 +1,7 @@
 """PPO: a critic, generalised advantage estimation and the clipped surrogate."""
 
 from rlhf import hookimpl
-from rlhf.interfaces import Slot
+from rlhf.interfaces import Algorithm, Slot
 from rlhf.policy_gradient import PolicyGradient
 
 
@@ -25,5 +25,5 @@ class PPO(PolicyGradient):
 
 
 @hookimpl
-def rlhf_register_algorithm():
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
     return [PPO]

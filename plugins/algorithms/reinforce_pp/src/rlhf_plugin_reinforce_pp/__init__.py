@@ -1,7 +1,7 @@
 """REINFORCE++ and REINFORCE++-baseline: no critic, advantages whitened over the whole batch."""
 
 from rlhf import hookimpl
-from rlhf.interfaces import Slot
+from rlhf.interfaces import Algorithm, Slot
 from rlhf.policy_gradient import PolicyGradient
 
 _LOSS = Slot("loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2})
@@ -30,5 +30,5 @@ class ReinforcePPBaseline(PolicyGradient):
 
 
 @hookimpl
-def rlhf_register_algorithm():
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
     return [ReinforcePP, ReinforcePPBaseline]

@@ -1,7 +1,7 @@
 """RLOO: every sample's baseline is the mean of the others."""
 
 from rlhf import hookimpl
-from rlhf.interfaces import Slot
+from rlhf.interfaces import Algorithm, Slot
 from rlhf.policy_gradient import PolicyGradient
 
 
@@ -23,5 +23,5 @@ class RLOO(PolicyGradient):
 
 
 @hookimpl
-def rlhf_register_algorithm():
+def rlhf_register_algorithm() -> list[type[Algorithm]]:
     return [RLOO]

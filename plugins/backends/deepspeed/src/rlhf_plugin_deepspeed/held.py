@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rlhf.errors import TrainingError
@@ -30,6 +30,10 @@ from rlhf_plugin_deepspeed.tensors import Tensors
 class DividedModel(PackedTrainer):
     """One role's model as its ranks hold it. A subclass makes it, and trains it."""
 
+    layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {
+        "stage", "tensor_parallel", "offload_optimizer", "offload_params", "hpz_partition_size", "keep_whole",
+        "gathered", "bucket", "timeout", "export_shard_bytes",
+    }  # fmt: skip
     config: DeepSpeedTrainerConfig
     grid: Grid
     division: Division

@@ -32,7 +32,7 @@ class OrthogonalAdamW(torch.optim.AdamW):
         self._shards, self._shapes = shards, shapes
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         groups = self.param_groups
         try:
             self.param_groups = [g for g in groups if not g.get("muon")]

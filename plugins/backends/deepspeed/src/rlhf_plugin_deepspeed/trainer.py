@@ -53,7 +53,9 @@ class DeepSpeedTrainer(DividedModel):
     config: DeepSpeedTrainerConfig
 
     @classmethod
-    def sharding(cls, config: DeepSpeedTrainerConfig | None, spec: ModelSpec, device: str) -> Sharding:
+    def sharding(  # type: ignore[override]  # as everywhere, a component gets its own Config
+        cls, config: DeepSpeedTrainerConfig | None, spec: ModelSpec, device: str
+    ) -> Sharding:
         return memory.sharding(config or cls.Config(), spec, device)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:

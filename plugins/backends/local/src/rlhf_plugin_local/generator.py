@@ -97,7 +97,7 @@ class TransformersGenerator(Generator):
         if self._decoder is None:
             raise ModelError("the generator has no weights yet; call load(trainer, version) before generate().")
         for i, request in enumerate(requests):
-            self._check(i, request)
+            self._check(i, request, self._decoder)
         return self._run(list(requests), self._decoder, self.version)
 
     def _run(self, requests: list[GenerationRequest], decoder: Decoder, version: int) -> Iterator[tuple[int, Turn]]:
@@ -125,11 +125,11 @@ class TransformersGenerator(Generator):
             )
         return None if wanted == own else wanted
 
-    def _check(self, i: int, request: GenerationRequest) -> None:
+    def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)
-        check_request(i, request, self._decoder.vocabulary)
+        check_request(i, request, decoder.vocabulary)
         need = len(request.ids) + request.sampling.max_new_tokens
-        positions, field = self._decoder.positions
+        positions, field = decoder.positions
         for limit, what, cure in (
             (self.config.max_cache_tokens, "generator.max_cache_tokens is", "Raise it, or lower"),
             (positions, f"the model has {field} =", "Lower"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import Finish, GenerationRequest, Turn
 from torch import Tensor
 
 from rlhf_plugin_local.cache import LayerKV, SlotCache
@@ -86,7 +86,7 @@ class SamplingLoop:
         self.work["row_steps"] += rows.used
         self._take(rows.record(None, logits_SV))
 
-    def _take(self, ended: list[tuple[int, str]]) -> None:
+    def _take(self, ended: list[tuple[int, Finish]]) -> None:
         turns = self.rows.finish(ended, self.version)
         self.work["sampled_tokens"] += sum(len(turn.ids) for _, turn in turns)
         self._finished += turns
@@ -127,11 +127,17 @@ class SamplingLoop:
         if self.rows.used > self.cache.slots or length > self.cache.capacity:
             self._grow(length, used)
         by_prompt: dict[tuple[int, ...], list[int]] = {}
+        logits: list[Tensor] = []
         for slot, (_, request) in zip(slots, taken, strict=True):
             by_prompt.setdefault(request.ids, []).append(slot)
-        logits_BV = torch.stack([self.prompts[request.ids].logits_V for _, request in taken])
+            logits_V = self.prompts[request.ids].logits_V
+            assert logits_V is not None
+            logits.append(logits_V)
+        logits_BV = torch.stack(logits)
+        del logits, logits_V  # they may be views of a whole pack
         for ids, its in by_prompt.items():
             prompt = self.prompts[ids]
+            assert prompt.kv is not None
             self.cache.write_prompt(its, prompt.kv)
             prompt.waiting -= len(its)
             if prompt.waiting:  # a copy of its own, so that it does not keep its whole pack alive

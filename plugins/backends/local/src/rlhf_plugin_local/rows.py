@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from rlhf.errors import ModelError
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import Finish, GenerationRequest, Turn
 from torch import Tensor
 
 from rlhf_plugin_local.sampling import Draw, Uniforms, draw
@@ -68,13 +68,19 @@ class Rows:
     def holes(self) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if row is None]
 
+    def _at(self, slot: int) -> Row:
+        """The row in a slot that is known to have one."""
+        row = self.rows[slot]
+        assert row is not None
+        return row
+
     def length(self) -> int:
         """Tokens in the cache of the longest live row after the next step."""
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
     def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]]) -> None:
         """Give ``slots`` (holes first, then new ones) to requests that have drawn nothing yet."""
-        columns = self.uniforms.shape[1]
+        columns, uniforms = self.uniforms.shape[1], []
         for slot, (index, request) in zip(slots, requests, strict=True):
             s = request.sampling
             scanner = StopScanner(s.stop, self.decode) if s.stop else None
@@ -83,6 +89,7 @@ class Rows:
                 self.rows.append(row)
             else:
                 self.rows[slot] = row
+            uniforms.append(row.uniforms.take(columns))
         where = torch.tensor(slots, device=self.device)
         new = [request for _, request in requests]
         self.position[where] = torch.tensor([len(r.ids) for r in new], device=self.device)
@@ -93,7 +100,7 @@ class Rows:
         ends = [self.ends(r) for r in new]
         padded = [[*e, *[-1] * (width - len(e))] for e in ends]
         self.stop_ids[where] = torch.tensor(padded, dtype=torch.int64, device=self.device)
-        self.uniforms[where] = torch.stack([self.rows[s].uniforms.take(columns) for s in slots]).to(self.device)
+        self.uniforms[where] = torch.stack(uniforms).to(self.device)
         self._changed()
 
     def ends(self, request: GenerationRequest) -> tuple[int, ...]:
@@ -101,7 +108,7 @@ class Rows:
         s = request.sampling
         return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
 
-    def record(self, slots: list[int] | None, logits_BV: Tensor) -> list[tuple[int, str]]:
+    def record(self, slots: list[int] | None, logits_BV: Tensor) -> list[tuple[int, Finish]]:
         """Draw each row's next token and note it; (slot, finish) of rows that ended with it.
 
         ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step.
@@ -113,7 +120,7 @@ class Rows:
             parameters = self._parameters()
         else:
             where = torch.tensor(slots, device=self.device)
-            parameters = Draw.of([self.rows[s].request.sampling for s in slots], self.vocabulary, self.device)
+            parameters = Draw.of([self._at(s).request.sampling for s in slots], self.vocabulary, self.device)
         self._fit()
         step_B, alive_B = self.step[where], self.alive[where]
         at_B1 = step_B[:, None]
@@ -126,7 +133,7 @@ class Rows:
         broken_B = ~logprob_B.isfinite()
         done_B = (stopped_B | broken_B | (step_B + 1 >= self.limit[where])) & (alive_B > 0)
         self.step[where] += alive_B
-        ended = {}
+        ended: dict[int, Finish] = {}
         names = slots or range(self.used)
         if self._scanned:
             for slot, token in zip(names, token_B.tolist(), strict=True):
@@ -135,7 +142,7 @@ class Rows:
                     ended[slot] = "stop"
         done = done_B.nonzero()[:, 0]
         if broken_B[done].any():
-            index = next(self.rows[names[i]].index for i in done.tolist() if broken_B[i])
+            index = next(self._at(names[i]).index for i in done.tolist() if broken_B[i])
             raise ModelError(
                 f"the model's logits are not finite (NaN or infinity) at step {self.clock} of sampling, first in "
                 f"request {index}. The weights are damaged or the arithmetic overflowed: look at the last "
@@ -145,7 +152,7 @@ class Rows:
             ended.setdefault(names[i], "stop" if stopped else "length")
         return sorted(ended.items())
 
-    def finish(self, ended: Sequence[tuple[int, str]], version: int) -> list[tuple[int, Turn]]:
+    def finish(self, ended: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
         """Take rows out of their slots; (position in the requests, turn) of each."""
         if not ended:
             return []
@@ -153,7 +160,7 @@ class Rows:
         turns = []
         tokens_BT, logprobs_BT = self.tokens[slots].tolist(), self.logprobs[slots].tolist()
         for (slot, reason), ids, logprobs in zip(ended, tokens_BT, logprobs_BT, strict=True):
-            row, self.rows[slot] = self.rows[slot], None
+            row, self.rows[slot] = self._at(slot), None
             n = self.clock - row.born + 1
             turn = Turn(
                 ids=ids[:n],

@@ -33,7 +33,7 @@ class PromptAttention(PackedAttention):
         self.windows = windows
         self.kv: dict[int, LayerKV] = {}
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # is_causal is among the options: transformers gives it by name
         self,
         module: Any,
         q: Tensor,
@@ -53,8 +53,8 @@ class PromptAttention(PackedAttention):
         if softcap is None and s_aux is None and (window is None or window >= max(self.lens)):
             return super().__call__(module, q, k, v, mask, scaling, is_causal=True)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        split = (x.to(v.dtype).split(self.lens, 2) for x in (q, k, v))
-        parts = [_causal_blocks(*one, scale, window, softcap, s_aux) for one in zip(*split, strict=True)]
+        each = zip(*(x.to(v.dtype).split(self.lens, 2) for x in (q, k, v)), strict=True)
+        parts = [_causal_blocks(qs, ks, vs, scale, window, softcap, s_aux) for qs, ks, vs in each]
         return torch.cat(parts, 2).transpose(1, 2), None
 
 
@@ -69,7 +69,7 @@ class StepAttention(PackedAttention):
         self._index: dict[int, Tensor] = {}
         self._bias: dict[tuple[int | None, int], Tensor] = {}
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # is_causal is among the options: transformers gives it by name
         self,
         module: Any,
         q: Tensor,

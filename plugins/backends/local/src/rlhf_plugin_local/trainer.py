@@ -44,6 +44,7 @@ class TorchTrainer(PackedTrainer):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
+    config: TorchTrainerConfig
 
     def __init__(self, config: TorchTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
@@ -133,8 +134,8 @@ class TorchTrainer(PackedTrainer):
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
-            whole = {"state_dict": dict(merged(self.module, self.module.state_dict()))} if self.has_adapters else {}
-            self.module.save_pretrained(str(path), **whole)
+            whole = dict(merged(self.module, self.module.state_dict())) if self.has_adapters else None
+            self.module.save_pretrained(str(path), state_dict=whole)
         tokenizer.save_pretrained(str(path))
         for file in Path(path).glob("*.safetensors"):
             file.chmod(0o644)  # written through a private temporary file; as readable as its config.json
@@ -163,6 +164,7 @@ class TorchTrainer(PackedTrainer):
             files["optimizer"] = optimizer_tensors(self.optimizer, self.parameters)
         if self.ema is not None:
             files["ema"] = self.ema.tensors
+        lora = self.config.lora if self.has_adapters else None
         facts: dict[str, Any] = {
             "role": self.spec.role.name,
             "trained": self.spec.role.trained,
@@ -171,7 +173,7 @@ class TorchTrainer(PackedTrainer):
             "precision": self.precision.name,
             "ema": self.ema is not None,
             "coverage": self._coverage,
-            "lora": self.config.lora.model_dump(mode="json") if self.has_adapters else None,
+            "lora": lora.model_dump(mode="json") if lora is not None else None,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }

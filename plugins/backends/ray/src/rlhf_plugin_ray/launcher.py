@@ -162,7 +162,8 @@ class RayLauncher(Launcher):
         members, reserved = [], self._reserved()
         for (name, seat), gpus in zip(seats.items(), reserved.visible(list(seats.values())), strict=True):
             env = {"OMP_NUM_THREADS": _threads() or str(seat.threads), **self.config.env}
-            actor = ray.remote(concurrency_groups={"watch": 1})(Worker).options(
+            remote = ray.remote(concurrency_groups={"watch": 1})  # type: ignore[call-overload]  # ray's types lack it
+            actor = remote(Worker).options(
                 num_cpus=seat.cpus,
                 num_gpus=0,
                 max_restarts=0,

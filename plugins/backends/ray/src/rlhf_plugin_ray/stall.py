@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -94,7 +95,7 @@ class Stall:
         return hints
 
 
-def _seen(member: Member, question: object) -> str:
+def _seen(member: Member, question: Any) -> str:
     """Stacks as the member tells them; as its node sees it where it does not."""
     if ray.wait([question], timeout=0)[0]:
         try:

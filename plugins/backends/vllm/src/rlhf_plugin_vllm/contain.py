@@ -64,7 +64,7 @@ def own_randomness() -> Iterator[None]:
 
 def stay_where_memory_is() -> None:
     """An engine in this process shares its memory with whoever else computes here: leave it on all NUMA nodes."""
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
 
 def compile_nothing() -> None:

@@ -138,7 +138,7 @@ class Engine:
 
         self._workers.end()
         foreign = _running.pop(id(self))
-        original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda: None
+        original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda shutdown_ray=False: None
         try:
             llm.engine_core.shutdown()
         finally:

@@ -6,6 +6,8 @@ out as the columns of its weight, exactly, as every product is with 1 or 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from rlhf.sync.bucket import Bucket
 from torch import Tensor, nn
@@ -41,15 +43,14 @@ def differing(model: nn.Module, bucket: Bucket) -> list[str]:
     return found
 
 
-def _differs(layer: nn.Module, attribute: str, part: int | None, tensor: Tensor) -> bool:
+def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bool:
     held = getattr(layer, attribute, None)
     if not isinstance(held, Tensor):
         return False
+    start = 0 if part is None else sum(getattr(layer, "output_sizes", ())[:part])
     if isinstance(layer, LinearBase) and attribute == "weight" and tensor.dim() == 2:
-        start = 0 if part is None else sum(layer.output_sizes[:part])
         return not _same(_multiplied(layer, tensor, start), tensor)
     if part is not None:
-        start = sum(layer.output_sizes[:part]) if hasattr(layer, "output_sizes") else 0
         held = held[start : start + len(tensor)]
     if isinstance(layer, VocabParallelEmbedding):
         held = held[: len(tensor)]
@@ -58,7 +59,7 @@ def _differs(layer: nn.Module, attribute: str, part: int | None, tensor: Tensor)
     return held.shape == tensor.shape and not _same(held, tensor)
 
 
-def _multiplied(layer: nn.Module, like: Tensor, start: int = 0) -> Tensor:
+def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
     """Rows ``start`` to ``start + len(like)`` of the weight that the layer's kernel uses, [N, K]."""
     rows, columns = like.shape
     dtype = next(p.dtype for p in layer.parameters(recurse=False))

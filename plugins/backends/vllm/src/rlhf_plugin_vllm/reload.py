@@ -30,7 +30,8 @@ class Reload:
     """One reload of a worker's model: made, fed by :meth:`take`, ended by :meth:`end` or :meth:`abandon`."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
-        self.model, self.model_config = model, model_config
+        self.model: Any = model  # vLLM's, with its own load_weights
+        self.model_config = model_config
         self.names = Names(model)
         self.needed = [name for name, _ in model.named_parameters()]  # a tied one counts once
         self.tied = list(tied_heads(model))

@@ -96,7 +96,7 @@ class WandbObserver(Observer):
             [step, s.group, s.sample, s.source, s.prompt, s.completion, s.reward, s.rewards, s.status, s.tokens]
             for s in first_samples(groups, self.config.samples)
         ]
-        self._table = wandb.Table(columns=_COLUMNS, data=rows)
+        self._table = wandb.Table(columns=[*_COLUMNS], data=rows)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         line: dict[str, Any] = {**metrics, "step": step}

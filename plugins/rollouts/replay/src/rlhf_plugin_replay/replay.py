@@ -79,7 +79,7 @@ def read(path: Path) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
             try:
                 line = json.loads(text)
                 if line["sample"] is not None:
-                    found[tuple(line["index"])] = (line["row"], line["turns"])  # type: ignore[index]
+                    found[tuple(line["index"])] = (line["row"], line["turns"])
             except (ValueError, KeyError, TypeError) as cause:
                 raise ConfigError(f"rollout.path: {file}:{number} is not a recorded sample: {cause}") from cause
     if not found:
