@@ -98,3 +98,24 @@ def test_hash_ignores_order_and_place():
     b = {"data": {"batch_size": 2}, "run": {"output": "b", "seed": 1}}
     assert config_hash(a) == config_hash(b)
     assert config_hash(a) != config_hash({**a, "data": {"batch_size": 3}})
+
+
+@pytest.mark.parametrize("key", ["trainer.options.stage", "critic.trainer.stage", "roles.judge.trainer.stage"])
+def test_how_a_trainer_splits_its_sums_may_change(key):
+    """As far as the trainer says so; other options of it stay."""
+
+    def of(name, value):
+        found, config = {"use": "x"}, {}
+        *path, _ = key.split(".")
+        place = config
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+        return describe({**found, **config}, [], threads=1, device="cpu", layout=["stage"])
+
+    [stage] = compare(of("stage", 2), of("stage", 3))
+    assert (stage.key, stage.severity) == (key, "report")
+    [other] = compare(of("lr", 1e-3), of("lr", 1e-4))
+    assert other.severity == "refuse"
+    [unknown] = compare(of("stage", 2), {**of("stage", 3), "layout": []})
+    assert unknown.severity == "refuse"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,6 +59,7 @@ def describe(
     *,
     threads: int | None,
     device: str,
+    layout: Collection[str] = (),
 ) -> dict[str, Any]:
     """The ``meta`` of a checkpoint: which run this is.
 
@@ -67,8 +68,10 @@ def describe(
         plugins: {"kind", "name", "distribution", "version"} of each component in use; for files "sha256".
         threads: torch threads of the process that trains.
         device: ``cpu``, or the accelerator's name.
+        layout: options of the trainers that may differ (``Trainer.layout``).
     """
     return {
+        "layout": sorted(layout),
         "config_hash": config_hash(config),
         "config": json_values.encode(dict(config), "config"),
         "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
@@ -82,7 +85,12 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any]) -> list[Differe
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
     device, versions and schedules are reported. Keys that this release does not know are refused.
     """
-    found = _differences(meta.get("config", {}), current.get("config", {}), "", _severity_of_key)
+    options = [part for name in current.get("layout", ()) for part in (f"trainer.options.{name}", f"*.trainer.{name}",
+               f"roles.*.trainer.{name}")]  # fmt: skip
+    reported = (*_REPORTED, *options)
+    found = _differences(
+        meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
+    )
     found += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
     found += _differences(
         meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
@@ -114,9 +122,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str,
     return found
 
 
-def _severity_of_key(key: str, before: Any, now: Any) -> Severity:
+def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
     parts = key.split(".")
-    for pattern in _REPORTED:
+    for pattern in reported:
         wanted = pattern.split(".")
         if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
             return "report"

@@ -162,7 +162,13 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     plugins = [p.manifest() for p in prepared.plugins]
     run = Run(
         config=config,
-        meta=describe(config.model_dump(mode="json"), plugins, threads=torch.get_num_threads(), device=policy.device),
+        meta=describe(
+            config.model_dump(mode="json"),
+            plugins,
+            threads=torch.get_num_threads(),
+            device=policy.device,
+            layout=prepared.parts["trainer"].resolved.cls.layout,
+        ),
         algorithm=algorithm,
         roles=roles,
         data=data,

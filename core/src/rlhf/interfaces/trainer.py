@@ -101,6 +101,10 @@ class Trainer(Component):
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
 
+    layout: ClassVar[frozenset[str]] = frozenset()
+    """Options that say how the same sums are split, where tensors lie and how long is waited: a run is resumed with
+    others of them, as :meth:`load` can."""
+
     @classmethod
     def sharding(cls, config: Any, spec: ModelSpec, device: str) -> Sharding:
         """What a rank would hold of ``spec``'s model, without building it (``rlhf plan``); the default is a whole copy.

@@ -88,6 +88,7 @@ class PackedTrainer(Trainer):
 
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
     config: TrainingConfig
 
     @classmethod

@@ -1,0 +1,26 @@
+"""A run goes on in another ZeRO stage, as it does on another number of ranks: its checkpoint is of neither."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("deepspeed")
+
+
+def test_a_run_goes_on_in_another_stage(shop):
+    def train(output, stage, steps, resume=False, **trainer):
+        options = {"use": "deepspeed", "stage": stage, "lr": 1e-2, "device": "cpu", "ema_decay": 0.9, **trainer}
+        run = {"steps": steps, "resume": resume}
+        return shop.train("sft", output, trainer=options, run=run, checkpoint={"every": 2}).lines()
+
+    whole = train("whole", 2, 4)
+    train("changes", 2, 2)
+    with pytest.raises(AssertionError, match=r"trainer\.options\.lr: was 0\.01, now 0\.02"):
+        train("changes", 3, 4, resume=True, lr=2e-2)
+    changed = train("changes", 3, 4, resume=True, bucket=5000)
+    assert len(changed) == len(whole) == 4
+    for one, two in zip(whole, changed, strict=True):
+        assert two["policy/loss"] == pytest.approx(one["policy/loss"], rel=1e-4)
+        assert two["policy/grad_norm"] == pytest.approx(one["policy/grad_norm"], rel=1e-3)
