@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from rlhf.testing.tiny import tiny_model
+from rlhf.testing.tiny import tiny_model, tiny_tokenizer
 
 from tests.runs import Workshop
 
@@ -166,4 +166,21 @@ def test_labels_of_one_kind_stop_a_run_before_it_starts(shop: Workshop) -> None:
         run = shop.run("kto", "run", *flags, data={"train": str(shop.rows("rows.jsonl", rows))})
         assert run.code == 1
         assert "labels of one kind only: 3 rows are labelled true and 0 false" in run.err
+        assert not run.path.exists()
+
+
+@pytest.mark.parametrize("algo", ["dpo", "kto"])
+def test_a_reference_with_another_vocabulary_is_refused_before_anything_starts(shop: Workshop, algo: str) -> None:
+    """Whether its tokens are others, or its embedding has too few rows for them."""
+    rows = [{**PAIR, "response": "2", "label": label} for label in (True, False)]
+    data = {"train": str(shop.rows("rows.jsonl", rows)), "batch_size": 2}
+    tiny_tokenizer(shop.folder / "other", chars="0123456789+= abc")
+    other, small = tiny_model(shop.folder / "other"), shop.folder / "small"
+    tiny_tokenizer(small)
+    tiny_model(small, vocab_size=50)
+    for path, says in ((other, "vocabulary of 19 tokens"), (small, "50")):
+        run = shop.run(algo, "run", data=data, reference={"model": str(path)}, **OFFLINE)
+        assert run.code == 1
+        assert "role 'reference'" in run.err
+        assert says in run.err
         assert not run.path.exists()
