@@ -188,6 +188,20 @@ def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
     assert "FAILED" in {row["outcome"] for row in rows}
 
 
+def test_check_says_one_reason_once(tmp_path, capsys):
+    source = 'from rlhf.interfaces import Env\nfrom rlhf.types import EnvStep\n\n\nclass Odd(Env):\n    """Odd."""\n\n'
+    source += "    async def reset(self, row, seed):\n        raise OSError('no game')\n\n"
+    source += "    async def step(self, action):\n        return EnvStep(done=True)\n"
+    (tmp_path / "odd.py").write_text(source)
+    code, out, _ = run(capsys, "check", f"file:{tmp_path / 'odd.py'}", "--kind", "env")
+    failed = [line for line in out.splitlines() if line.startswith("FAILED")]
+    assert code == 1
+    assert len(failed) > 1
+    assert "no game" in failed[0]
+    assert "for the same reason as " in failed[1]
+    assert "no game" not in failed[1]
+
+
 def test_check_takes_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("async def score(prompt, completion, row):\n    return float(len(completion))\n")
     code, out, err = run(capsys, "check", f"file:{tmp_path / 'mine.py'}", "--kind", "reward")

@@ -127,13 +127,14 @@ def _check(args: argparse.Namespace) -> int:
     plugins = Plugins.discover()
     rows: list[dict[str, Any]] = []
     for resolved in _resolve_all(plugins, args.name, args.kind):
+        said: dict[str, str] = {}
 
-        def report(result: conformance.CheckResult, resolved: Resolved = resolved) -> None:
+        def report(result: conformance.CheckResult, resolved: Resolved = resolved, said: dict[str, str] = said) -> None:
             rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
             if not args.json:
-                _write(
-                    f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {result.detail}"
-                )
+                first = said.setdefault(result.detail, result.name)
+                detail = result.detail if first == result.name or result.passed else f"for the same reason as {first}"
+                _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
 
         conformance.run(resolved, report)
     counts = Counter(row["outcome"] for row in rows)

@@ -188,6 +188,15 @@ def test_an_advantage_that_is_not_finite_is_fatal():
         credit(two(), Broken())
 
 
+def test_an_advantage_that_forgets_its_returns_is_told():
+    class One(Centered):
+        def returns(self, R_NA, mask_NA, values_NA, boot_N):
+            return R_NA
+
+    with pytest.raises(TrainingError, match=r"'centered' must give .advantages, returns., .*got Tensor"):
+        credit(two(), One())
+
+
 def test_a_stage_can_be_reordered():
     """The stages are public: clipping before the baseline is three lines."""
     batch = two(reward=(5.0, 0.0))

@@ -144,11 +144,40 @@ def case(call, columns=(), terms=None, live=None, b=None):
             (),
             "as many bools",
         ),
+        (lambda x: x["logprobs"], (), r"returned Tensor, not LossOutput.*terms \['t'\]"),
+        (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), "4 tokens, 3 sequences and 3 units.*plain values"),
+        (
+            lambda x: LossOutput({"t": x["logprobs"]}, {"m": x["logprobs"].mean()}),
+            (),
+            r"'m'.*\(level, values\).*Tensor",
+        ),
+        (
+            lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("row", x["logprobs"])}),
+            (),
+            "'token', 'sequence' or 'unit'",
+        ),
     ],
 )
 def test_a_loss_that_breaks_its_declarations(call, columns, message):
     with pytest.raises(TrainingError, match=message):
         case(call, columns)
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"t": "token_mean"}, r'must give e.g. \{"policy": Reduce\("token_mean"\)\}'),
+        (Reduce(), "must give"),
+        ({"t": Reduce("mean")}, "no Reduce.'mean'.; allowed are token_mean, seq_mean_token_mean"),
+    ],
+)
+def test_reductions_that_do_not_exist(terms, message):
+    class Wrong(Squares):
+        def reduce(self):
+            return terms
+
+    with pytest.raises(TrainingError, match=message):
+        over_mask(Wrong())
 
 
 def test_live_columns_are_the_detached_output():

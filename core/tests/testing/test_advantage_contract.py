@@ -82,6 +82,28 @@ class BatchOrder(Centered):
         return r_N - r_N.cumsum(0) / torch.arange(1, len(r_N) + 1)
 
 
+class BatchMean(Centered):
+    """The mean of the batch, as if that were the group's."""
+
+    def baseline(self, r_N, group_N):
+        return r_N - r_N.mean()
+
+
+class One(Centered):
+    """Forgets the returns."""
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return super().returns(R_NA, mask_NA, values_NA, boot_N)[0]
+
+
+class PerTrajectory(Centered):
+    """One number for each trajectory, not for each token."""
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        total_N = R_NA.sum(1)
+        return total_N, total_N
+
+
 class WholeBatch(Centered):
     """Whitens in returns()."""
 
@@ -137,6 +159,11 @@ def suite(made, **attributes):
     ("made", "check", "message"),
     [
         (BatchOrder, "test_order_of_samples", "depends on the order of the trajectories"),
+        (BatchMean, "test_other_groups", "depends on the rewards of other groups"),
+        (One, "test_shapes", r"must give .advantages, returns., .* shape \(12, 9\), got torch.float32 \(12, 9\)"),
+        (One, "test_masked_positions", "must give .advantages, returns."),
+        (One, "test_declared_needs", "must give .advantages, returns."),
+        (PerTrajectory, "test_finite", r"of shape \(\d+, 9\) and a floating type, got torch.float32 \(\d+,\)"),
         (WholeBatch, "test_order_of_samples", "depend on the others"),
         (MaskTimesNan, "test_masked_positions", "NaN at masked positions changes the advantages"),
         (NotCentered, "test_equal_rewards", "equal rewards of 1.0 leave 0.5"),

@@ -139,3 +139,18 @@ def test_state_must_be_json_and_survive():
 def test_suite_without_a_class_says_what_to_set():
     with pytest.raises(Nonconformance, match="advantage = YourClass"):
         type("Empty", (AdvantageContract,), {})().test_class()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("baselines", "baseline"), ("need_values", "needs_values"), ("group_minimum", "group_min")]
+)
+def test_a_misspelled_member_is_named(name, meant):
+    with pytest.raises(Nonconformance, match=f"Made.{name} is nothing that kind advantage has.*Did you mean '{meant}'"):
+        suite(component(**{name: True})).test_class()
+
+
+def test_a_helper_beside_the_member_it_is_named_after_is_none():
+    def baseline(self, r_N, group_N):
+        return r_N
+
+    suite(component(baseline=baseline, baselines=[], _baseline=1, gamma=1.0)).test_class()

@@ -11,7 +11,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import LEVEL, WEIGHT
-from rlhf.types import Head, LossOutput
+from rlhf.types import Head, LossOutput, Reduce
 
 FILLER = "filler"
 """Unit column of micro-batches that only repeat units to keep a rank busy: no weight, and no metrics."""
@@ -100,7 +100,17 @@ class LossInput:
 
 def over_mask(loss: Loss) -> str:
     """The one mask all terms of a loss share."""
-    masks = {r.over for r in loss.reduce().values()}
+    terms = loss.reduce()
+    if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
+        raise TrainingError(
+            f'reduce() of loss {loss.name!r} must give e.g. {{"policy": Reduce("token_mean")}}, got {terms}'
+        )
+    for reduce in terms.values():
+        if reduce.how not in LEVEL:
+            raise TrainingError(
+                f"loss {loss.name!r}: there is no Reduce({reduce.how!r}); allowed are {', '.join(LEVEL)}"
+            )
+    masks = {r.over for r in terms.values()}
     if len(masks) != 1:
         raise TrainingError(f"the terms of loss {loss.name!r} must share one mask, got {sorted(masks)}")
     return masks.pop()
@@ -133,6 +143,11 @@ def evaluate(
     terms, over = loss.reduce(), over_mask(loss)
     x = LossInput(batch, outputs, loss, over, coef, live)
     result: LossOutput = loss(x)
+    if not isinstance(result, LossOutput):
+        raise TrainingError(
+            f"loss {loss.name!r} returned {type(result).__name__}, not LossOutput({{term: values}}) with the terms "
+            f"{sorted(terms)} of reduce()"
+        )
     if set(result.terms) != set(terms):
         raise TrainingError(
             f"loss {loss.name!r} declares the terms {sorted(terms)} in reduce() but returned {sorted(result.terms)}"
@@ -144,15 +159,22 @@ def evaluate(
         if values.shape != w.shape:
             raise TrainingError(
                 f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
-                f"got {tuple(values.shape)}"
+                f"got {tuple(values.shape)}{_sizes(x)}"
             )
         part = (w * values.float()).sum()
         total = part if total is None else total + part
         sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
     assert total is not None
     sums["loss"] = (float(total.detach()), 0.0)
-    for name, (level, values, *where) in () if FILLER in batch.unit else result.metrics.items():
-        expected = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}[level]
+    for name, metric in () if FILLER in batch.unit else result.metrics.items():
+        sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
+        if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
+            raise TrainingError(
+                f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "
+                f"a level of 'token', 'sequence' or 'unit', got {type(metric).__name__} {metric!r:.80}"
+            )
+        level, values, *where = metric
+        expected = sizes[level]
         if values.shape != (expected,) or any(w.shape != (expected,) or w.dtype != torch.bool for w in where):
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and as many bools where "
@@ -163,6 +185,14 @@ def evaluate(
         counted = values[where[0]] if where else values
         sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
     return total, sums
+
+
+def _sizes(x: LossInput) -> str:
+    """What the first dimension of values may be here, for an error."""
+    return (
+        f" (here are {x.tokens} tokens, {x.sequences} sequences and {x.units} units). A loss returns plain "
+        "values; how they are averaged is what reduce() declares"
+    )
 
 
 def _weights(x: LossInput, batch: Batch, over: str, term: str, level: str) -> Tensor:

@@ -120,7 +120,13 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
     R_UA, mask_UA = compress(batch, R_N)
     values_UA = compress(batch, batch.column("old_values").float())[0] if advantage.needs_values else None
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
-    advantages_UA, returns_UA = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
+    given = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TrainingError(
+            f"returns() of advantage {advantage.name!r} must give (advantages, returns), two tensors of shape "
+            f"{tuple(mask_UA.shape)}, got {type(given).__name__}"
+        )
+    advantages_UA, returns_UA = given
     for what, found_UA in (("advantages", advantages_UA), ("returns", returns_UA)):
         if found_UA.shape != mask_UA.shape or not found_UA[mask_UA].isfinite().all():
             raise TrainingError(

@@ -78,16 +78,11 @@ class AdvantageContract(Contract):
         """``baseline`` gives float64 [N], ``returns`` two [N, A]; inputs are left alone; equal calls agree."""
         for about, _, e, c in self.cases():
             before = c.rows(torch.arange(len(c.r_N)))
-            r_N, (adv_NA, ret_NA) = e.baseline(c.r_N, c.group_N), self._returns(e, c)
+            r_N, (adv_NA, _) = e.baseline(c.r_N, c.group_N), self._returns(e, c)
             expect(
                 r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
                 f"{about} baseline() must give float64 {tuple(c.r_N.shape)}, got {r_N.dtype} {tuple(r_N.shape)}",
             )
-            for what, values in (("advantages", adv_NA), ("returns", ret_NA)):
-                expect(
-                    values.shape == c.R_NA.shape and values.is_floating_point(),
-                    f"{about} returns() must give {what} of shape {tuple(c.R_NA.shape)}, got {tuple(values.shape)}",
-                )
             for name in ("r_N", "group_N", "R_NA", "mask_NA", "values_NA", "boot_N"):
                 old, new = getattr(before, name), getattr(c, name)
                 expect(old is None or same_bits(old, new), f"{about} {name} was changed in place")
@@ -105,6 +100,8 @@ class AdvantageContract(Contract):
                 self._returns(e, c)
                 if e.needs_values:
                     e.returns(c.R_NA, c.mask_NA, c.values_NA, None)
+            except Nonconformance:
+                raise
             except Exception as error:
                 given = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
                 raise Nonconformance(
@@ -156,6 +153,20 @@ class AdvantageContract(Contract):
                     f"{about} the {what} of a trajectory depend on the others in returns(): statistics of the group "
                     "belong into baseline(), those of the batch into `normalise`",
                 )
+
+    def test_other_groups(self) -> None:
+        """Other rewards in other groups do not move the baseline of this one; a common scale of the batch they may."""
+        for about, _, e, c in self.cases():
+            first_N = c.group_N == c.group_N[0]
+            others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
+            ours, theirs = (e.baseline(r_N, c.group_N)[first_N].double() for r_N in (c.r_N, others))
+            scale = (ours @ theirs) / (ours @ ours).clamp(min=1e-30)
+            _close(
+                theirs,
+                scale * ours,
+                f"{about} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
+                "batch: take the statistic by group_N (rlhf.ops.groups); what is of the whole batch is `normalise`",
+            )
 
     def test_equal_rewards(self) -> None:
         """Where the estimator has a group baseline (``group_min`` >= 2), equal rewards give no credit at all."""
@@ -212,7 +223,24 @@ class AdvantageContract(Contract):
         raise NotImplementedError
 
     def _returns(self, estimator: Any, c: Credit) -> tuple[Tensor, Tensor]:
-        return estimator.returns(c.R_NA, c.mask_NA, c.values_NA, c.boot_N)
+        return _pair(estimator, c, estimator.returns(c.R_NA, c.mask_NA, c.values_NA, c.boot_N))
+
+
+def _pair(estimator: Any, c: Credit, got: Any) -> tuple[Tensor, Tensor]:
+    """What ``returns`` gave, as it must be."""
+    shape = tuple(c.R_NA.shape)
+    what = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
+    expect(isinstance(got, tuple) and len(got) == 2, f"{what}, got {_shown(got)}")
+    for values in got:
+        right = isinstance(values, Tensor) and tuple(values.shape) == shape and values.is_floating_point()
+        expect(right, f"{what} and a floating type, got {_shown(values)}")
+    return got
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
+    )
 
 
 def _close(a: Tensor, b: Tensor, message: str) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf.errors import PluginInvalid
@@ -80,7 +83,7 @@ def run(resolved: Selected, progress: Callable[[CheckResult], None] = lambda res
     instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
     results = []
     for name, check in _checks(instance):
-        result = _run(name, check)
+        result = _run(name, check, resolved.cls)
         progress(result)
         results.append(result)
     return results
@@ -96,7 +99,7 @@ def _checks(instance: Contract) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield name, getattr(instance, name)
 
 
-def _run(name: str, check: Callable[[], None]) -> CheckResult:
+def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
     short, proves = name.removeprefix("test_"), (inspect.getdoc(check) or "").split("\n")[0]
     try:
         with warnings.catch_warnings():
@@ -107,5 +110,13 @@ def _run(name: str, check: Callable[[], None]) -> CheckResult:
     except AssertionError as failure:
         return CheckResult(short, False, str(failure) or "an assertion without a message failed")
     except Exception as error:
-        return CheckResult(short, False, f"{type(error).__name__}: {error}")
+        return CheckResult(short, False, f"{type(error).__name__}: {error}{_place(error, cls)}")
     return CheckResult(short, True, proves)
+
+
+def _place(error: BaseException, cls: type[Any]) -> str:
+    """Where in the plugin's own code the error was raised: `` (loss.py:12)``; nothing where it was not raised there."""
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

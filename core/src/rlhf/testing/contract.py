@@ -6,6 +6,8 @@ A suite is a plain class with ``test_`` methods. pytest collects a subclass whos
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
 import re
 import types
@@ -84,6 +86,11 @@ class Contract:
         expect(not abstract, f"{cls.__name__} does not define {abstract}")
         name = cls.name
         expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
+        for ours, theirs in misspelled(cls, base):
+            raise Nonconformance(
+                f"{cls.__name__}.{ours} is nothing that kind {self.kind} has, so nobody calls it. Did you mean "
+                f"{theirs!r}?"
+            )
         doc = cls.__dict__.get("__doc__")
         expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
 
@@ -114,6 +121,19 @@ class Contract:
         """``state_dict`` holds JSON values and loads into a fresh instance."""
         for config in self.grid():
             check_state(self.build(config), self.build(config), self.about(config))
+
+
+def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
+    """[(a public name that ``cls`` defines, the member of the interface ``base`` that it leaves at its default and that
+    is written nearly so)]: ``step_finish``, where ``step_finished`` is what the runtime calls."""
+    optional = [
+        n
+        for n in dir(base)
+        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
+    ]
+    own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
+    found = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
+    return [(n, match[0]) for n, match in found if match]
 
 
 def check_state(component: Component, fresh: Component, about: str) -> None:

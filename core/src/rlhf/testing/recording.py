@@ -38,9 +38,11 @@ class Recording:
         x.coef = Passed(x.coef)
         result = self._loss(x)
         reduces, batch = self._loss.reduce(), x._batch
+        if not isinstance(result, LossOutput) or set(result.terms) != set(reduces):
+            return result  # evaluate() refuses it with the reason
         for term, values in result.terms.items():
             weight = batch.column(WEIGHT + term)
-            how = reduces[term].how if term in reduces else "unit_mean"
+            how = reduces[term].how
             if how == "seq_mean":
                 weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
             elif how != "unit_mean":
