@@ -8,6 +8,7 @@ import pytest
 import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.modeling.adapters import LoraOptions, train_adapters_only
 from rlhf.modeling.attention import packed
 from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model
@@ -23,13 +24,17 @@ TOLERANCE = 0.1
 """Small tensors (lengths, norms' scales, routing) are not in the formulas."""
 
 
-def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0) -> int:
+def kept(path: str, lens: list[int], *, fused: bool, bf16: bool, prefix: int = 0, rank: int = 0) -> int:
     """Bytes of all distinct storages that the body keeps for the backward pass, weights left out.
 
     Args:
         prefix: tokens that all sequences have in common, computed once.
+        rank: of adapters that are trained; 0: the weights are.
     """
-    loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), torch.device("cpu"))
+    spec, lora = ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), LoraOptions(rank=rank) if rank else None
+    loaded = load_model(spec, torch.device("cpu"), lora)
+    if rank:
+        train_adapters_only(loaded.module, None)
     if not fused:
         layers = [m for m in loaded.module.modules() if type(m).__name__ in LAYERS and "forward" in vars(m)]
         restore_layers(layers)
@@ -78,6 +83,46 @@ def test_a_layer_keeps_what_is_said(tmp_path, architecture, bf16, lens):
         said = sum(size for size, _ in formulas.layer_saved(shape.layers[0], shape.hidden, lens[0], **how))
         measured = (three - two) / sum(lens)
         assert said == pytest.approx(measured, rel=TOLERANCE), f"fused={fused}: {measured:.0f} bytes a token"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bf16", "lens"),
+    [
+        ("qwen3", False, [40] * 16),
+        ("qwen3", True, [40] * 16),
+        ("qwen3", True, [600] * 2),
+        ("gemma2", False, [40] * 16),
+        ("gemma2", True, [40] * 16),
+    ],
+)
+def test_a_layer_with_adapters_keeps_their_inner_outputs_and_no_normed_states(tmp_path, architecture, bf16, lens):
+    """Beside the same layer whose weights are trained."""
+    paths = [str(tiny_model(tmp_path / f"{n}", architecture=architecture, layers=n, **SMALL)) for n in (2, 3)]
+    shape = read_shape(paths[0])
+    for fused in (False, True) if shape.fusable else (False,):
+        said, measured = [], []
+        for rank in (0, 12):
+            two, three = (kept(path, lens, fused=fused, bf16=bf16, rank=rank) for path in paths)
+            measured.append((three - two) / sum(lens))
+            how = {"bf16": bf16, "fused": fused, "device": "cpu", "softcap": shape.softcap}
+            ranks = formulas.adapters_of(shape, Sharding(adapter_rank=rank))
+            saved = formulas.layer_saved(shape.layers[0], shape.hidden, lens[0], **how, adapters=ranks)
+            said.append(sum(size for size, _ in saved))
+        assert said[1] - said[0] == pytest.approx(measured[1] - measured[0], abs=0.02 * said[0]), f"fused={fused}"
+        assert said[1] == pytest.approx(measured[1], rel=TOLERANCE)
+
+
+def test_adapters_of_a_layer_are_those_of_its_targets(tmp_path):
+    shape = read_shape(str(tiny_model(tmp_path, layers=3, **SMALL)))
+    assert formulas.adapters_of(shape, Sharding()) == ()
+    assert formulas.adapters_of(shape, Sharding(adapter_rank=4)) == (4,) * 7
+    some = Sharding(adapter_rank=4, adapter_targets=("q_proj", "down_proj"))
+    assert formulas.adapters_of(shape, some) == (4, 4)
+    few, all_of = (
+        formulas.layer_kept(shape, shape.layers[0], 100, 40, replace(some, fused=True, adapter_targets=t), "cpu", 1.0)
+        for t in (("q_proj", "down_proj"), None)
+    )
+    assert all_of.all - few.all == 100 * 5 * 4 * 4, "five adapters, rank 4, fp32"
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

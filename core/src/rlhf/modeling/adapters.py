@@ -61,6 +61,21 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         peft.inject_adapter_in_model(config, module, adapter_name=NAME)
 
 
+def linear(layer: Any, x_NI: Tensor) -> Tensor:
+    """[N, outputs] of a linear layer, with its adapter if it has one: W x + b, to which one matrix product adds
+    alpha / rank x B A x in place (in bf16 it is rounded once). The weights must be whole.
+
+    peft's own forward makes three more tensors as large as the output. They are freed at once, but the adapter's small
+    inner output, made between them, stays for the backward pass: in a CPU's heap it cuts the holes that they leave, and
+    the next tensor of that size needs new memory (docs/plan.md has what that took).
+    """
+    if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged:
+        return layer(x_NI)
+    y_NO = layer.base_layer(x_NI)
+    z_NR = layer.lora_A[NAME](layer.lora_dropout[NAME](x_NI))
+    return y_NO.addmm_(z_NR, layer.lora_B[NAME].weight.t().to(y_NO.dtype), alpha=layer.scaling[NAME])
+
+
 def train_adapters_only(module: nn.Module, head: nn.Module | None) -> None:
     """Gradients for the adapters, and for ``head`` where it is the role's own and not a language model's."""
     for name, parameter in module.named_parameters():

@@ -2,7 +2,8 @@
 their own. About a quarter of a small model's update on a CPU is element-wise; autograd over transformers' statements of
 these takes two to three times the passes over memory.
 
-Only layers of known classes without dropout are replaced, on their instances, and only if a probe agrees.
+Only layers of known classes without dropout in attention are replaced, on their instances, and only if a probe agrees;
+their linear layers may have adapters.
 
 Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-forward width.
 """
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from rlhf.modeling.adapters import linear
 from rlhf.modeling.attention import PackedAttention, attention_route
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
@@ -44,7 +46,7 @@ def restore_layers(layers: list[nn.Module]) -> None:
 def _known(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     linear = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
-    plain = all(type(m) is nn.Linear for m in linear if m.weight.ndim == 2)
+    plain = all(type(getattr(m, "base_layer", m)) is nn.Linear for m in linear if m.weight.ndim == 2)  # or an adapter's
     return plain and not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
 
 
@@ -75,18 +77,18 @@ class _FusedLayer:
         x_NH = hidden_states[0]
         h_NH = _norm(layer.input_layernorm, x_NH, dtype)
         heads = (-1, attention.head_dim)
-        q_NHD = attention.q_proj(h_NH).unflatten(-1, heads)
-        k_NHD = attention.k_proj(h_NH).unflatten(-1, heads)
-        v_NHD = attention.v_proj(h_NH).unflatten(-1, heads)
+        q_NHD = linear(attention.q_proj, h_NH).unflatten(-1, heads)
+        k_NHD = linear(attention.k_proj, h_NH).unflatten(-1, heads)
+        v_NHD = linear(attention.v_proj, h_NH).unflatten(-1, heads)
         q_NHD, k_NHD = _norm_rotary(attention, q_NHD, k_NHD, cos_ND, sin_ND, dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
         window = getattr(attention, "sliding_window", None)
         out, _ = route(attention, q, k, v, None, scaling=attention.scaling, sliding_window=window)
-        x_NH = x_NH + attention.o_proj(out[0].flatten(-2))
+        x_NH = x_NH + linear(attention.o_proj, out[0].flatten(-2))
 
         h_NH = _norm(layer.post_attention_layernorm, x_NH, dtype)
-        y_NF = _SwiGlu.apply(mlp.gate_proj(h_NH), mlp.up_proj(h_NH))
-        return (x_NH + mlp.down_proj(y_NF))[None]
+        y_NF = _SwiGlu.apply(linear(mlp.gate_proj, h_NH), linear(mlp.up_proj, h_NH))
+        return (x_NH + linear(mlp.down_proj, y_NF))[None]
 
 
 def _norm(norm: Any, x_NH: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ else 4). The residual stream is fp32 in either arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rlhf.interfaces.memory import Sharding
 from rlhf.plan.heap import Size, tensors, total
@@ -73,29 +73,34 @@ def layer_saved(
     device: str,
     softcap: bool = False,
     repeats: float = 1.0,
+    adapters: Sequence[int] = (),
 ) -> list[tuple[float, float]]:
     """[(bytes per computed token, those of one tensor among them)] that one layer keeps for the backward pass.
 
-    norms        each: input 4H, and normed 4H where not fused
+    norms        each: input 4H, and normed 4H where not fused and trained
     projections  inputs bH, one for q, k, v and one for gate, up; as many casts as matrices where not fused, in bf16
     q, k         before norm and rotary b(Q + K) where fused; of a norm of their own where not
     attention    q, k, v, output; fp32 inside on a CPU; for short sequences the probabilities too, heads x length;
                  soft-capped: two such matrices whatever the length, and keys and values of every query head
     feed-forward gate, up, product: 3bF; 4bF where not fused; of experts in fp32, with each routed token in and out
+    adapters     the inner output of each, bR; matrices and norms are not trained then. Inputs of linear layers without
+                 an adapter are counted, and not kept
 
     Args:
         length: of the sequences.
+        adapters: the rank of each adapter of the layer; none: its weights are trained.
         repeats: tokens of the sequences for each computed one. A prefix that sequences share is computed once, but
             its keys and values are gathered for each of them; the output of long ones is laid out anew, bQ.
     """
     b = element(bf16)
-    norms = layer.norms * hidden * FP32 * (1 if fused else 2)
+    frozen = bool(adapters)
+    norms = layer.norms * hidden * FP32 * (1 if fused or frozen else 2)
     into = 2 * hidden * b * (1 if fused or not bf16 else 2.5)
     heads = layer.query + layer.key
     if fused:
         before = heads * b
     else:
-        before = heads * (2 * FP32 if not bf16 else FP32 + b) if layer.normed else 0
+        before = heads * (FP32 + (0 if frozen else b)) if layer.normed else 0
     qkv = layer.query + repeats * (layer.key + layer.value)
     scores, each = 0.0, b
     if softcap:
@@ -120,12 +125,22 @@ def layer_saved(
         (attention * each, layer.query * each),
         (scores * each, layer.heads * length * each),
         *feed,
+        *((rank * b, rank * b) for rank in adapters),
     ]
 
 
 def worst_length(longest: int, *, bf16: bool, device: str) -> int:
     """The length of sequences that costs most, up to the longest there may be."""
     return min(longest, SHORT[bf16]) if device == "cpu" else longest
+
+
+def adapters_of(shape: ModelShape, sharding: Sharding) -> tuple[int, ...]:
+    """The rank of each adapter of one layer; all layers are taken to have as many."""
+    if not sharding.adapter_rank:
+        return ()
+    targets = sharding.adapter_targets
+    count = sum(count for name, _, count in shape.linear if targets is None or name in targets)
+    return (sharding.adapter_rank,) * -(-count // len(shape.layers))
 
 
 def layer_kept(
@@ -142,6 +157,7 @@ def layer_kept(
         device=device,
         softcap=shape.softcap,
         repeats=repeats,
+        adapters=adapters_of(shape, sharding),
     )
     return total(tensors(tokens * each, tokens * tensor) for each, tensor in saved)
 

@@ -7,6 +7,7 @@ import torch
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.modeling.adapters import LoraOptions
+from rlhf.modeling.fused import restore_layers
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
@@ -68,6 +69,31 @@ def test_state_survives_and_holds_no_base(tmp_path, trained, make_trainer, nll):
         each.update([batch], nll, {}, {})
     assert torch.equal(logprobs(again, batch), logprobs(trainer, batch))
     assert (tmp_path / "model.safetensors").stat().st_size < 40_000
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_fused_layers_with_adapters_compute_what_peft_computes(make_trainer, make_batch, nll, targets):
+    """And their gradients, in every view: B is no longer zero."""
+    lora = LoraOptions(rank=4, alpha=12, targets=targets)
+    trainer, batch = make_trainer(lora=lora, lr=0.02), make_batch([9, 30, 4], loss=nll)
+    for _ in range(2):
+        trainer.update([batch], nll, {}, {})
+    layers = [m for m in trainer.module.modules() if "forward" in vars(m)]
+    assert len(layers) == 2
+    found = []
+    for restore in (False, True):
+        if restore:
+            restore_layers(layers)
+        values = [logprobs(trainer, batch, view) for view in ("live", "base")]
+        trainer.accumulate([batch], nll, {}, {})
+        found.append((values, trainer.gradients()))
+        trainer.zero_grad()
+    (values, gradients), (expected, other) = found
+    assert (values[0] - values[1]).abs().max() > 0.1
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(values, expected, strict=True))
+    assert gradients.keys() == other.keys()
+    for name in gradients:
+        assert (gradients[name] - other[name]).norm() <= 1e-5 * other[name].norm(), name
 
 
 def test_the_generator_samples_with_the_adapters(trained):
