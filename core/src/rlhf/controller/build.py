@@ -104,10 +104,11 @@ def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role |
     """
     spec, config = prepared.specs[name], prepared.config
     source = roles.get(spec.role.like or "")
-    elsewhere = name in config.placement and not _beside(name, spec.role.like or "", prepared)
-    asked = elsewhere or section_of(config, name) != ModelSection()
     frozen = not spec.role.trained and name not in prepared.snapshots
-    if source is None or not frozen or asked or "base" not in source.facts.views:
+    if source is None or not frozen or "base" not in source.facts.views:
+        return None
+    elsewhere = name in config.placement and not _beside(name, source.name, prepared)
+    if elsewhere or section_of(config, name) != ModelSection():
         return None
     if (spec.path, spec.role.head) != (source.spec.path, source.spec.role.head):
         return None
