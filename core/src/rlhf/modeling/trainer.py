@@ -20,67 +20,19 @@ from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.interfaces.memory import Sharding
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.adapters import train_adapters_only
-from rlhf.modeling.attention import attend_with, current_route, packed
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
+from rlhf.modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf.modeling.padding import set_padding
 from rlhf.modeling.precision import Precision, choose_precision
-from rlhf.modeling.prefix import share_prefixes
 from rlhf.modeling.sharding import sharding
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
 from rlhf.ops.losses import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
 from rlhf.types import Head
-
-
-class PackedModel(nn.Module):
-    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call a micro-batch."""
-
-    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
-        super().__init__()
-        self.model = loaded.module
-        self.loaded, self.config = loaded, config
-        self.shares_prefixes = config.shared_prefixes and not has_dropout(loaded.module)
-        """Sequences of a micro-batch that share a prefix compute it once."""
-
-    def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
-        """{output: [A, ...]}, fp32; see :func:`rlhf.modeling.heads.compute`."""
-        hidden_MH, place_N = hidden_states(self.loaded, batch, self.shares_prefixes)
-        return head_ops.compute(
-            hidden_MH,
-            batch,
-            outputs,
-            self.loaded.logits,
-            place_N,
-            tempered=self.loaded.kind == "lm",
-            chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
-            head_fp32=self.config.head_fp32,
-        )
-
-
-def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
-    """([M, hidden] of a micro-batch, where each of its N tokens is among them); None: at its own place.
-
-    With ``share`` a prefix that sequences have in common is computed once (:mod:`rlhf.modeling.prefix`).
-    """
-    lens = batch.lens_B.tolist()
-    shared = share_prefixes(batch.ids_N, lens) if share else None
-    if shared is None:
-        return loaded.hidden(batch.ids_N, batch.position_N, lens), None
-    with packed(lens, shared, loaded.attention):
-        out = loaded.body(input_ids=shared.ids_M[None], position_ids=shared.position_M[None], use_cache=False)
-    return out.last_hidden_state[0], shared.place_N
-
-
-def has_dropout(module: nn.Module) -> bool:
-    """Sequences that share a prefix would share its dropout mask, so it is not shared where there is dropout."""
-    config = getattr(module, "config", None)
-    named = config.get_text_config().to_dict() if config is not None else {}
-    rates = [v for k, v in named.items() if "drop" in k and isinstance(v, int | float)]
-    return any(rates) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
 
 class PackedTrainer(Trainer):
@@ -124,7 +76,7 @@ class PackedTrainer(Trainer):
         self.parameters: dict[str, nn.Parameter] = trained
         """What is trained, by name; all of a role that is not."""
         if spec.role.trained and spec.gradient_checkpointing:
-            self._checkpoint_gradients()
+            checkpoint_gradients(self.module)
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
 
@@ -292,10 +244,3 @@ class PackedTrainer(Trainer):
     def _no_view(self, view: str, why: Mapping[str, str]) -> CapabilityError:
         reason = why.get(view, "it is not known")
         return CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
-
-    def _checkpoint_gradients(self) -> None:
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            # the second pass runs inside backward(), outside of the context that holds the lengths
-            return nullcontext(), attend_with(current_route())
-
-        self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
 from rlhf.modeling.model import LoadedModel
-from rlhf.modeling.trainer import has_dropout
+from rlhf.modeling.packed_model import has_dropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -16,7 +16,7 @@ import torch
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import LoadedModel
-from rlhf.modeling.trainer import has_dropout, hidden_states
+from rlhf.modeling.packed_model import has_dropout, hidden_states
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Outputs(nn.Module):
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
     ) -> dict[str, Tensor]:
-        """``hidden_MH``, ``place_N``: see :func:`rlhf.modeling.trainer.hidden_states`."""
+        """``hidden_MH``, ``place_N``: see :func:`rlhf.modeling.packed_model.hidden_states`."""
         (loaded,) = self._loaded
         return head_ops.compute(
             hidden_MH,
