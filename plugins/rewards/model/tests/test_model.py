@@ -47,6 +47,16 @@ def test_it_asks_its_role_with_the_tokens_of_the_last_context(model) -> None:
     assert [t.reward for t in asked.trajectories] == [15.0, 16.0]
 
 
+def test_a_model_of_steps_is_refused_before_it_is_loaded(model) -> None:
+    of_steps = ModelReward(ModelReward.Config(model=model(step_separator=";")))
+    with pytest.raises(ConfigError, match=r"read after each step that ends with ';'. Use --reward plugin:prm"):
+        of_steps.roles()
+    (role,) = ModelReward(ModelReward.Config(model=model())).roles()
+    assert (role.name, role.head) == ("reward_model", "scalar")
+    (role,) = ModelReward(ModelReward.Config(model="nowhere/at/all")).roles()
+    assert role.model == "nowhere/at/all"
+
+
 def test_it_normalises_by_what_training_left(model) -> None:
     asked = group(6)
     score(asked, model=model(mean=5.0, std=2.0), normalise=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from pydantic import Field
+from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
@@ -42,7 +44,21 @@ class ModelReward(Reward):
         self._score: ScoreWithRole | None = None
 
     def roles(self) -> tuple[RoleSpec, ...]:
+        """Raises ConfigError where the model scores steps: it has no score of a whole answer."""
+        if self._separator is not None:
+            raise ConfigError(
+                f"reward {self.name!r}: {self.config.model!r} is a process reward model, which is read after each step "
+                f"that ends with {self._separator!r}. Use --reward plugin:prm --reward.prm.model {self.config.model}"
+            )
         return (RoleSpec(self.config.role, head="scalar", model=self.config.model),)
+
+    @cached_property
+    def _separator(self) -> str | None:
+        """What ends the steps that the model was trained on, where it was."""
+        try:
+            return settings_of(self.config.model, f"reward {self.name!r}").get(STEP_SEPARATOR)
+        except ModelError:
+            return None  # that there is no such model is said where it is loaded
 
     async def setup(self, context: RewardContext) -> None:
         self._score = context.score_with_role
