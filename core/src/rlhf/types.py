@@ -29,7 +29,10 @@ class Row:
     """How its source's columns are read, where they are not those that the run file names."""
 
     def __getitem__(self, name: str) -> Any:
-        return self.columns[name]
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise KeyError(f"no column {name!r}; columns present: {', '.join(self.columns)}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.columns.get(name, default)

@@ -115,6 +115,10 @@ def test_steps_alone_are_a_reward(make_group) -> None:
         (lambda g: [RewardResult(1.0)], r"returned 1 results for 2 trajectories; allowed: exactly one each"),
         (lambda g: [RewardResult(1.0)] * 3, r"returned 3 results for 2 trajectories"),
         (lambda g: None, r"returned NoneType None; allowed: a list"),
+        (
+            lambda g: g.row["gold"],  # the place is the plugin's line, not Row's
+            r"raised KeyError: .*no column 'gold'; columns present: .* \(.*test_scoring.py:\d+\)",
+        ),
         (lambda g: 1 / 0, r"raised ZeroDivisionError: division by zero \(.*test_scoring.py:\d+\)"),
     ],
 )

@@ -1,0 +1,50 @@
+"""The main thread says what keeps the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+
+from rlhf.controller.mainthread import MainThread
+
+
+def test_a_coroutine_that_blocks_the_event_loop_is_named_once(capsys):
+    waiting = threading.Event()
+
+    async def blocks():
+        return waiting.wait(60)  # no await: nobody else has a turn
+
+    def release():
+        while "note:" not in (said := capsys.readouterr().err):
+            time.sleep(0.01)
+        time.sleep(0.2)  # several more intervals, in which it is not said again
+        heard.append(said + capsys.readouterr().err)
+        waiting.set()
+
+    heard: list[str] = []
+    main, other = MainThread(standstill=0.02), threading.Thread(target=release)
+    other.start()
+    try:
+        assert main.run(blocks()) is True
+    finally:
+        other.join()
+        main.close()
+    line = inspect.getsourcelines(blocks)[1] + 1
+    assert heard[0].count("note:") == 1
+    assert f"blocks() at {__file__}:{line}, an `async def`" in heard[0]
+    assert "Write it as plain `def`" in heard[0]
+
+
+def test_one_that_awaits_is_not(capsys):
+    async def sleeps():
+        await asyncio.sleep(0.5)
+        return 7
+
+    main = MainThread(standstill=0.1)
+    try:
+        assert main.run(sleeps()) == 7
+    finally:
+        main.close()
+    assert capsys.readouterr().err == ""
