@@ -17,7 +17,7 @@ install: $(STAMP)
 
 # $(1): requirements. Prints how long it took.
 define install_into_venv
-	@echo "installing into $(VENV) ..."
+	@echo "installing into $(VENV), a few minutes ..."
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
 	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(1) \

@@ -37,6 +37,15 @@ def test_it_says_where_it_wrote_and_what_comes_next(tmp_path, capsys):
     assert project["dependencies"] == ["rlhf-core>=0.1,<0.2"]
 
 
+@pytest.mark.parametrize(
+    ("name", "made"), [("brevity", "BrevityReward"), ("my_reward", "MyReward"), ("reward", "RewardReward")]
+)
+def test_the_class_says_its_kind_once(tmp_path, name, made):
+    new(tmp_path, name, "reward")
+    source = (tmp_path / f"rlhf-plugin-{name.replace('_', '-')}/src/rlhf_plugin_{name}/reward.py").read_text()
+    assert [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)] == [made]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["none", "class", "reward", "x1", "a_b_c"])
 def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, name):

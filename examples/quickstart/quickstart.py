@@ -20,7 +20,15 @@ def run(*command: str) -> None:
     """Run a command with this Python's `rlhf`, showing it first; stop where it fails."""
     print(f"\n$ {' '.join(command)}", flush=True)
     words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
-    if subprocess.run(words, check=False).returncode:
+    child, stopped = subprocess.Popen(words), False
+    while child.returncode is None:
+        try:
+            child.wait()
+        except KeyboardInterrupt:  # the child has heard it too: it finishes its step and saves
+            stopped = True
+    if stopped:
+        sys.exit("stopped. `make quickstart` starts anew")
+    if child.returncode:
         sys.exit(f"`{' '.join(command)}` failed; the message above says why")
 
 

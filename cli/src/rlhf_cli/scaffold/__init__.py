@@ -62,9 +62,7 @@ def write_plugin(name: str, kind: str, output: Path) -> Path:
 
 def _names(name: str, kind: str, distribution: str, package: str) -> dict[str, str]:
     camel = "".join(part.capitalize() for part in name.split("_"))
-    classes = {kind: camel + kind.capitalize()}
-    if kind == "algorithm":
-        classes["loss"] = camel + "Loss"
+    classes = {k: _class(camel, k) for k in ([kind, "loss"] if kind == "algorithm" else [kind])}
     major, minor = (int(part) for part in __version__.split(".")[:2])
     core = f"rlhf-core>={major}.{minor},<{major}.{minor + 1}"
     return {
@@ -81,6 +79,11 @@ def _names(name: str, kind: str, distribution: str, package: str) -> dict[str, s
         "HOOKS": "\n\n".join(_hook(k, cls, package, kind) for k, cls in classes.items()),
         "SELECT": _fill(SELECT.get(kind, SELECT_SECTION), {"NAME": name, "KIND": kind}),
     }
+
+
+def _class(camel: str, kind: str) -> str:
+    """``Brevity`` as a reward is ``BrevityReward``, ``MyReward`` is that already; ``Reward`` alone is taken."""
+    return camel if camel.endswith(kind.capitalize()) and camel != kind.capitalize() else camel + kind.capitalize()
 
 
 def _hook(kind: str, cls: str, package: str, module: str) -> str:
