@@ -1,12 +1,9 @@
-"""Loading a role's model: the body that gives hidden states, the head beside it, and a tokenizer to ship with it."""
+"""Loading a role's model: the body that gives hidden states and the head beside it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,22 +13,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.modeling.fused import fuse_layers, restore_layers
+from rlhf.modeling.pretrained import EXPECTED, quiet, read
 from rlhf.ops.heads import OutputHead
-from rlhf.published import looks_local, model_folder
 from rlhf.seeds import derive_seed
-
-EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
 
 
 @dataclass(slots=True)
@@ -93,7 +85,7 @@ def load_model(
     """
     kind = spec.role.head
     outputs = _outputs(kind)
-    config = _read(spec, "model", AutoConfig.from_pretrained)
+    config = read(spec, "model", AutoConfig.from_pretrained)
     auto: Any = AutoModelForCausalLM if outputs is None else _classification(config.architectures or ())
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
     classifies = [a for a in config.architectures or () if "Classification" in a]
@@ -110,8 +102,8 @@ def load_model(
             f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
             f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
         )
-    with torch.random.fork_rng(devices=[]), _quiet():  # what the checkpoint lacks is drawn, not from our state
-        module, info = _read(spec, "model", auto.from_pretrained, **options)
+    with torch.random.fork_rng(devices=[]), quiet():  # what the checkpoint lacks is drawn, not from our state
+        module, info = read(spec, "model", auto.from_pretrained, **options)
     missing = sorted(info["missing_keys"])
     if from_lm:
         missing = [name for name in missing if not name.startswith("score.")]
@@ -167,52 +159,6 @@ def check_head(loaded: LoadedModel, spec: ModelSpec) -> None:
         )
 
 
-def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model."""
-    return _read(spec, "tokenizer", AutoTokenizer.from_pretrained)
-
-
-def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every token that ends a text: of the generation config (else the model's config) and of the tokenizer."""
-    ids: list[int] = []
-    for config in (module.generation_config if module.can_generate() else None, module.config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            ids += found if isinstance(found, (list, tuple)) else [found]
-            break
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(ids))
-
-
-@contextmanager
-def exporting(module: PreTrainedModel) -> Iterator[None]:
-    """The config as other programs expect it, and no progress bar: our attention's name stays in this process."""
-    name = module.config._attn_implementation
-    module.config._attn_implementation = None
-    if not torch.cuda.is_available():  # DeepSpeed, where it is installed, is imported now, and warns that it guesses
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        with _quiet():
-            yield
-    finally:
-        module.config._attn_implementation = name
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar and report of missing weights: both are checked and said here."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _classification(architectures: Sequence[str]) -> Any:
     """The same body and a linear head named ``score`` either way; that of a token-classification model has a bias."""
     tokens = any("TokenClassification" in name for name in architectures)
@@ -229,19 +175,6 @@ def _outputs(kind: str) -> int | None:
     if name == "classes" and count.isdecimal() and int(count) > 0:
         return int(count)
     raise ModelError(f"head {kind!r} is not known: use 'lm', 'scalar' or 'classes:N' with N > 0")
-
-
-def _read(spec: ModelSpec, what: str, read: Any, **options: Any) -> Any:
-    if looks_local(spec.path) and not Path(spec.path).expanduser().is_dir():
-        raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
-    place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
-    try:
-        return read(place, trust_remote_code=spec.trust_remote_code, **options)
-    except Exception as cause:  # anything: damaged files raise whatever their parsers raise
-        raise ModelError(
-            f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
-            f"{EXPECTED}"
-        ) from cause
 
 
 def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:

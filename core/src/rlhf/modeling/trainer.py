@@ -23,10 +23,11 @@ from rlhf.modeling.adapters import train_adapters_only
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
-from rlhf.modeling.model import LoadedModel, eos_token_ids, load_tokenizer
+from rlhf.modeling.model import LoadedModel
 from rlhf.modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf.modeling.padding import set_padding
 from rlhf.modeling.precision import Precision, choose_precision
+from rlhf.modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf.modeling.sharding import sharding
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head

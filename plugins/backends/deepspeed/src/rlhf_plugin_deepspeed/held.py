@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from rlhf.errors import TrainingError
 from rlhf.modeling.adapters import without_adapters
-from rlhf.modeling.model import load_tokenizer
 from rlhf.modeling.optimizer import give_back
+from rlhf.modeling.pretrained import load_tokenizer
 from rlhf.modeling.trainer import PackedTrainer
 from rlhf.ops.heads import OutputHead
 from torch import Tensor

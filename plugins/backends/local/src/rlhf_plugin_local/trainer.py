@@ -15,7 +15,7 @@ from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.modeling import state
 from rlhf.modeling.adapters import base_tensors, merged, without_adapters
 from rlhf.modeling.ema import Ema
-from rlhf.modeling.model import exporting, load_model, load_tokenizer
+from rlhf.modeling.model import load_model
 from rlhf.modeling.optimizer import (
     build_optimizer,
     clip,
@@ -26,6 +26,7 @@ from rlhf.modeling.optimizer import (
     to_host,
 )
 from rlhf.modeling.precision import Precision, choose_device
+from rlhf.modeling.pretrained import exporting, load_tokenizer
 from rlhf.modeling.published import Published
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
