@@ -62,6 +62,7 @@ class _FusedLayer:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.original = type(layer).forward
+        self.window = _window(layer)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         route = attention_route()
@@ -82,13 +83,20 @@ class _FusedLayer:
         v_NHD = linear(attention.v_proj, h_NH).unflatten(-1, heads)
         q_NHD, k_NHD = _norm_rotary(attention, q_NHD, k_NHD, cos_ND, sin_ND, dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
-        window = getattr(attention, "sliding_window", None)
-        out, _ = route(attention, q, k, v, None, scaling=attention.scaling, sliding_window=window)
+        out, _ = route(attention, q, k, v, None, scaling=attention.scaling, sliding_window=self.window)
         x_NH = x_NH + linear(attention.o_proj, out[0].flatten(-2))
 
         h_NH = _norm(layer.post_attention_layernorm, x_NH, dtype)
         y_NF = _SwiGlu.apply(linear(mlp.gate_proj, h_NH), linear(mlp.up_proj, h_NH))
         return (x_NH + linear(mlp.down_proj, y_NF))[None]
+
+
+def _window(layer: Any) -> int | None:
+    """The layer's sliding window: the attention's own, but Mistral's, which reads the config in its forward."""
+    attention = layer.self_attn
+    holder = attention.config if type(layer).__name__ == "MistralDecoderLayer" else attention
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
 
 
 def _norm(norm: Any, x_NH: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,24 @@ from rlhf.modeling import fused
 from rlhf.modeling.fused import fuse_layers, restore_layers
 from rlhf.testing.tiny import tiny_model
 
+SLIDING = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
-def test_same_logprobs_and_gradients_as_the_original_layers(architecture, tmp_path, make_trainer, make_batch, nll):
-    trainer = make_trainer(tiny_model(tmp_path, architecture=architecture))
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", SLIDING),
+        ("llama", {}),
+        ("llama", {"sliding_window": 6}),  # which it does not read
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 6}),
+    ],
+)
+def test_same_logprobs_and_gradients_as_the_original_layers(
+    architecture, options, tmp_path, make_trainer, make_batch, nll
+):
+    trainer = make_trainer(tiny_model(tmp_path, architecture=architecture, **options))
     layers = [m for m in trainer.module.modules() if "forward" in vars(m)]
     assert len(layers) == 2
     batch = make_batch([9, 30, 4], loss=nll)
