@@ -1,0 +1,63 @@
+"""Parts of a cluster run that meet rarely: adapters whose base is the reference, a reward model on several ranks,
+evaluation beside stale batches, phases, and a resume in another place, with another division."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from rlhf.testing.tiny import tiny_model
+
+from tests.runs import Workshop, merged
+from tests.test_cluster_runs import Training
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
+pytest.importorskip("deepspeed")
+pytest.importorskip("peft")
+
+SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32}
+
+
+def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, tmp_path: Path) -> None:
+    place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", **SIZES), tiny.data)
+    judge = tiny_model(tmp_path / "judge", head="scalar", seed=5, **SIZES)
+    config = place.config(
+        "grpo",
+        "run",
+        run={"steps": 3},
+        launcher={"use": "ray", "cpus": 4},
+        trainer={"use": "deepspeed", "stage": 3, "lr": 1e-2, "lora": {"rank": 4}},
+        generator={"use": "vllm", "kv_cache_gib": 0.25},
+        placement={
+            "policy": {"ranks": 2},
+            "reference": {"share": "policy"},
+            "generator": {"share": "policy"},
+            "reward_model": {"ranks": 2},
+        },
+        algorithm={"kl": {"coef": 0.1, "where": "loss"}},
+        stream={"staleness": 1},
+        eval={"every": 1},
+        data={"eval": [{"path": str(tiny.data), "max_rows": 3, "name": "held_out"}]},
+        checkpoint={"every": 1, "keep": 9},
+    )
+    config["reward"] = [*config["reward"], {"use": f"model:{judge}", "name": "reward_model"}]
+    first = Training(place, config).finish()
+    assert first.code == 0, first.said
+    lines = first.lines()
+    assert [line["stream/version"] for line in lines] == [0, 0, 1]
+    assert all(math.isfinite(line["eval/reward"]) for line in lines)
+    assert all(line["sync/canary"] < 1e-4 for line in lines)
+    assert lines[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6), "adapters start as nothing"
+    assert lines[2]["policy/kl_reference"] > 0
+
+    apart = {"policy": {"ranks": 1}, "reference": None, "generator": {"share": None}, "reward_model": {"ranks": 1}}
+    other = merged(config, {"placement": apart, "trainer": {"stage": 2}, "run": {"steps": 4}})
+    resumed = Training(place, other, "--resume").finish()
+    assert resumed.code == 0, resumed.said
+    assert "continues as a different run" in resumed.said
+    assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4]
+    assert resumed.lines()[3]["stream/version"] == 3, "generated when the run was told of a further step"
