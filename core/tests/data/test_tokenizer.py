@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from rlhf.data.tokenizer import load_tokenizer, tokens_of
+from rlhf.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
 from rlhf.errors import ConfigError, ModelError
 from rlhf.testing.tiny import tiny_tokenizer
 
@@ -44,6 +45,15 @@ def test_no_end_token(tmp_path):
     config.pop("eos_token")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert "has no end token" in refused(tmp_path)
+
+
+def test_stop_strings_that_no_text_shows(tmp_path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab<>eos|+", chat_template="default")))
+    check_stops(("eos", "<eo", "\n\n"), tokenizer)
+    for stop, token in (("<eos>", "<eos>"), ("a<|user|>", "<|user|>")):
+        assert Decoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
+        with pytest.raises(ConfigError, match=re.escape(f"{stop!r} holds the special token {token!r}, which")):
+            check_stops((stop,), tokenizer)
 
 
 def test_what_plugins_get_of_a_tokenizer(tmp_path):

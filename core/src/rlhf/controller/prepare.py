@@ -21,7 +21,7 @@ from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, se
 from rlhf.controller.precompute import problems_of
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
-from rlhf.data.tokenizer import load_tokenizer, tokens_of
+from rlhf.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
 from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
@@ -81,6 +81,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         observers[choice.label] = select(plugins, "observer", choice, f"observer.{number}", config.origins)
     policy = model_of(config, roles, "policy")
     tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
+    check_stops(config.sampling.stop, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
     data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.steps import decoder_of
-from rlhf.errors import ModelError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.hub import hub_name
 from rlhf.interfaces.tokens import Tokens
 from rlhf.published import model_folder
@@ -55,6 +55,21 @@ def tokens_of(tokenizer: Any) -> Tokens:
         return ids
 
     return Tokens(encode, decoder_of(tokenizer))
+
+
+def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
+    """Refuse stop strings that no answer can contain, as its text leaves special tokens out (:class:`Decoder`).
+
+    Raises ConfigError.
+    """
+    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    for stop in stops:
+        for token in sorted(t for t in {*marked, *tokenizer.all_special_tokens} if t in stop):
+            raise ConfigError(
+                f"sampling.stop: {stop!r} holds the special token {token!r}, which the text of an answer leaves out, "
+                "so it would stop nothing. Answers end at the end tokens of tokenizer, chat template and "
+                "generation_config.json by themselves; add the token to eos_token_id there, or leave it out here."
+            )
 
 
 def has_tokenizer(folder: str) -> bool:
