@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from rlhf import types
 from rlhf.interfaces import KINDS
+from rlhf.ops.losses import LossInput
 
 FOLDER = Path(__file__).parent.parent / "docs" / "hooks"
 SPEC = importlib.util.spec_from_file_location("docs_hooks_reference", FOLDER / "reference.py")
@@ -37,3 +39,31 @@ def test_the_written_part_is_there(kind):
     written = (FOLDER / f"{kind}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
     assert written.startswith(f"# `rlhf_register_{kind}`\n")
     assert len(written.split()) > 40
+
+
+def test_the_page_of_types_has_every_one_that_plugins_meet():
+    text = (FOLDER / "types.md").read_text(encoding="utf-8")
+    classes = [c for c in vars(types).values() if isinstance(c, type) and c.__module__ == "rlhf.types"]
+    assert len(classes) > 15
+    for cls in (*classes, LossInput):
+        assert f"\n## `{cls.__module__}.{cls.__name__}`\n" in text
+        for member in (
+            *getattr(cls, "__dataclass_fields__", ()),
+            *(n for n, v in vars(cls).items() if isinstance(v, property)),
+        ):
+            assert re.search(rf"^### `{member}\b", text, re.MULTILINE), f"{cls.__name__}.{member}"
+
+
+@pytest.mark.parametrize("page", sorted(p.relative_to(FOLDER.parent) for p in FOLDER.parent.rglob("*.md")), ids=str)
+def test_links_to_the_types_lead_somewhere(page):
+    headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
+    wanted = re.findall(r"types\.md#([a-z0-9_-]+)\)", (FOLDER.parent / page).read_text(encoding="utf-8"))
+    assert [anchor for anchor in wanted if anchor not in anchors] == []
+
+
+def test_examples_in_the_pages_are_whole():
+    """A code block that ends too early would leave a class outside of it."""
+    for path in FOLDER.glob("*.md"):
+        outside = re.sub(r"```.*?```", "", reference.page(path.stem), flags=re.DOTALL)
+        assert not re.search(r"^(class|    def|async def) ", outside, re.MULTILINE), path.name

@@ -21,7 +21,7 @@ class RunInfo:
     """The resolved run file; holds no secrets."""
     total_steps: int
     first_step: int
-    """> 0 after a resume."""
+    """Above 0 after a resume."""
 
 
 class Observer(Component):

@@ -43,14 +43,16 @@ class RolloutContext(ABC):
 
 
 class Rollout(Component):
-    """Complete example (what ``single_turn`` does)::
+    """How a prompt becomes a trajectory.
 
-    class SingleTurn(Rollout):
-        name = "single_turn"
+    Complete example (what ``single_turn`` does)::
 
-        async def run(self, row, seed, ctx):
-            prompt = ctx.encode_prompt(row)
-            return [prompt, await ctx.generate([prompt], ctx.sampling)]
+        class SingleTurn(Rollout):
+            name = "single_turn"
+
+            async def run(self, row, seed, ctx):
+                prompt = ctx.encode_prompt(row)
+                return [prompt, await ctx.generate([prompt], ctx.sampling)]
     """
 
     needs_env: bool = False

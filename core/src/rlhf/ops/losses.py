@@ -22,6 +22,9 @@ class LossInput:
 
     ``x[name]`` is a declared output or column: [A, ...] per token, [S] or [B] per sequence, [U] per unit. A *sequence*
     here is the tokens of one (unit, role): S of them. Where no context was rewritten, S = B.
+
+    Beside: ``x.tokens``, ``x.sequences`` and ``x.units``, their numbers; ``x.sequence_A`` and ``x.unit_A``, int64 [A],
+    which sequence and unit each token belongs to; ``x.coef[name]``, the update's coefficients (:attr:`Update.coef`).
     """
 
     def __init__(
