@@ -190,6 +190,8 @@ class OddGenerator(Generator):
 
     def take(self, sent: Any) -> None:
         self._flagged("die-before-take")
+        if self._takes_away("sleep-in-take"):
+            time.sleep(8)
         with self.inlet.open(sent) if self.inlet is not None else nullcontext(sent) as bucket:
             self.got |= bucket.received()
         self._flagged("die-in-take")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from ray_run import Run, expected, requests
@@ -171,6 +172,18 @@ def test_weights_that_an_engine_gave_up_in_its_sleep_come_again(r):
     r.engines.sleep()
     r.engines.wake()
     assert r.pushes == pushes + 1, "nothing was given up this time"
+
+
+@ONE_WAY
+def test_an_engine_that_does_not_take_a_bucket_in_time(r, monkeypatch):
+    monkeypatch.setattr(r.engines, "spec", replace(r.engines.spec, sync_timeout=2.0))
+    (r.folder / "sleep-in-take").touch()
+    with pytest.raises(SyncError, match=r"engine \d did not answer take\(\) within 2 s \(sync\.timeout\)"):
+        r.sync(r.version + 1)
+    monkeypatch.undo()
+    r.sync(r.version + 1)
+    check_answers(r)
+    check_proofs(r)
 
 
 @ONE_WAY

@@ -87,7 +87,7 @@ class EngineGroup(Generator):
     def take(self, bucket: Any) -> None:
         """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""
         if not self._cut_off:
-            self.fleet.ask("take", bucket)
+            self.fleet.ask("take", bucket, timeout=self.spec.sync_timeout)
 
     def end_load(self) -> list[Proof]:
         answers = {} if self._cut_off else self.fleet.ask("end_load")

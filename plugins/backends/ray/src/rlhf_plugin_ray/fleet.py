@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -54,17 +55,29 @@ class Fleet:
         """Ask without waiting: what goes wrong is told by the next :meth:`ask`. What was posted before is forgotten."""
         self._posted = self._call(self._alive(), method, arguments)
 
-    def ask(self, method: str, *arguments: Any, only: Collection[int] | None = None) -> dict[int, Any]:
+    def ask(
+        self, method: str, *arguments: Any, only: Collection[int] | None = None, timeout: float | None = None
+    ) -> dict[int, Any]:
         """{engine: answer} of those that live to give one. A SyncError is raised once all have answered, and not at all
-        where an engine died: others feel that as a sync that fails."""
+        where an engine died: others feel that as a sync that fails.
+
+        Args:
+            timeout: seconds, ``sync.timeout``; SyncError where some have not answered by then.
+        """
         numbers = self._alive(only)
         last = self._call(numbers, method, arguments)
         waiting, self._posted = self._posted | last, {}
         vigil = self.watch({n for n, _ in waiting.values()}, f"{method}()")
         answers: dict[int, Any] = {}
         failed: list[SyncError] = []
+        end = None if timeout is None else time.monotonic() + timeout
         while waiting:
-            for ref in vigil.wait(list(waiting)):
+            ready = vigil.wait(list(waiting), None if end is None else max(0.0, end - time.monotonic()))
+            if not ready:
+                late = " and ".join(sorted({f"engine {n}" for n, _ in waiting.values()}))
+                self.gave_up()
+                raise SyncError(f"{late} did not answer {method}() within {timeout:g} s (sync.timeout)")
+            for ref in ready:
                 number, asked = waiting.pop(ref)
                 if ref in last:  # an engine does one thing after another
                     vigil.leave(self.members[number])
