@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from parts_names import MODELS, REFUSED
+from rank_processes import Ranks as Processes
 from rlhf.interfaces import Loss
 from rlhf.testing.suite_losses import TokenLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_local.trainer import TorchTrainer
-from safetensors.torch import load_file
 from zero_cases import batch, spec, trainer
 
 HERE = Path(__file__).parent
-SECONDS = 900
 LOSS = 1e-4
 
 
-class Ranks:
-    """What the ranks wrote: ``results[rank][case]``, and files below ``folder``."""
+class Ranks(Processes):
+    """Ranks that run the cases of ``parts_ranks.py``."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        self.folder, self.ranks = folder, ranks
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes = []
-        for rank in range(ranks):
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                arguments = [str(HERE / "parts_ranks.py"), str(rank), str(ranks), str(port), str(folder)]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                started = subprocess.Popen(
-                    [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
-                processes.append(started)
-        end = time.monotonic() + SECONDS
-        try:
-            codes = [p.wait(max(1.0, end - time.monotonic())) for p in processes]
-        finally:
-            for p in processes:
-                p.kill()
-                p.wait()
-        logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]
-        assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
-        self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-    def __call__(self, case: str) -> list:
-        return [found[case] for found in self.results]
-
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / f"{name}.safetensors")
+        super().__init__(HERE / "parts_ranks.py", folder, ranks)
 
 
 def models(folder: Path) -> Path:

@@ -1,50 +1,30 @@
-"""One rank of 2 or 4 that divide layers in two: every case in turn. ``python parts_ranks.py RANK RANKS PORT FOLDER``.
-
-A case is a function whose return value, JSON, ends up in the tests under its name; tensors go to files.
-"""
+"""One rank of 2 or 4 that divide layers in two: every case in turn (:mod:`rank_case`)."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from parts_names import MODELS, REFUSED, STAGES, VARIANTS
+from rank_case import FOLDER, RANK, RANKS, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
 from rlhf.sync.fingerprint import fingerprint
 from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
-from zero_cases import STEPS, batch, shares, spec
+from zero_cases import STEPS, batch, shares
 from zero_cases import trainer as any_trainer
 
-RANK, RANKS, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 PARTS = 2
 REPLICA, REPLICAS = RANK // PARTS, RANKS // PARTS
-BOTH: dict[str, Callable[[], Any]] = {}
-PAIR: dict[str, Callable[[], Any]] = {}
-
-
-def case(name: str, cases: dict[str, Callable[[], Any]] = PAIR) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def add(function: Callable[[], Any]) -> Callable[[], Any]:
-        cases[name] = function
-        return function
-
-    return add
+BOTH: Cases = {}
+PAIR: Cases = {}
+on_both, on_pair = adder(BOTH), adder(PAIR)
 
 
 def trainer(of: ModelSpec, **options: Any) -> Any:
     return any_trainer(of, tensor_parallel=PARTS, **options)
-
-
-def here(**options: Any) -> ModelSpec:
-    return spec(FOLDER, RANK, RANKS, PORT, **options)
 
 
 def mine(number: int, loss: Any = None) -> list[Any]:
@@ -52,27 +32,7 @@ def mine(number: int, loss: Any = None) -> list[Any]:
     return shares(batch(number, loss), REPLICAS)[REPLICA]
 
 
-def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
-    if RANK == 0:
-        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, FOLDER / f"{name}.safetensors")
-
-
-def steps(of: Any, numbers: Any, loss: Any = None) -> list[Any]:
-    """[loss on this rank, norm, rate, why skipped] of each step."""
-    loss = loss or TokenLoss()
-    done = []
-    for number in numbers:
-        sums, result = of.update(mine(number, loss), loss, {}, {})
-        done.append([sums["loss"][0], result.grad_norm, result.lr, result.skipped])
-    return done
-
-
-def held(of: Any, view: str = "live") -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in of.weights(view)}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+steps = stepper(mine)
 
 
 def first_gradients(of: Any, name: str, loss: Any = None) -> None:
@@ -88,7 +48,7 @@ def own_prints(of: Any) -> dict[str, str]:
 
 for stage in STAGES:
 
-    @case(f"equal-{stage}", BOTH)
+    @on_both(f"equal-{stage}")
     def equal(stage: int = stage) -> Any:
         """Gradients of the first step; five steps; what scoring gives; what a rank holds."""
         one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
@@ -112,7 +72,7 @@ for stage in STAGES:
 
 for stage in STAGES:
 
-    @case(f"resume-{stage}", BOTH)
+    @on_both(f"resume-{stage}")
     def resume(stage: int = stage) -> Any:
         """Saved after two steps, loaded into a trainer that has seen other data; what one rank saved goes on here."""
         options = {"stage": stage, "ema_decay": 0.9}
@@ -132,7 +92,7 @@ for stage in STAGES:
 SPEC = ("gradient_checkpointing", "dtype")
 for variant, options in VARIANTS.items():
 
-    @case(f"variant-{variant}")
+    @on_pair(f"variant-{variant}")
     def varied(variant: str = variant, options: dict[str, Any] = options) -> Any:
         one = trainer(
             here(**{k: v for k, v in options.items() if k in SPEC}),
@@ -146,7 +106,7 @@ for variant, options in VARIANTS.items():
 
 for kind in MODELS:
 
-    @case(f"model-{kind}")
+    @on_pair(f"model-{kind}")
     def model(kind: str = kind) -> Any:
         one = trainer(replace(here(), path=str(FOLDER / kind)), stage=2)
         first_gradients(one, kind)
@@ -155,14 +115,14 @@ for kind in MODELS:
         return {"steps": done}
 
 
-@case("critic")
+@on_pair("critic")
 def critic() -> Any:
     one = trainer(here(head="scalar"), stage=2)
     first_gradients(one, "critic", ValueLoss())
     return {"steps": steps(one, range(3), ValueLoss())}
 
 
-@case("frozen")
+@on_pair("frozen")
 def frozen() -> Any:
     """A role that is not trained holds parts too; it takes whole weights over from a sender, and lends its head."""
     source = trainer(here(), stage=2)
@@ -186,7 +146,7 @@ def frozen() -> Any:
     }
 
 
-@case("lent")
+@on_pair("lent")
 def lent() -> Any:
     lender = trainer(replace(here(trained=False), path=str(FOLDER / "lender")), stage=2)
     one = trainer(here(), stage=2)
@@ -201,7 +161,7 @@ def lent() -> Any:
     return {"loss": sums["loss"][0]}
 
 
-@case("skip", BOTH)
+@on_both("skip")
 def skip() -> Any:
     """A loss, then a gradient, that is not finite: on the last replica only."""
     one, twin = (trainer(here(), stage=2, ema_decay=0.5) for _ in range(2))
@@ -218,7 +178,7 @@ def skip() -> Any:
     return [*found, [done[0][3], same(held(one), held(twin))]]
 
 
-@case("export")
+@on_pair("export")
 def export() -> Any:
     one = trainer(here(), stage=2, ema_decay=0.9)
     one.export(FOLDER / "export")
@@ -226,7 +186,7 @@ def export() -> Any:
     return one.sent()
 
 
-@case("beside")
+@on_pair("beside")
 def beside() -> Any:
     """Roles that divide layers and roles that do not, in one process, in either order."""
     divided, plain = trainer(here(), stage=2), any_trainer(here(), stage=2)
@@ -234,7 +194,7 @@ def beside() -> Any:
     return [both[0][0][1], both[1], steps(divided, [1])[0][1], steps(trainer(here(), stage=1), [0])[0][1]]
 
 
-@case("refused")
+@on_pair("refused")
 def refused() -> Any:
     found = {}
     for name in REFUSED:
@@ -245,19 +205,5 @@ def refused() -> Any:
     return found
 
 
-def main() -> None:
-    only = sys.argv[5:]
-    results = {}
-    for name, function in (BOTH if RANKS > PARTS else {**BOTH, **PAIR}).items():
-        if only and not any(name.startswith(o) for o in only):
-            continue
-        start = time.process_time()
-        results[name] = function()
-        print(name, f"{time.process_time() - start:.1f} s of processor", flush=True)
-    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    run(BOTH if RANKS > PARTS else {**BOTH, **PAIR})

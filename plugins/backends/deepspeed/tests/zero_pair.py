@@ -1,67 +1,30 @@
-"""One rank of the pair: every two-rank case in turn, in one process. ``python zero_pair.py RANK PORT FOLDER``.
-
-A case is a function whose return value, JSON, ends up in the tests under its name; tensors go to files. Both ranks run
-the same cases in the same order.
-"""
+"""One rank of the pair: every two-rank case in turn, in one process (:mod:`rank_case`)."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
+from rank_case import FOLDER, PORT, RANK, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import RlhfError, WorkerError
-from rlhf.interfaces import ModelSpec
 from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
 from zero_pair_names import STAGES, VARIANTS
 
-RANK, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def add(function: Callable[[], Any]) -> Callable[[], Any]:
-        CASES[name] = function
-        return function
-
-    return add
-
-
-def here(**options: Any) -> ModelSpec:
-    return spec(FOLDER, RANK, 2, PORT, **options)
+CASES: Cases = {}
+case = adder(CASES)
 
 
 def mine(number: int, loss: Any = None, units: int = 7, budget: int = 40) -> list[Any]:
     return shares(batch(number, loss, units), 2, budget)[RANK]
 
 
-def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
-    if RANK == 0:
-        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, FOLDER / f"{name}.safetensors")
-
-
-def steps(of: Any, numbers: Any, loss: Any = None) -> list[Any]:
-    """[loss on this rank, norm, rate, why skipped] of each step."""
-    loss = loss or TokenLoss()
-    done = []
-    for number in numbers:
-        sums, result = of.update(mine(number, loss), loss, {}, {})
-        done.append([sums["loss"][0], result.grad_norm, result.lr, result.skipped])
-    return done
-
-
-def held(of: Any, view: str = "live") -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in of.weights(view)}
+steps = stepper(mine)
 
 
 def whole_weights(of: Any) -> dict[str, torch.Tensor]:
@@ -69,10 +32,6 @@ def whole_weights(of: Any) -> dict[str, torch.Tensor]:
     found = [held(of)]
     torch.distributed.broadcast_object_list(found, 0)
     return found[0]
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @case("nobody")
@@ -328,19 +287,5 @@ def timeout() -> Any:
     return "nothing was raised"
 
 
-def main() -> None:
-    only = sys.argv[4:]
-    results = {}
-    for name, function in CASES.items():
-        if only and not any(name.startswith(o) for o in only):
-            continue
-        start = time.process_time()
-        results[name] = function()
-        print(name, f"{time.process_time() - start:.1f} s of processor", flush=True)
-    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)  # the group is broken by the last case; nothing of it may hang the exit
-
-
 if __name__ == "__main__":
-    main()
+    run(CASES)

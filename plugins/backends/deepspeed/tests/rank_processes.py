@@ -1,0 +1,56 @@
+"""Several processes that are ranks of one group over gloo, run once for all tests that read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+SECONDS = 900
+
+
+class Ranks:
+    """``results[rank][case]``, as the ranks wrote them, and files below ``folder``.
+
+    Args:
+        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rank_case`).
+    """
+
+    def __init__(self, script: Path, folder: Path, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = []
+        for rank in range(ranks):
+            with (folder / f"rank-{rank}.log").open("w") as log:
+                arguments = [str(script), str(rank), str(ranks), str(port), str(folder)]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                started = subprocess.Popen(
+                    [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
+                )
+                processes.append(started)
+        end = time.monotonic() + SECONDS
+        try:
+            codes = [p.wait(max(1.0, end - time.monotonic())) for p in processes]
+        finally:
+            for p in processes:
+                p.kill()
+                p.wait()
+        logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]
+        assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
+        self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+    def __call__(self, case: str) -> list[Any]:
+        return [found[case] for found in self.results]
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{name}.safetensors")
