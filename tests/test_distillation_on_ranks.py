@@ -27,8 +27,8 @@ def changes(teacher: Path) -> dict[str, Any]:
     return {"run": {"steps": 5}, "reward": None, "roles": {"teacher": {"model": str(teacher), "dtype": "fp32"}}}
 
 
-def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    assert len(ours) == len(theirs) == 5
+def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], steps: int = 5) -> None:
+    assert len(ours) == len(theirs) == steps
     for a, b in zip(ours, theirs, strict=True):
         for name in ("policy/loss", "policy/divergence", "policy/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), (a["step"], name)
@@ -43,3 +43,15 @@ def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
     replayed = {**given, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
     again = shop.train("distill_on_policy", "replayed", **replayed, **ON_RANKS)
     agree(again.lines(), sampled.lines())
+
+
+def test_two_ranks_on_given_answers(shop: Workshop) -> None:
+    """Offline, ZeRO-2: rows in place of samples, three to a step, so that one rank has one and a filler, and a teacher
+    whose head is not its embedding."""
+    teacher = tiny_model(shop.folder / "teacher", seed=5, std=0.2, tied=False)
+    given = {**changes(teacher), "run": {"steps": 3}, "data": {"batch_size": 3}, "sampling": None}
+    given["algorithm"] = {"loss": {"divergence": "reverse_kl", "alpha": 0.7}}
+    embedded = shop.train("distill", "embedded", **given)
+    ranks = shop.train("distill", "ranks", **given, **{**ON_RANKS, "trainer": {"use": "deepspeed", "stage": 2}})
+    agree(ranks.lines(), embedded.lines(), 3)
+    assert embedded.lines()[0]["policy/nll"] != embedded.lines()[0]["policy/divergence"]
