@@ -68,6 +68,14 @@ def test_an_invalid_action_is_answered_and_costs(action: str) -> None:
     assert step.reward == pytest.approx(-0.3)
 
 
+def test_an_action_of_white_space_costs_little() -> None:
+    """Linear: a pattern that looks for white space twice in a row would be at it for minutes."""
+    space = " " * 1_000_000
+    assert [s.observation for s in play(f"5{space}x", f"{space}5{space}", f"5{space}?{space}", hidden=5)[1]] == list(
+        "!=="
+    )
+
+
 def test_replay_by_seed() -> None:
     actions = [str(n) for n in range(1, 16)]
     assert play(*actions, seed=11) == play(*actions, seed=11)

@@ -10,7 +10,7 @@ from rlhf.interfaces import ComponentConfig, Env
 from rlhf.seeds import derive_seed
 from rlhf.types import EnvStep, Row
 
-QUESTION = re.compile(r"\s*([0-9]{1,9})\s*\??\s*")
+QUESTION = re.compile(r"([0-9]{1,9})\s*\??")
 
 
 class NumberGameConfig(ComponentConfig):
@@ -63,7 +63,7 @@ class NumberGame(Env):
 
     async def step(self, action: str) -> EnvStep:
         c = self.config
-        question = QUESTION.fullmatch(action)
+        question = QUESTION.fullmatch(action.strip())
         number = int(question[1]) if question else -1
         if not c.low <= number <= c.high:
             return EnvStep("!", -c.cost - c.invalid_cost, info={"valid": False})
