@@ -30,7 +30,7 @@ from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.testing.launcher import CountingTrainer
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
 from rlhf_plugin_ray.vigil import Vigil

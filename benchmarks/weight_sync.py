@@ -21,7 +21,7 @@ from rlhf.controller.roles import Role
 from rlhf.controller.sync import WeightSync
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf.data.dataset import TrainData
-from rlhf.runfile import DataSection, SourceSection
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
 

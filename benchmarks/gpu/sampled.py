@@ -16,7 +16,7 @@ from rlhf.data.tokenizer import Decoder
 from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator

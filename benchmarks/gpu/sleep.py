@@ -22,7 +22,7 @@ from rlhf.observe import read_metrics
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.types import RoleSpec
 from safetensors.torch import load_file
 from sampled import draw_all, engine, policy, requests

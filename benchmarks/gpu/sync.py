@@ -17,7 +17,8 @@ from rlhf.controller.build import build
 from rlhf.controller.prepare import prepare
 from rlhf.controller.sync import WeightSync
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile, SyncSection
+from rlhf.runfile import RunFile
+from rlhf.sections import SyncSection
 from rlhf.sync.bucket import buckets
 from sampled import engine, policy
 

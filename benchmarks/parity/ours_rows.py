@@ -15,8 +15,8 @@ from typing import Any
 from cases import write
 from rlhf.data.dataset import TrainData, Verdict
 from rlhf.data.rows import Example
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 from rlhf_plugin_kto.twins import Labelled, twins
 from row_cases import CASES, TEMPLATES, RowCase
 

@@ -13,7 +13,8 @@ from rlhf.errors import ConfigError, PluginError, boundary
 from rlhf.flags import FlagText, plain, read
 from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
 from rlhf.plugins import Plugins, Resolved
-from rlhf.runfile import LISTS, SINGLE, Choice, RunFile
+from rlhf.runfile import LISTS, SINGLE, RunFile
+from rlhf.sections import Choice
 from rlhf.validation import check
 
 __all__ = ["Selection", "build", "build_algorithm", "check", "component_config", "resolved_run", "select"]

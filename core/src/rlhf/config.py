@@ -22,8 +22,9 @@ from rlhf.config_errors import describe, origin, raise_problems
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.flags import FlagText, plain, read
 from rlhf.overrides import Overrides
-from rlhf.runfile import Choice, RunFile, expand, long_form
+from rlhf.runfile import RunFile, expand, long_form
 from rlhf.secret_keys import find_secrets
+from rlhf.sections import Choice
 
 BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

@@ -8,7 +8,8 @@ from typing import Any
 from rlhf.config_errors import origin
 from rlhf.errors import did_you_mean
 from rlhf.flags import FlagText, toml_value
-from rlhf.runfile import LISTS, SINGLE, Choice, RunFile, label_of
+from rlhf.runfile import LISTS, SINGLE, RunFile
+from rlhf.sections import Choice, label_of
 
 LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
 """{path of a list of sections: the field that a plain text stands for}."""

@@ -9,7 +9,7 @@ from rlhf.config_errors import raise_problems
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint
-from rlhf.runfile import PlacementSection
+from rlhf.sections import PlacementSection
 
 
 def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], generator: bool) -> dict[str, Place]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
+from rlhf.data_section import DataSection
 from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
-from rlhf.runfile import DataSection, EnvSection, EvalSection, ModelSection, RunFile, StreamSection, SyncSection
+from rlhf.runfile import RunFile
+from rlhf.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 from rlhf.types import DataForm, Needs, OnlineShape, RoleSpec
 
 CORRECTION = "correction"

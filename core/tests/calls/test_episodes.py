@@ -10,7 +10,7 @@ from rlhf.controller.episodes import Episodes
 from rlhf.errors import EnvError, PluginInvalid
 from rlhf.interfaces import Env
 from rlhf.plugins import Resolved
-from rlhf.runfile import EnvSection
+from rlhf.sections import EnvSection
 from rlhf.types import EnvStep, Row, Sampling
 
 

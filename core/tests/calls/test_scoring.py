@@ -15,7 +15,7 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
 from rlhf.observe import evaluation_metrics
 from rlhf.plugins import Resolved
-from rlhf.runfile import FilterSection
+from rlhf.sections import FilterSection
 from rlhf.types import RewardResult, RoleSpec
 
 

@@ -9,7 +9,7 @@ from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.controller.scoring import ActiveReward, Scorer
 from rlhf.errors import RolloutError
 from rlhf.plugins import Plugins
-from rlhf.runfile import EnvSection
+from rlhf.sections import EnvSection
 from rlhf.types import Row, Sampling, Turn
 
 ENV = """

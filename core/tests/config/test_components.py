@@ -13,7 +13,7 @@ from rlhf.config import load, to_toml
 from rlhf.errors import ConfigError, PluginError, PluginNotFound
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot
 from rlhf.plugins import Plugins
-from rlhf.runfile import Choice
+from rlhf.sections import Choice
 from rlhf.types import Needs, RewardResult, RoleSpec
 
 

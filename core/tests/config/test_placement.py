@@ -7,7 +7,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint
 from rlhf.placement import check_workers, divided, neighbours, placement
-from rlhf.runfile import PlacementSection
+from rlhf.sections import PlacementSection
 
 ROLES = ["policy", "critic", "reference"]
 

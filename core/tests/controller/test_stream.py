@@ -6,7 +6,7 @@ import pytest
 from rlhf.controller.rollouts import RolloutSettings
 from rlhf.controller.stream import Stream, passes
 from rlhf.errors import TrainingError
-from rlhf.runfile import FilterSection
+from rlhf.sections import FilterSection
 from rlhf.types import Group, Row, Sampling, Trajectory, Turn
 
 

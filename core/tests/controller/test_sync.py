@@ -13,7 +13,7 @@ from rlhf.controller.roles import Role
 from rlhf.controller.sync import WeightSync
 from rlhf.errors import SyncError, TrainingError
 from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.sync.bucket import Bucket, buckets
 from rlhf.types import RoleSpec
 

@@ -8,9 +8,9 @@ import sys
 
 from rlhf import hub
 from rlhf.data.sources import load_source
+from rlhf.data_section import SourceSection
 from rlhf.errors import RlhfError
 from rlhf.published import model_folder, pinned
-from rlhf.runfile import SourceSection
 
 
 def answer(request):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf.data.answers import Answer, read_answers
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection
 from rlhf.serialise import write_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 from rlhf.data.dataset import TrainData
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}

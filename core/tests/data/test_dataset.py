@@ -6,8 +6,8 @@ import json
 
 import pytest
 from rlhf.data.dataset import TrainData
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 
 
 @pytest.fixture

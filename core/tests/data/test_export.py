@@ -8,8 +8,8 @@ import pytest
 from rlhf.data import export
 from rlhf.data.answers import Answer
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import ConfigError, DataError
-from rlhf.runfile import DataSection
 from rlhf.types import Row, Trajectory
 
 CHAT = [{"role": "user", "content": "q"}]

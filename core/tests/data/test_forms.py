@@ -8,8 +8,8 @@ import json
 import pytest
 from rlhf.data.dataset import TrainData
 from rlhf.data.steps import StepEnds, decoder_of
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 
 USER = [{"role": "user", "content": "1+1=?"}]
 

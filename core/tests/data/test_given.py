@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from rlhf.data.dataset import TrainData
 from rlhf.data.given import GivenAnswers
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 
 
 def answers(tmp_path, tokenizer, rows, columns=(), **options):

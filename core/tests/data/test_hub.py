@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from rlhf.data_section import SourceSection
 from rlhf.hub import HubName, hub_name
-from rlhf.runfile import SourceSection
 from rlhf.testing.hub import LoopbackHub
 
 TOKEN = "hf_" + "Zq7" * 12

@@ -8,8 +8,8 @@ import pytest
 from rlhf.data.dataset import TrainData
 from rlhf.data.layouts import Layout
 from rlhf.data.recognise import recognise
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection, SourceSection
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 NO = {"role": "assistant", "content": "no"}

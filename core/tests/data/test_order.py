@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from rlhf.data.order import RowOrder, permutation
 from rlhf.data.sources import load_source
+from rlhf.data_section import SourceSection
 from rlhf.errors import CheckpointError, DataError
-from rlhf.runfile import SourceSection
 
 
 @pytest.fixture

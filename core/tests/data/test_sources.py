@@ -7,8 +7,8 @@ import json
 
 import pytest
 from rlhf.data.sources import load_source
+from rlhf.data_section import SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import SourceSection
 
 ROWS = [{"prompt": f"p{i}", "n": i, "tags": ["a", "b"]} for i in range(5)]
 

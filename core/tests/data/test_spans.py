@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf.data.spans import edges_are_between
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection
 from rlhf.types import Row
 
 

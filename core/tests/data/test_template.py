@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import ConfigError, DataError
-from rlhf.runfile import DataSection
 from rlhf.types import Row
 
 CHATML = (

@@ -33,7 +33,8 @@ from rlhf.observe.best import BestTracker
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
 from rlhf.plugins import Plugins
-from rlhf.runfile import ModelSection, RunFile
+from rlhf.runfile import RunFile
+from rlhf.sections import ModelSection
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:

@@ -13,7 +13,7 @@ from rlhf.controller.worker_pool import WorkerPool
 from rlhf.errors import EnvError, PluginInvalid
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
-from rlhf.runfile import EnvSection
+from rlhf.sections import EnvSection
 from rlhf.types import EnvStep, Row
 
 METHODS = ("reset", "step", "close")

@@ -13,7 +13,7 @@ from rlhf.interfaces import Algorithm
 from rlhf.observe.evaluation import evaluation_metrics
 from rlhf.ops.losses import finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.runfile import EvalSection
+from rlhf.sections import EvalSection
 from rlhf.types import Group, Row, Update
 
 

@@ -13,10 +13,12 @@ from rlhf.controller.build import launch_roles
 from rlhf.controller.evaluate import evaluate_rollouts
 from rlhf.controller.learn import Metrics
 from rlhf.controller.prepare import Prepared, prepare
+from rlhf.data_section import DataSection
 from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
-from rlhf.runfile import Choice, DataSection, ModelSection, RunFile, SamplingSection, StreamSection
+from rlhf.runfile import RunFile
+from rlhf.sections import Choice, ModelSection, SamplingSection, StreamSection
 from rlhf.serialise import write_groups
 from rlhf.types import Group, Needs, RoleSpec
 from rlhf.validation import ONLY_OF

@@ -12,7 +12,8 @@ from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout
 from rlhf.placement import check_workers, divided, placement
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.published import pinned
-from rlhf.runfile import Choice, ModelSection, RunFile
+from rlhf.runfile import RunFile
+from rlhf.sections import Choice, ModelSection
 from rlhf.types import RoleSpec
 from rlhf.validation import check
 

@@ -31,7 +31,8 @@ from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.modeling.precision import choose_device, choose_precision
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
-from rlhf.runfile import Choice, ModelSection, RunFile, StreamSection, SyncSection
+from rlhf.runfile import RunFile
+from rlhf.sections import Choice, ModelSection, StreamSection, SyncSection
 from rlhf.serialise import group_lines
 from rlhf.types import Group, Needs, RoleSpec
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.errors import TrainingError
-from rlhf.runfile import FilterSection
+from rlhf.sections import FilterSection
 from rlhf.types import Group, Row
 
 

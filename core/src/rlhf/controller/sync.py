@@ -20,7 +20,7 @@ from rlhf.errors import SyncError
 from rlhf.interfaces import Generator, Proof
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.seeds import derive_seed
 
 HOLDS_NOTHING = "accept:nothing"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rlhf.data.cells import as_label, shown
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:

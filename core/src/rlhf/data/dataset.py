@@ -15,8 +15,8 @@ from rlhf.data.recognise import recognise
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source, load_source
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection
 from rlhf.types import DataForm, Row
 
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."

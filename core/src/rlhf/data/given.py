@@ -9,8 +9,8 @@ from typing import Any
 from rlhf.data.checks import check_prompt
 from rlhf.data.sources import Source
 from rlhf.data.template import Template
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError, did_you_mean
-from rlhf.runfile import DataSection
 from rlhf.types import Group, Trajectory
 
 COLUMNS = ("response", "responses", "completion", "completions", "answers")

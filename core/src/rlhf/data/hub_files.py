@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.sources import FILE_KINDS, Source, file_kind, open_file
+from rlhf.data_section import SourceSection
 from rlhf.errors import DataError, did_you_mean
 from rlhf.hub import HubError, HubName, commit_of, download, files_of
-from rlhf.runfile import SourceSection
 
 CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.data import conversions as convert
-from rlhf.runfile import DataSection
+from rlhf.data_section import DataSection
 
 DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",

@@ -11,8 +11,8 @@ from rlhf.data.cells import Cells, Message
 from rlhf.data.conversation import ChatTemplate, Frame
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf.data.steps import decoder_of
+from rlhf.data_section import DataSection
 from rlhf.errors import ConfigError, DataError
-from rlhf.runfile import DataSection
 from rlhf.types import Row, Trajectory, Turn
 
 _CACHED_PROMPTS = 4096

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.data_section import SourceSection
 from rlhf.errors import DataError, did_you_mean
 from rlhf.hub import HubName, hub_name
-from rlhf.runfile import SourceSection
 from rlhf.types import Row
 
 if TYPE_CHECKING:

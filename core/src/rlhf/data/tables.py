@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.sources import Source
+from rlhf.data_section import SourceSection
 from rlhf.errors import DataError, did_you_mean
-from rlhf.runfile import SourceSection
 
 
 class TableSource(Source):

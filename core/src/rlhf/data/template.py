@@ -13,8 +13,8 @@ from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.data.spans import Span, edges_are_between
 from rlhf.data.steps import StepEnds, decoder_of
+from rlhf.data_section import DataSection
 from rlhf.errors import DataError
-from rlhf.runfile import DataSection
 from rlhf.types import Row, Turn
 
 

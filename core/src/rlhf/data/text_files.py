@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.sources import Source
+from rlhf.data_section import SourceSection
 from rlhf.errors import DataError
-from rlhf.runfile import SourceSection
 
 
 def open_text(section: SourceSection, path: Path, kind: str) -> Source:

@@ -14,7 +14,8 @@ from rlhf.doctor.check import Check
 from rlhf.doctor.child import ask
 from rlhf.errors import RlhfError
 from rlhf.flags import plain
-from rlhf.runfile import RunFile, label_of
+from rlhf.runfile import RunFile
+from rlhf.sections import label_of
 
 RAY_ADDRESS = "RAY_ADDRESS"
 """The variable from which Ray takes a cluster's address where none is given."""
