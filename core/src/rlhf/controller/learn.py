@@ -33,6 +33,7 @@ def learn(
 ) -> tuple[Batch, Metrics]:
     """Annotate the batch, turn rewards into credit, train every role the algorithm names.
 
+    Returns the batch with every column that was added on the way, and the metrics of the step.
     ``keep_skipped(reason, minibatch)`` is called for every optimizer step whose gradient was not finite: the weights
     stayed as they were, and the batch is kept for study.
     """
@@ -81,7 +82,7 @@ def train(
     grad_norms: list[float] = []
     result = None
     for minibatch in minibatches(batch, update, seed, step):
-        for annotation in loss.prepass():
+        for annotation in loss.prepass():  # by the weights of now: earlier minibatches have changed them
             minibatch = roles[annotation.role].annotate(minibatch, [annotation])
         with boundary(TrainingError, f"loss {loss.name!r}"):
             minibatch = weigh(loss.prepare(minibatch), loss.reduce())
@@ -94,6 +95,7 @@ def train(
             grad_norms.append(result.grad_norm)
     assert result is not None
     summed = add_sums(parts)
+    # A sum without a count is a value of a whole optimizer batch (the loss): its mean over them is reported.
     already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
     values = finish_sums(summed | already_normalised)
     values["lr"] = result.lr

@@ -9,7 +9,7 @@ from rlhf.controller.run import Run
 def offline(run: Run) -> None:
     """Every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
     for step in run.steps():
-        planned = run.algorithm.updates(step)
+        planned = run.algorithm.updates(step)  # asked before the batch is known: what a full one would be updated by
         with run.timed("data"):
             batch = run.algorithm.assemble(run.examples(step))
         if batch is None:
@@ -17,5 +17,5 @@ def offline(run: Run) -> None:
         else:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
-        catch_up(planned, run.roles)
+        catch_up(planned, run.roles)  # schedules move on by the optimizer steps that were planned
         run.finish(step, metrics)  # observe, evaluate, checkpoint

@@ -18,14 +18,14 @@ def online(run: Run) -> None:
         with run.generating():
             stream.start(step)  # every batch of this round (or up to step + staleness) is generated and scored
         ready = stream.take(step)  # this step's groups: filtered, refilled, in submission order
-        planned = run.algorithm.updates(step)
+        planned = run.algorithm.updates(step)  # asked before the batch is known: what a full one would be updated by
         batch = run.algorithm.assemble(ready.groups) if ready.groups else None
         if batch is None:
             metrics = run.nothing_to_learn(step)
         else:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
-        catch_up(planned, run.roles)
+        catch_up(planned, run.roles)  # schedules move on by the optimizer steps that were planned
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, where anybody will sample with it
         run.finish(step, metrics, ready)  # observe, evaluate, checkpoint

@@ -77,13 +77,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Steps from where the last checkpoint stood. Ends early after a signal (a checkpoint is saved first) or when
         evaluation has not improved for ``eval.patience`` evaluations."""
-        info = RunInfo(
-            self.config.run.name or Path(self.config.run.output).name,
-            self.directory.path,
-            self.config.model_dump(mode="json"),
-            self.total_steps,
-            self.first_step,
-        )
+        name = self.config.run.name or Path(self.config.run.output).name
+        settings = self.config.model_dump(mode="json")
+        info = RunInfo(name, self.directory.path, settings, self.total_steps, self.first_step)
         self.progress.begin(self.first_step)
         self.reports.observe("run_started", info)
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
