@@ -42,7 +42,8 @@ def test_every_kind_of_tensor_arrives(way):
     sent = {}
     made = list(buckets(TENSORS, 100, sent))
     assert [[name for name, _ in b.tensors] for b in made] == [
-        ["empty", "scalar", "bf16"], ["transposed"], ["slice", "bool", "buffer"], ["large"], ["fp8", "expanded", "bytes"],
+        ["empty", "scalar", "bf16"], ["transposed"], ["slice", "bool", "buffer"], ["large"],
+        ["fp8", "expanded", "bytes"],
     ]  # fmt: skip
     arrived = [way(bucket) for bucket in made]
     assert {name: mark for b in arrived for name, mark in b.received().items()} == sent
