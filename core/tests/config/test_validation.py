@@ -169,6 +169,17 @@ def test_online_combinations(flags, given, expected):
     assert expected in messages([*BASE, *flags], **given)
 
 
+def test_layers_are_computed_again_where_there_is_a_backward_pass():
+    """Of a policy that only answers a run file may say how it is trained."""
+    policy, reference, judge = RoleSpec("policy"), RoleSpec("reference", like="policy"), RoleSpec("judge", model="j")
+    roles = (policy, reference, judge)
+    check(load(None, [*BASE, ("policy.gradient_checkpointing", "true")]), Fake(roles=roles))
+    again = [("reference.gradient_checkpointing", "true"), ("roles.judge.gradient_checkpointing", "true")]
+    said = messages([*BASE, *again], Fake(roles=roles))
+    assert "reference.gradient_checkpointing = true: reference is not trained" in said
+    assert "roles.judge.gradient_checkpointing = true: judge is not trained" in said
+
+
 def test_what_is_missing_is_named_all_at_once():
     message = messages([("algorithm", "x")], Fake(group_min=2))
     assert "(4 problems)" in message
