@@ -98,7 +98,7 @@ def cause(error: BaseException) -> str:
     that is where the plugin's author looks. Errors of this project say enough by themselves."""
     if isinstance(error, RlhfError):
         return f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     frames = [f for f in frames if not f.filename.startswith(CORE)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
