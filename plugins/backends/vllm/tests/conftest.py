@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from rlhf.interfaces.generator import GeneratorSpec
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from transformers import AutoTokenizer
+
+sys.path.insert(0, os.path.dirname(__file__))  # for worker_forks
 
 
 class Engines:

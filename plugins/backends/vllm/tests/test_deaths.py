@@ -16,6 +16,7 @@ from threading import Thread
 import psutil
 import pytest
 import torch
+import worker_forks
 from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import ModelSpec
 from rlhf.sync.bucket import Bucket
@@ -74,8 +75,21 @@ def temporary(monkeypatch, tmp_path):
         yield Path(folder)
 
 
+@pytest.fixture(scope="module")
+def server():
+    worker_forks.start()
+
+
 @pytest.fixture
-def two(engines, model, source, scratches, temporary):
+def forked(server, monkeypatch):
+    """Of many engines: they are forked. One test below has workers that start as everybody's do."""
+    from vllm.v1.executor import multiproc_executor
+
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", worker_forks.context)
+
+
+@pytest.fixture
+def two(engines, model, source, forked, scratches, temporary):
     generator = VllmGenerator(TWO, engines.spec(model, sync_timeout=3600.0))
     yield generator
     generator.close()
@@ -213,7 +227,7 @@ def test_each_worker_proves_its_weights_and_an_engine_that_is_closed_leaves_noth
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_that_cannot_start_leaves_nothing(engines, model, scratches, temporary, tmp_path, workers):
+def test_an_engine_that_cannot_start_leaves_nothing(engines, model, forked, scratches, temporary, tmp_path, workers):
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 3000 if file.suffix == ".safetensors" else None])
     config = TWO.model_copy(update={"tensor_parallel": workers})

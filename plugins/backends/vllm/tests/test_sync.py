@@ -11,14 +11,13 @@ from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
-from rlhf.runfile import SyncSection
+from rlhf.sections import SyncSection
 from rlhf.sync.bucket import Bucket
 from rlhf.testing.models import model_path
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_plugin_vllm import reload
 
 SIZES = {"head_dim": 32, "layers": 2}
 CASES = {"qwen3, tied": ("qwen3", {}), "llama, untied": ("llama", {"tied": False})}
@@ -193,6 +192,8 @@ def test_bytes_that_changed_on_the_way_are_named(tied):
 
 def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
     """What vLLM's own reload leaves behind: the tied head's packed copy."""
+    from rlhf_plugin_vllm import reload  # imports vLLM, which takes seconds: not where tests are only collected
+
     monkeypatch.setattr(reload, "repack_tied", lambda layers: None)
     with pytest.raises(
         SyncError, match=r"canaries differ .* model\.embed_tokens\.weight \(as the tied lm_head, packed\)"
@@ -202,6 +203,8 @@ def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
 
 def test_a_stale_layer_fails_the_canary_and_is_named(tied, monkeypatch):
     """A tensor that arrives, is fingerprinted, and is not what the kernel multiplies with."""
+    from rlhf_plugin_vllm import reload
+
     load = reload.Reload.take
 
     def forget(self, bucket):
