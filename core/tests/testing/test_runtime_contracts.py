@@ -71,6 +71,13 @@ class NeedsRollouts(Logger):
         assert self.count
 
 
+class WantsRewards(Quiet):
+    """Takes it that every step reports a reward; supervised runs and empty steps have none."""
+
+    def step_finished(self, step, metrics):
+        self.best = metrics["reward/mean"]
+
+
 class PopsMetrics(Logger):
     """Takes entries out of the metrics."""
 
@@ -239,6 +246,8 @@ def suite(contract, made, **attributes):
     [
         (ObserverContract, NewId, "test_resume", "before the resume"),
         (ObserverContract, NeedsRollouts, "test_runs", r"step_finished\(\) raised AttributeError"),
+        (ObserverContract, WantsRewards, "test_runs", r"step_finished\(\) raised KeyError: 'reward/mean'"),
+        (ObserverContract, WantsRewards, "test_metrics_come_and_go", r"step_finished\(\) raised KeyError"),
         (ObserverContract, PopsMetrics, "test_runs", "only listens"),
         (ObserverContract, NeedsStart, "test_runs", r"run_ended\(\) raised AttributeError"),
         (LauncherContract, launcher_with(Broadcast), "test_calls", "must give"),

@@ -91,7 +91,10 @@ class EnvContract(Contract):
                     random.seed(2)
                     random.random()
                     second = self.play(config, index, seed)
-                    why = "draw from random.Random(seed) of reset(), never from the module's generator or the clock"
+                    why = (
+                        "draw from random.Random(seed) of reset(), never from the module's generator or the clock, and "
+                        "keep what an episode remembers on self, never on the class or the module"
+                    )
                     expect(
                         first == second,
                         f"{self.about(config)} row {index}, seed {seed}: two episodes with equal actions differ at "

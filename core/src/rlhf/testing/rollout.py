@@ -192,7 +192,9 @@ class RolloutContract(Contract):
                 )
             numbers = [c.number for c in context.calls]
             expect(
-                len(set(numbers)) == len(numbers), f"{about} turn numbers {numbers} repeat, so turns share their seed"
+                len(set(numbers)) == len(numbers),
+                f"{about} turn numbers {numbers} repeat, so turns share their seed: "
+                "ctx.generate(turns, sampling, number)",
             )
 
     def test_repeatable(self) -> None:
@@ -244,4 +246,8 @@ class RolloutContract(Contract):
             expect(all(t.reward is None for t in turns if not t.sampled), f"{about} a turn not sampled has a reward")
             got = sum(t.reward or 0.0 for t in turns)
             want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
-            expect(abs(got - want) < 1e-9, f"{about} the environment gave {want} in all, the turns hold {got}")
+            expect(
+                abs(got - want) < 1e-9,
+                f"{about} the environment gave {want} in all, the turns hold {got}: "
+                "turn.reward = step.reward, on the turn that was answered",
+            )
