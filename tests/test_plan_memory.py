@@ -29,11 +29,15 @@ def models(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the peak of a phase is read from /proc")
-@pytest.mark.parametrize("where", ["embedded", pytest.param("two ranks of ZeRO-3", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "where", ["embedded", "adapters", pytest.param("two ranks of ZeRO-3", marks=pytest.mark.cluster)]
+)
 def test_a_training_step_takes_what_is_planned(benchmark, models, where):
     """The second step: the first one makes the optimizer's states."""
-    from planned.cases import train, zero
+    from planned.cases import LORA, train, zero
 
-    case = train("100M", 256, 128, False) if where == "embedded" else zero(3, "100M", 64, 64)
+    case = zero(3, "100M", 64, 64) if "ZeRO" in where else train("100M", 256, 128, False)
+    if where == "adapters":
+        case |= {"lora": LORA}
     row = benchmark.run(case, models)
     assert row["ratio"] == pytest.approx(1, abs=WITHIN), f"planned {row['predicted']}, measured {row['measured']}"
