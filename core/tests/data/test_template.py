@@ -114,6 +114,32 @@ def test_template_kwargs_reach_the_template(with_template):
     assert tokenizer.decode(off.ids).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
+def test_template_kwargs_that_are_not_the_templates_are_refused(chat):
+    kwargs = {"enable_thinking": True, "tokenize": True, "add_generation_prompt": False}
+    with pytest.raises(ConfigError, match=r"^data.template_kwargs: add_generation_prompt, tokenize would say how"):
+        Template(chat, section(template_kwargs=kwargs))
+
+
+def test_tools_choose_among_templates_as_they_do_for_the_tokenizer(with_template):
+    """A tokenizer may have several; answers are found in the one that is rendered."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    loud = GENERATION.replace("m.content + '<|im_end|>' }}{% endgen", "m.content | upper + '<|im_end|>' }}{% endgen")
+    both = {"default": CHATML, "tool_use": "{{ tools | length }}" + loud}
+    tokenizer = with_template(both)
+    demonstration = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    for kwargs, front, said in (({}, "", "y"), ({"tools": tools}, "1", "Y")):
+        [sequence] = (
+            Template(tokenizer, section(template_kwargs=kwargs, messages="messages"))
+            .encode_demonstration(row(**demonstration))
+            .sequences
+        )
+        assert tokenizer.decode(sequence.ids) == (
+            f"{front}<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>"
+        )
+        own = [i for i, trained in zip(sequence.ids, sequence.loss_mask, strict=True) if trained]
+        assert tokenizer.decode(own) == f"{said}<|im_end|>"
+
+
 def test_begin_token_where_the_tokenizer_puts_one(bpe):
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -16,8 +16,15 @@ from typing import Any
 from rlhf.data.cells import Message
 from rlhf.data.markers import MARKER, mark, tail_length, with_markers
 from rlhf.data.spans import Span
-from rlhf.errors import DataError
+from rlhf.errors import ConfigError, DataError
 
+_NOT_OF_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+        "truncation",
+    }
+)  # fmt: skip
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -45,11 +52,19 @@ class Frame:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with fixed keyword arguments."""
+    """A tokenizer's chat template with fixed keyword arguments.
+
+    Raises ConfigError: one of them is not the template's.
+    """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+        if taken := sorted(_NOT_OF_TEMPLATES & set(kwargs)):
+            raise ConfigError(
+                f"data.template_kwargs: {', '.join(taken)} would say how the template is applied, which is done here; "
+                "allowed is what the template itself reads (enable_thinking, tools, ...)."
+            )
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
-        self._source: str = tokenizer.get_chat_template()
+        self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self._head: str | None = None
 
     def text(self, messages: Sequence[Message], answer: bool) -> str:
