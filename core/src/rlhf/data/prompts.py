@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from rlhf.data.cells import Cells, Message
 from rlhf.data.conversation import ChatTemplate, Frame
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
-from rlhf.data.steps import decoder_of
+from rlhf.data.text_tokens import ANCHORS, TextTokens
 from rlhf.data_section import DataSection
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory, Turn
 
 _CACHED_PROMPTS = 4096
-_ANCHORS = (".", "x", "\n")
-"""Behind one of these a text is tokenised that goes on after another."""
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
@@ -32,7 +29,7 @@ class Prompts:
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """Of rows that have none of their own."""
-        self._bos = _begin_ids(tokenizer)
+        self.tokens = TextTokens(tokenizer)
         self._frame: Frame | None = None
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
 
@@ -69,7 +66,7 @@ class Prompts:
             messages[-1] = {**messages[-1], "content": joined}
         else:
             messages.append({"role": "user", "content": text})
-        return [self._turn(self._ids(self.chat.text(messages, answer=True)))]
+        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)))]
 
     def encode_observation(self, text: str, closed: bool = True) -> Turn:
         """What the environment says, as the chat template writes a user's message after an answer.
@@ -81,10 +78,10 @@ class Prompts:
         Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
         """
         if self.chat is None:
-            return self._turn(self._ids_after(_ANCHORS[0], text))
+            return self._turn(self.tokens.ids_after(ANCHORS[0], text))
         frame = self._history()
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
-        return self._turn(self._ids(f"{before}{text}{frame.after}"))
+        return self._turn(self.tokens.ids(f"{before}{text}{frame.after}"))
 
     def check_multi_turn(self) -> None:
         """Raises DataError where observations cannot be encoded; called before a run of several turns starts."""
@@ -98,7 +95,7 @@ class Prompts:
         if self.chat is not None:
             turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
             text = self.chat.render(turns, [1], as_asked=False)
-            last = self._ids(text.text[: text.answers[0][1]])[-1]
+            last = self.tokens.ids(text.text[: text.answers[0][1]])[-1]
             if last in self.tokenizer.all_special_ids or last in self.tokenizer.get_added_vocab().values():
                 ids.append(last)
         return tuple(dict.fromkeys(ids))
@@ -116,9 +113,9 @@ class Prompts:
     def _prompt_turn(self, row: Row) -> Turn:
         cells = self._cells(row)
         if self.chat is None:
-            ids = self._ids(self._plain_prompt(cells))
-            return self._turn([*self._begin(ids), *ids])
-        return self._turn(self._ids(self.chat.text(self._prompt_messages(cells), answer=True)))
+            ids = self.tokens.ids(self._plain_prompt(cells))
+            return self._turn([*self.tokens.begin(ids), *ids])
+        return self._turn(self.tokens.ids(self.chat.text(self._prompt_messages(cells), answer=True)))
 
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
         section = self.section
@@ -173,55 +170,6 @@ class Prompts:
         """The row's system message, where its layout has a column of them and it is not empty."""
         return (cells.values.get("system") and cells.text("system")) or None
 
-    def _begin(self, ids: Sequence[int]) -> list[int]:
-        """What the tokenizer puts before a text: nothing where the text says it itself."""
-        return [] if list(ids[:1]) == self._bos else self._bos
-
-    def _encoded(self, text: str, **options: Any) -> Any:
-        """The tokenizer's result. Raises DataError for what JSON can hold and no tokenizer takes."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{text[error.start]!r} (behind {text[max(0, error.start - 20) : error.start]!r}) is half of a "
-                "character, a surrogate without the other, which is no text"
-            ) from None
-        return self.tokenizer(text, add_special_tokens=False, **options)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._encoded(text)["input_ids"]
-        return ids
-
-    def _ids_after(self, before: str, text: str) -> list[int]:
-        """Tokens of ``text`` that goes on where ``before`` ends, whose tokens are fixed already.
-
-        Tokenizers in the manner of SentencePiece write a space before the text that they are given, so the tokens of a
-        text alone are not those of its continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With these, what
-        goes on is tokenised behind a character, or behind the special token that ``before`` ends with.
-
-        Raises DataError: the character and the text become one token.
-        """
-        if not before or not self._writes_a_space:
-            return self._ids(text)
-        known = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        special = max((t for t in known if before.endswith(t)), key=len, default="")
-        for anchor in [special] if special else _ANCHORS:
-            front, whole = self._ids(anchor), self._ids(anchor + text)
-            if whole[: len(front)] == front:
-                return whole[len(front) :]
-        raise DataError(
-            f"this tokenizer writes a space before the texts that it is given, so the tokens of {text[:60]!r} behind "
-            f"{before[-60:]!r} cannot be told; end the prompt before the space, so that the answer starts with it"
-        )
-
-    @cached_property
-    def _writes_a_space(self) -> bool:
-        """Whether the tokenizer puts anything before a text, that two texts in a row would have between them."""
-        first, second = _ANCHORS[:2]
-        decode = decoder_of(self.tokenizer)
-        whole, apart = self._ids(first + second), [*self._ids(first), *self._ids(second)]
-        return decode(whole) == first + second != decode(apart)
-
     def _turn(self, ids: list[int]) -> Turn:
         return Turn(ids, sampled=False, text=self.decode(ids))
 
@@ -249,9 +197,3 @@ def _uses_chat(tokenizer: Any, section: DataSection) -> bool:
             why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
             raise ConfigError(f"data.{key} needs a chat template, but {why}")
     return chat
-
-
-def _begin_ids(tokenizer: Any) -> list[int]:
-    """The begin token where the tokenizer puts one before a text."""
-    ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
-    return [i for i in ids[:1] if i == tokenizer.bos_token_id]

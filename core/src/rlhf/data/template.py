@@ -145,14 +145,14 @@ class Template(Prompts):
         else:
             prompt = self.chat.text(self._prompt_messages(cells), answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
-        begin = self._begin(ids) if self.chat is None else []
+        begin = self.tokens.begin(ids) if self.chat is None else []
         return TokenSequence([*begin, *ids], [*(False for _ in begin), *mask])
 
     def _conversation(self, messages: Sequence[Message]) -> TokenSequence:
         assert self.chat is not None
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.section.loss_on == "all":
-            ids = self._ids(self.chat.text(messages, answer=False))
+            ids = self.tokens.ids(self.chat.text(messages, answer=False))
             return TokenSequence(ids, [True] * len(ids))
         if not answers or answers[-1] != len(messages) - 1:
             raise DataError(
@@ -174,7 +174,7 @@ class Template(Prompts):
         """Plain text: the completion's tokens are trained on, the end token included."""
         ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
         ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
-        begin, end = self._begin(ids), [] if ended else [self.tokenizer.eos_token_id]
+        begin, end = self.tokens.begin(ids), [] if ended else [self.tokenizer.eos_token_id]
         ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
         return TokenSequence(ids, [True] * len(ids) if self.section.loss_on == "all" else mask)
 
@@ -187,7 +187,7 @@ class Template(Prompts):
         the end of a text, and two before a word).
         """
         if self.tokenizer.is_fast:
-            encoded = self._encoded(text, return_offsets_mapping=True)
+            encoded = self.tokens.encoded(text, return_offsets_mapping=True)
             offsets: list[Span] = encoded["offset_mapping"]
             whole: list[int] = encoded["input_ids"]
             certain = edges_are_between(offsets, [edge for span in spans for edge in span])
@@ -196,7 +196,7 @@ class Template(Prompts):
         ids, mask, position = list[int](), list[bool](), 0
         for start, end in [*spans, (len(text), len(text))]:
             for first, piece, trained in ((position, text[position:start], False), (start, text[start:end], True)):
-                tokens = self._ids_after(text[:first], piece) if piece else []
+                tokens = self.tokens.ids_after(text[:first], piece) if piece else []
                 ids += tokens
                 mask += [trained] * len(tokens)
             position = end
@@ -207,4 +207,4 @@ class Template(Prompts):
         tokenised, so what precedes the last of them needs no second look."""
         end = bisect_left(offsets, len(before), key=lambda span: span[0])
         begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
-        return not end or self._ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
+        return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
