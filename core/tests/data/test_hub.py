@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from rlhf.data_section import SourceSection
+from rlhf.errors import ModelError
 from rlhf.hub import HubName, hub_name
+from rlhf.published import model_folder
 from rlhf.testing.hub import LoopbackHub
 
 TOKEN = "hf_" + "Zq7" * 12
@@ -240,3 +242,13 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert "has its weights in pytorch_model.bin only, which is not read" in pickled["error"]
     assert not hub.asked("*/pytorch_model.bin")
     assert "there is no folder owner/tinny here, so it is a hub name; the model 'owner/tinny'" in none["error"]
+
+
+def test_pickled_weights_of_a_folder_are_refused_too(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"p")
+    assert model_folder(str(tmp_path)) == str(tmp_path)  # its tokenizer can be read
+    with pytest.raises(ModelError, match=r"has its weights in pytorch_model\.bin only, which is not read: unpickling"):
+        model_folder(str(tmp_path), weights=True)
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    assert model_folder(str(tmp_path), weights=True) == str(tmp_path)
