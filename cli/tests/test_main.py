@@ -65,6 +65,8 @@ def test_version(capsys):
         ("--observer", "[observer] is a section: --observer.0.use NAME."),
         ("--env", "[env] is a section: --env.use NAME."),
         ("--sampling", "[sampling] is a section: --sampling.FIELD VALUE."),
+        ("--threads", "Did you mean --run.threads?"),
+        ("--every", "Did you mean --eval.every or --checkpoint.every?"),
         ("--sed", "Did you mean 'seed'?"),
     ],
 )

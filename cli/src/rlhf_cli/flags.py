@@ -72,10 +72,13 @@ def dotted(words: list[str], short: tuple[str, ...] = ()) -> list[tuple[str, str
 
 
 def _section(key: str) -> str:
-    """What to write where a section was given as a flag."""
+    """What to write where a section was given as a flag, or a field without its section."""
     from rlhf.runfile import LISTS, SINGLE, RunFile
 
     if key not in RunFile.model_fields:
-        return ""
+        holders = [
+            n for n, field in RunFile.model_fields.items() if key in getattr(field.annotation, "model_fields", ())
+        ]
+        return f" Did you mean {' or '.join(f'--{n}.{key}' for n in holders)}?" if holders else ""
     field = "0.use NAME" if key in LISTS else "use NAME" if key in SINGLE else "FIELD VALUE"
     return f" [{key}] is a section: --{key}.{field}."
