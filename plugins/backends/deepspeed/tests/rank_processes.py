@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+HERE = Path(__file__).parent
 SECONDS = 900
 
 
@@ -21,7 +23,7 @@ class Ranks:
     """``results[rank][case]``, as the ranks wrote them, and files below ``folder``.
 
     Args:
-        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rank_case`).
+        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rank_case`, :mod:`rank_forks`).
     """
 
     def __init__(self, script: Path, folder: Path, ranks: int) -> None:
@@ -29,22 +31,20 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        processes = []
-        for rank in range(ranks):
-            with (folder / f"rank-{rank}.log").open("w") as log:
-                arguments = [str(script), str(rank), str(ranks), str(port), str(folder)]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                started = subprocess.Popen(
-                    [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
-                )
-                processes.append(started)
-        end = time.monotonic() + SECONDS
+        command = [sys.executable, str(HERE / "rank_forks.py"), str(script), str(ranks), str(port), str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (folder / "forks.log").open("w") as log:
+            forks = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+            )
         try:
-            codes = [p.wait(max(1.0, end - time.monotonic())) for p in processes]
+            said, _ = forks.communicate(timeout=SECONDS)
         finally:
-            for p in processes:
-                p.kill()
-                p.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(forks.pid, signal.SIGKILL)
+            forks.wait()
+        assert forks.returncode == 0, (folder / "forks.log").read_text()[-4000:]
+        codes = json.loads(said.splitlines()[-1])
         logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]
         assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
         self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]

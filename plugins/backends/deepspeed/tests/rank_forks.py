@@ -1,0 +1,63 @@
+"""``python rank_forks.py SCRIPT RANKS PORT FOLDER``: a process per rank, forked from one that has imported everything.
+
+Each runs ``SCRIPT RANK RANKS PORT FOLDER`` as ``python`` would, and writes what it says to ``FOLDER/rank-RANK.log``.
+The last line here is the list of their exit codes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+IMPORTED = (
+    "safetensors.torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "rlhf_plugin_deepspeed.trainer",
+    "rlhf.testing.suite_losses",
+)
+"""Computes nothing and starts no thread, so that it can be forked."""
+
+
+def rank(script: str, number: int, words: list[str]) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        log = os.open(str(Path(words[-1]) / f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = [script, str(number), *words]
+        sys.path[0] = str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(script: str, *words: str) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, threads
+    children = []
+    for number in range(int(words[0])):
+        children.append(os.fork())
+        if not children[-1]:
+            rank(script, number, list(words))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
+    os._exit(0)  # what is imported takes long to be taken down
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
