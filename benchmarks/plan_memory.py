@@ -4,8 +4,8 @@
 
 Every case is a process of its own, or one per rank: a model of 100 M parameters or more, made here, read from
 safetensors. Measured is the peak of the resident size in the phase (``VmHWM``, reset before it) above the resident size
-after everything is imported; predicted is the plan's total of that phase without its process. Of whole runs (``run``)
-both are the most of all phases so far. ``planned/cases.py`` lists the cases; with two cores all take about an hour.
+after everything is imported; predicted is the plan's total of that phase without its process. ``planned/cases.py``
+lists the cases; with two cores all take about an hour.
 """
 
 from __future__ import annotations

@@ -90,9 +90,14 @@ def generator(case: Case, path: Path, rank: int, port: int) -> Work:
     sampler = TransformersGenerator(None, GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))
     sampler.load(made, 0)
     vocabulary = made.loaded.vocabulary
-    for _ in range(case.get("after", 0)):
-        made.update([batch(case, vocabulary, seed) for seed in range(2)], loss_of(case), {}, {})
-    return before, lambda: list(sampler.generate(requests(case, vocabulary))), 1
+
+    def act() -> None:
+        if "after" in case:
+            made.update([batch(case, vocabulary, seed) for seed in range(2)], loss_of(case), {}, {})
+            forget_peak()
+        list(sampler.generate(requests(case, vocabulary)))
+
+    return before, act, case.get("after", 1)
 
 
 def engine(case: Case, path: Path, rank: int, port: int) -> Work:

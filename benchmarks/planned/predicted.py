@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def predicted(case: dict[str, Any], path: Path) -> int:
     layout = layout_of(flags_of(case, path))
     role = layout.role(case.get("role", "policy"))
     if case.get("after"):
-        return max(moments_of(layout).values())
+        return moments_of(layout)["generate"]
     if case["what"] in ("engine", "generate"):
         engines = layout.engines
         held = engine_resting(engines, layout.machine, asleep=False) if case["what"] == "engine" else {}
@@ -47,9 +46,8 @@ def predicted(case: dict[str, Any], path: Path) -> int:
 
 
 def predicted_run(flags: Flags) -> dict[str, int]:
-    """{phase: most of all phases up to it}: what a phase frees is still the process's in the next one."""
-    moments = moments_of(layout_of(flags))
-    return dict(zip(moments, accumulate(moments.values(), max), strict=True))
+    """{phase: bytes}, each phase by itself: what another one left in the process's heap is in it."""
+    return moments_of(layout_of(flags))
 
 
 def moments_of(layout: Any) -> dict[str, int]:

@@ -1,16 +1,17 @@
-"""Whole runs in this process: the peak up to the end of each phase, above the process after import."""
+"""Whole runs in this process: the peak of each phase over all steps, above the process after import."""
 
 from __future__ import annotations
 
 import functools
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from planned.cases import make_model
-from planned.process import resident, weigh
+from planned.process import forget_peak, resident, weigh
 
 Case = dict[str, Any]
 ONLINE = ("grpo", "ppo")
@@ -67,7 +68,7 @@ def _data(folder: Path, length: int, count: int) -> Path:
 
 
 def measure_run(flags: dict[str, str]) -> dict[str, int]:
-    """{phase: bytes}; training is measured to the end of the run, other phases before the first step."""
+    """{phase: bytes}: the most of all its calls, each by itself."""
     import torch
     from rlhf.config import load
     from rlhf.controller.build import train
@@ -78,24 +79,34 @@ def measure_run(flags: dict[str, str]) -> dict[str, int]:
     torch.set_num_threads(1)
     plugins = Plugins.discover()
     before, found = weigh(), {}
+    inside: list[str] = []
     early = {name for name in ("reference", "teacher") if flags.get(f"{name}.precompute") == "true"}
 
     def note(phase: str) -> None:
-        if phase == "train" or "train" not in found:
-            found[phase] = resident("VmHWM") - before
+        found[phase] = max(found.get(phase, 0), resident("VmHWM") - before)
 
-    def phase_of(role: str, otherwise: str) -> str:
-        return "precompute" if role in early else "generate" if role == "reward_model" else otherwise
+    @contextmanager
+    def measuring(phase: str) -> Iterator[None]:
+        """Calls may lie in one another: samples are scored while others are drawn."""
+        if inside:
+            note(inside[-1])
+        forget_peak()
+        inside.append(phase)
+        try:
+            yield
+        finally:
+            note(inside.pop())
 
-    def watch(cls: type, name: str, otherwise: str) -> None:
+    def watch(cls: type, name: str, phase: str) -> None:
         inner = getattr(cls, name)
 
         @functools.wraps(inner)
         def outer(self: Any, *args: Any, **options: Any) -> Any:
-            result = inner(self, *args, **options)
-            note("load" if otherwise == "load" and self.spec.role.name not in early else
-                 phase_of(self.spec.role.name, otherwise))  # fmt: skip
-            return result
+            loads = name == "__init__"
+            role = (options.get("spec") or args[1] if loads else self.spec).role.name
+            scores = role == "reward_model" and not loads
+            with measuring("precompute" if role in early else "generate" if scores else phase):
+                return inner(self, *args, **options)
 
         setattr(cls, name, outer)
 
@@ -105,10 +116,9 @@ def measure_run(flags: dict[str, str]) -> dict[str, int]:
     generate = TransformersGenerator.generate
 
     def generated(self: Any, *args: Any) -> Any:
-        yield from generate(self, *args)
-        note("generate")
+        with measuring("generate"):
+            yield from generate(self, *args)
 
     TransformersGenerator.generate = generated  # type: ignore[method-assign]
     train(load(None, list(flags.items())), plugins)
-    note("train")
     return found

@@ -205,18 +205,19 @@ def found(published, plugins, memory, *more, model="8B", machine=None):
     return nearest(plan, plugins, lambda extra: load(None, given + list(extra.items())))
 
 
-def test_a_smaller_micro_batch_is_tried_first(published, plugins):
+def test_smaller_micro_batches_are_tried_first(published, plugins):
+    """Of both roles: they share the heap of one process, which stays as large as either of them needs it."""
     made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
         make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
-        for less in ({}, {"policy.micro_tokens": "1024"})
+        for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
     )
     assert made.role("policy").micro_tokens == 2048
     between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
     change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
     assert change.plan.fits
-    assert dict(change.flags) == {"policy.micro_tokens": "1024"}
-    assert change.command == "--policy.micro_tokens 1024"
+    assert dict(change.flags) == {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"}
+    assert change.command == "--policy.micro_tokens 1024 --critic.micro_tokens 1024"
 
 
 def test_zero_3_is_found_where_zero_2_does_not_fit(published, plugins):

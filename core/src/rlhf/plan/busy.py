@@ -36,12 +36,18 @@ def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
 
 def left(role: RoleLayout) -> int:
     """Bytes of a CPU's heap, beside the optimizer's states, that the role's process keeps after its fullest phase."""
-    after = []
-    if role.annotated or role.rewards:
-        after.append(heap.kept([total(m.values()) for m in _forward(role, "cpu")], Size()))
-    if role.trained:
-        after.append(heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)))
-    return max(after, default=0)
+    return max(left_by_forward(role), left_by_training(role))
+
+
+def left_by_forward(role: RoleLayout) -> int:
+    """After annotations and scores."""
+    if not (role.annotated or role.rewards):
+        return 0
+    return heap.kept([total(m.values()) for m in _forward(role, "cpu")], Size())
+
+
+def left_by_training(role: RoleLayout) -> int:
+    return heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)) if role.trained else 0
 
 
 def _fullest(moments: Sequence[Moment]) -> Parts:

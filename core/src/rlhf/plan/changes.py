@@ -75,8 +75,12 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     homes = {g.group.home for g in plan.groups if g.group.title in short}
     held = {name for g in plan.groups if g.group.title in short for name in g.group.holds}
     roles = [r for r in layout.roles if r.name in held]
-    for role in roles:
-        yield from _smaller(role)
+    ladders = [list(_smaller(role)) for role in roles]
+    for ladder in ladders:
+        yield from ladder
+    if len(ladders) > 1:  # roles of one process share its heap, which is as large as either of them needs it
+        for steps in zip(*ladders, strict=False):
+            yield {key: value for flags in steps for key, value in flags.items()}
     for role in roles:
         if role.trained and not role.gradient_checkpointing:
             yield {f"{_path(role.name)}.gradient_checkpointing": "true"}

@@ -114,3 +114,11 @@ def sampling(engines: EngineLayout, machine: Machine) -> Parts:
     if machine.device == "cpu":
         return added | {"allocator": prompts + step - added["working"]}
     return added | {"allocator": heap.allocator(moments, heap.Size(), machine.device)}
+
+
+def left_by_sampling(engines: EngineLayout, machine: Machine) -> int:
+    """Bytes of a CPU's heap after :func:`sampling`: all of it but a cache whose tensors, keys or values of one layer,
+    are blocks of their own."""
+    added = sampling(engines, machine)
+    each = added.get("cache", 0) / (2 * len(engines.shape.layers))
+    return sum_of(added) - (added.get("cache", 0) if each >= heap.LARGE else 0)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rlhf.interfaces.launcher import GENERATOR
 from rlhf.plan import formulas
-from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
-from rlhf.plan.engines import engine_resting, sampling
+from rlhf.plan.busy import Parts, forwarding, left, left_by_forward, left_by_training, sum_of, training
+from rlhf.plan.engines import engine_resting, left_by_sampling, sampling
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
 PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
 """precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync:
 weights go to engines that hold their own; forward: the batch is annotated; train: forward, backward and step."""
+STEP = PHASES[2:]
+"""Those that come again with every step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
 """logits: the log-prob peak; cache: keys and values of the generator; working: temporaries, gathered weights, casts and
 buffers; allocator: freed and not given back; process: what a process takes before it holds a model."""
@@ -110,7 +112,33 @@ def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
     at_once = phase == "generate" and layout.machine.processes  # scores are computed beside the sampling
     turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
     moments = [_at(layout, group, phase, busy) for busy in turns or [()]]
-    return max(moments, key=lambda m: (m.total, sum(sum_of(m.rows[name]) for name in m.busy)))
+    fullest = max(moments, key=lambda m: (m.total, sum(sum_of(m.rows[name]) for name in m.busy)))
+    return _with_left(layout, fullest, list(group.holds))
+
+
+def _with_left(layout: Layout, moment: Moment, names: Sequence[str]) -> Moment:
+    """In one process on a CPU: what the phase lacks of the heap that another phase left. What a phase takes of the heap
+    fits into what is there already; its large blocks are beside it. Precomputing roles leave nothing, as they go."""
+    machine = layout.machine
+    if machine.device != "cpu" or machine.processes or moment.phase in ("precompute", "load"):
+        return moment
+    was = max((_left(layout, name, phase) for name in names for phase in STEP), default=0)
+    own = max((_left(layout, name, moment.phase) for name in moment.busy), default=0)
+    more = {"allocator": max(0, was - own)}
+    return replace(moment, rows={**moment.rows, PROCESS: _add(moment.rows[PROCESS], more)})
+
+
+def _left(layout: Layout, name: str, phase: str) -> int:
+    """Bytes of the heap that this role's work in the phase leaves, beside what rests in it."""
+    if not _works(layout, name, phase):
+        return 0
+    if name == GENERATOR:
+        assert layout.engines is not None
+        return left_by_sampling(layout.engines, layout.machine)
+    role = layout.role(name)
+    if phase == "train":
+        return left_by_training(role)
+    return left_by_forward(role) if phase in ("forward", "generate") else 0
 
 
 def _works(layout: Layout, name: str, phase: str) -> bool:
