@@ -516,6 +516,19 @@ def test_no_space_comes_between_a_prompt_and_an_answer_whose_tokens_are_apart(sc
     assert tokenizer.convert_ids_to_tokens(template.encode_observation(" 42").ids) == ["▁42"]
 
 
+@pytest.mark.parametrize("scheme", ["legacy", "first", "always", "never"])
+def test_an_observation_has_the_tokens_of_the_whole_conversation(scheme):
+    tokenizer = spaced(scheme)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    )
+    template = Template(tokenizer, section())
+    turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "42"}, {"role": "user", "content": "4"}]
+    answered = template.encode_demonstration(row(prompt="A", response="42")).sequences[0].ids
+    assert [*answered, *template.encode_observation("4").ids] == template.encode_prompt(row(prompt=turns)).ids
+
+
 def test_a_continuation_whose_tokens_cannot_be_told_is_refused():
     tokenizer = spaced("legacy")
     backend = tokenizer.backend_tokenizer

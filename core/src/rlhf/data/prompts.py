@@ -81,7 +81,8 @@ class Prompts:
             return self._turn(self.tokens.ids_after(ANCHORS[0], text))
         frame = self._history()
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
-        return self._turn(self.tokens.ids(f"{before}{text}{frame.after}"))
+        shown = f"{before}{text}{frame.after}"
+        return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown))
 
     def check_multi_turn(self) -> None:
         """Raises DataError where observations cannot be encoded; called before a run of several turns starts."""
