@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import write
-from rlhf.data.dataset import TrainData, Verdict
+from rlhf.data.checks import Verdict
+from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
 from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError

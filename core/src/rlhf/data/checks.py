@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rlhf.data.cells import as_label, shown
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source
 from rlhf.data_section import DataSection
 from rlhf.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a row can be used."""
+
+    kind: Literal["", "too_long", "bad_rows"] = ""
+    """Empty: it can; else the option of ``[data]`` that says what becomes of it."""
+    text: str = ""
+    """Why not."""
+    example: Example | None = None
+    """Its tokens, where it has any (offline forms)."""
+    error: DataError | None = None
+    tokens: int = 0
+    """Of its longest sequence."""
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rlhf.config_errors import raise_problems
-from rlhf.data.checks import check_example, check_labels, check_prompt
+from rlhf.data.checks import Verdict, check_example, check_labels, check_prompt
 from rlhf.data.layouts import Layout, named_columns
 from rlhf.data.order import RowOrder
 from rlhf.data.recognise import recognise
@@ -20,23 +19,6 @@ from rlhf.errors import DataError
 from rlhf.types import DataForm, Row
 
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a row can be used."""
-
-    kind: Literal["", "too_long", "bad_rows"] = ""
-    """Empty: it can; else the option of ``[data]`` that says what becomes of it."""
-    text: str = ""
-    """Why not."""
-    example: Example | None = None
-    """Its tokens, where it has any (offline forms)."""
-    error: DataError | None = None
-    tokens: int = 0
-    """Of its longest sequence."""
-
-
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that TRL gives to the chat template, row by row."""
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rlhf.data.dataset import TrainData, Verdict
+from rlhf.data.checks import Verdict
+from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source
 from rlhf.data.steps import decoder_of
