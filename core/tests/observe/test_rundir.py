@@ -163,3 +163,14 @@ def test_skipped_batches_are_kept_and_bounded(tmp_path, monkeypatch):
 def test_observing_imports_no_torch():
     program = "import sys, rlhf.observe, rlhf.checkpoint, rlhf.serialise; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("saved", "way"), [(False, "no checkpoint: --resume starts it from step 0"), (True, "Continue it")]
+)
+def test_a_run_that_failed_before_its_first_checkpoint_says_what_a_resume_does(tmp_path, saved, way):
+    (tmp_path / "config.toml").touch()
+    if saved:
+        (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=f"already holds a run.*{way}"):
+        RunDirectory.create(tmp_path)

@@ -61,9 +61,11 @@ class RunDirectory:
         try:
             present = _present(path)
             if present and not resume:
+                begun = "checkpoints" in present
+                way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
                 raise ConfigError(
-                    f"{path} already holds a run ({', '.join(present)}). Continue it with --resume, or choose another "
-                    f"folder with --output. Nothing was changed."
+                    f"{path} already holds a run ({', '.join(present)}). {way}, or choose another folder with "
+                    f"--output. Nothing was changed."
                 )
             for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
                 remove_leftovers(folder)
