@@ -12,7 +12,7 @@ from rlhf.testing.tiny import tiny_model
 from tests.runs import Workshop, merged
 from tests.test_cluster_runs import Training
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
