@@ -60,7 +60,7 @@ STANDINS = {
         words="$*"
         while [ "$1" != --output ]; do shift; done
         mkdir -p "$2"; touch "$2/config.toml"
-        trap 'sleep 0.3; echo "rlhf saved" >>"$TEST_LOG"; echo "stopped: $2"; exit 0' TERM
+        trap 'sleep 0.3; echo "rlhf saved" >>"$TEST_LOG"; echo "stopped: $2"; exit 143' TERM
         [ -z "${TEST_RLHF_UNTRAPPED:-}" ] || trap - TERM
         echo "rlhf $RAY_ADDRESS $words" >>"$TEST_LOG"
         echo "step 1"
@@ -232,7 +232,7 @@ def test_a_run_that_fails_ends_the_job_with_its_exit_code(slurm):
 
 
 def test_a_run_that_finishes_as_the_signal_comes_is_not_queued_again(slurm):
-    text = STANDINS["rlhf"].replace("stopped:", "finished:")
+    text = STANDINS["rlhf"].replace('echo "stopped: $2"; exit 143', 'echo "finished: $2"; exit 0')
     (slurm.tools / "rlhf").write_text(f"#!/bin/bash\n{text}")
     process = slurm.start("run.toml", TEST_RLHF_RUNS="yes")
     slurm.until("rlhf ")

@@ -210,7 +210,7 @@ def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     stopped.until(lambda: lines_written(output) >= 1)
     stopped.kill(number)
     partial = runs.result(broken, stopped)
-    assert partial.code == 0, partial.err
+    assert partial.code == 128 + number, partial.err
     assert f"{number.name}: stopping after this step, with a checkpoint" in partial.err
     done = partial.lines()[-1]["step"]
     assert 1 <= done < STEPS

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     finished = train(config, plugins)
     sys.stdout.write(f"{finished.status}: {finished.directory.path}\n")
-    return 0
+    return finished.exit_code
 
 
 def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]

@@ -94,6 +94,12 @@ class Run:
                 yield self.done
         self.status = "finished" if self.done == self.total_steps else "stopped"
 
+    @property
+    def exit_code(self) -> int:
+        """0; 128 + the number of the signal that ended the run before its last step, as shells count: what comes after
+        `rlhf train ... &&` is not to find half of a model."""
+        return 128 + self.stop.signal if self.status == "stopped" and self.stop.signal else 0
+
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
         return self.reports.timed(phase)

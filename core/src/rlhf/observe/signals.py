@@ -27,6 +27,8 @@ class StopRequest:
         self.requested = False
         self.reason = ""
         """Name of the signal, or what :meth:`request` was told."""
+        self.signal: signal.Signals | None = None
+        """The first signal that came."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
@@ -48,6 +50,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
+        self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
         # os.write, since a handler may run in the middle of a print or while the progress bar holds its lock
         os.write(2, f"\n{self.reason}: stopping after this step, with a checkpoint (Ctrl-C: at once)\n".encode())
