@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
 import typing
@@ -29,8 +30,8 @@ def sections() -> list[tuple[str, type[ComponentConfig], str]]:
     """(heading, class, what it is), in the order of the run file; nested tables after the one that holds them."""
     found = []
     for name, field in runfile.RunFile.model_fields.items():
-        several, cls = item_of(field.annotation) is not None, _section(field)
-        heading = f"[[{name}]]" if several and name != "roles" else f"[{name}{'.NAME' if name == 'roles' else ''}]"
+        container, cls = (item_of(field.annotation) or (None,))[0], _section(field)
+        heading = f"[{name}.NAME]" if container is dict else f"[[{name}]]" if container else f"[{name}]"
         found.append((heading, cls, name))
         for inner, nested in cls.model_fields.items():
             model = _section(nested)
@@ -114,7 +115,7 @@ def default_text(field: FieldInfo) -> str:
     return (
         f"`{str(value).lower()}`"
         if isinstance(value, bool)
-        else f'`"{value}"`'
+        else f"`{json.dumps(value, ensure_ascii=False)}`"  # a line break would end the table's row
         if isinstance(value, str)
         else f"`{value:g}`"
     )
