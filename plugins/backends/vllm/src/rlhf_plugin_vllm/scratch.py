@@ -29,6 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhf-vllm-"
 OWNER = "owner"
 """File in the folder, locked as long as its engine's process lives: JSON, {"meeting": ..., "segments": [...]}."""
+_MEETING = re.compile(r"vllm_dist_[0-9a-f]{32}")
 _PYTHONS = re.compile(r"/dev/shm/(psm_\w+)")
 """In a list of mappings: segments that Python made."""
 
@@ -108,10 +109,12 @@ def sweep(place: Path) -> None:
     """Take away what engines left behind whose process was killed: folders in ``place``, and memory that they name."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
-            file = os.open(folder / OWNER, os.O_RDWR)
+            file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:  # it is being made or removed, or is somebody else's
             continue
         try:
+            if os.fstat(file).st_uid != os.getuid():  # anybody may write to a temporary folder
+                continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left = json.loads(os.read(file, 2**20) or b"{}")
         except (OSError, ValueError):  # its owner lives
@@ -150,6 +153,6 @@ def _remove_all(folder: Path, meeting: str, segments: list[str]) -> None:
             continue
         segment.unlink()
         segment.close()
-    for path in SHARED_MEMORY.glob(f"{meeting}*") if meeting else ():
+    for path in SHARED_MEMORY.glob(f"{meeting}*") if _MEETING.fullmatch(meeting) else ():
         path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
