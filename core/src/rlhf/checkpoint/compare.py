@@ -85,8 +85,8 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any]) -> list[Differe
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
     device, versions and schedules are reported. Keys that this release does not know are refused.
     """
-    options = [part for name in current.get("layout", ()) for part in (f"trainer.options.{name}", f"*.trainer.{name}",
-               f"roles.*.trainer.{name}")]  # fmt: skip
+    places = ("trainer.options", "*.trainer", "roles.*.trainer")
+    options = [f"{place}.{name}" for place in places for name in current.get("layout", ())]
     reported = (*_REPORTED, *options)
     found = _differences(
         meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
