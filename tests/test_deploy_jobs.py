@@ -94,7 +94,7 @@ def job_server(tmp_path):
     if missing := [m for m in ("aiohttp_cors", "opencensus", "smart_open") if importlib.util.find_spec(m) is None]:
         pytest.skip(f"needs ray[default]: {', '.join(missing)} are not installed")
     ports = []
-    for _ in range(2):
+    for _ in range(3):
         with socket.create_server(("127.0.0.1", 0)) as server:
             ports.append(server.getsockname()[1])
     (tmp_path / "token").write_text("0123456789abcdef" * 4)
@@ -104,6 +104,7 @@ def job_server(tmp_path):
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     temporary = f"/tmp/rlhf-jobs-{os.getpid()}"  # short: sockets in it may have 107 characters
     words = ["start", "--head", "--block", "--num-cpus=2", f"--port={ports[0]}", f"--dashboard-port={ports[1]}"]
+    words.append(f"--dashboard-agent-listen-port={ports[2]}")  # else every Ray of the machine wants one and the same
     words += ["--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1", f"--temp-dir={temporary}"]
     with (tmp_path / "head.log").open("w") as log:
         head = subprocess.Popen(

@@ -250,7 +250,13 @@ def test_a_ray_that_dies_at_the_start_ends_the_job(slurm):
 
 
 def test_nodes_that_never_join_end_the_job(slurm):
-    (slurm.tools / "python").write_text('#!/bin/bash\necho "2 nodes have joined"; [ "$3" = 1 ]\n')
+    (slurm.tools / "python").write_text(
+        """#!/bin/bash
+        [ "$3" = 1 ] && exit 0
+        until [ -e "$TEST_LOG.node-a" ] && [ -e "$TEST_LOG.node-b" ] && [ -e "$TEST_LOG.node-c" ]; do sleep 0.05; done
+        echo "2 nodes have joined"; exit 1
+        """
+    )
     code, _, err = slurm.run("run.toml", RLHF_START="2")
     assert code == 1
     assert "not 3 Ray nodes within 2 s" in err

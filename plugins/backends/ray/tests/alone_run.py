@@ -16,6 +16,8 @@ from rlhf_plugin_ray.launcher import RayLauncher
 
 def main(how: str) -> None:
     options = {"address": sys.argv[2]} if len(sys.argv) > 2 else {"cpus": 2, "object_store_gib": 0.1}
+    if "RAY_ADDRESS" in os.environ:  # a cluster that runs already has what it has
+        options = {}
     launcher = RayLauncher(RayConfig(show_output=how == "shows", **options))
     try:
         launcher.place({"policy": Place(), GENERATOR: Place()})
