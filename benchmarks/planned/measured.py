@@ -11,21 +11,24 @@ from planned.process import forget_peak, resident, weigh
 
 Case = dict[str, Any]
 Work = tuple[int, Callable[[], Any], int]
-"""(bytes of the process before, what to do, how often: the last time is measured)."""
+"""(bytes of the process before, what to do, how often)."""
 
 
 def measure(case: Case, path: Path, rank: int = 0, port: int = 0) -> int:
-    """Bytes. ``port``: where several ranks meet."""
+    """Bytes: of the last time, or, where sampling follows training (``after``), the most of all times, as it finds
+    more or less of the heap again. ``port``: where several ranks meet."""
     import torch
 
     torch.set_num_threads(1)
     kind = "ranks" if "ranks" in case else case["what"]
     work = {"engine": engine, "generate": generator}.get(kind, trainer)
     before, act, times = work(case, path, rank, port)
+    peaks = []
     for _ in range(times):
         forget_peak()
         act()
-    return resident("VmHWM") - before
+        peaks.append(resident("VmHWM") - before)
+    return max(peaks) if "after" in case else peaks[-1]
 
 
 def spec_of(case: Case, path: Path, rank: int, port: int) -> Any:
