@@ -218,6 +218,27 @@ def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     assert_same_run(runs.resume(broken), runs.result(whole, reference))
 
 
+def test_a_signal_in_the_last_step_is_no_failure(runs: Runs) -> None:
+    """The run is whole, so what follows `rlhf train ... &&` may start."""
+    stopper = """
+import os, signal
+from rlhf.interfaces import Observer
+
+
+class Stopper(Observer):
+    name = "stopper"
+
+    def step_finished(self, step, metrics):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+    observer = [{"use": f"file:{runs.shop.file('stopper.py', stopper)}"}]
+    run = config(runs.shop, "sft", "run", run={"steps": 2}, observer=observer)
+    ended = runs.end(run)
+    assert "SIGTERM: stopping after this step" in ended.err
+    assert (ended.code, len(ended.lines())) == (0, 2)
+
+
 def test_a_run_that_stopped_early_stays_stopped(runs: Runs) -> None:
     """Killed between its last checkpoint and its end, it must not go on training when it is resumed."""
     patient = {"eval": {"patience": 1, "every": 1, "metric": "eval/loss", "mode": "max"}}  # the loss falls: no progress

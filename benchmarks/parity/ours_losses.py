@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CASES, MAX_TOKENS, STEPS, TRAINING, Case, digest, rows, write
+from answering import answer
+from cases import CASES, MAX_TOKENS, STEPS, TRAINING, Case, digest, rows
 from rlhf.controller.build import build
 from rlhf.controller.offline import offline
 from rlhf.controller.prepare import prepare
@@ -76,18 +75,8 @@ def losses(case: Case, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder made by tiny.py")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--cases", nargs="+", help="names; all where absent")
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    found = {case.name: losses(case, arguments.work) for case in wanted}
-    write(
-        arguments.result,
-        {"versions": {name: version(name) for name in ("rlhf-core", "torch", "transformers")}, "cases": found},
-    )
+    answer(__doc__, CASES, losses, ("rlhf-core", "torch", "transformers"))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cases import write
+from answering import answer
 from rlhf.data.checks import Verdict
 from rlhf.data.dataset import TrainData
 from rlhf.data.rows import Example
@@ -66,15 +64,7 @@ def _with_twins(rows: list[dict[str, Any]], examples: list[Example]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder made by row_tokenizers.py")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--cases", nargs="+", help="names; all where absent")
-    arguments = parser.parse_args()
-    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    found = {case.name: encoded(case, arguments.work) for case in wanted}
-    versions = {name: version(name) for name in ("rlhf-core", "transformers", "tokenizers")}
-    write(arguments.result, {"versions": versions, "cases": found})
+    answer(__doc__, CASES, encoded, ("rlhf-core", "transformers", "tokenizers"))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CASES, MAX_TOKENS, ROWS, STEPS, TRAINING, Case, digest, rows, unpaired, write
+from answering import answer
+from cases import CASES, MAX_TOKENS, ROWS, STEPS, TRAINING, Case, digest, rows, unpaired
 
 Sequence = tuple[list[int], int | None]
 
@@ -124,19 +123,9 @@ def losses(case: Case, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder made by tiny.py")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--cases", nargs="+", help="names; all where absent")
-    arguments = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     torch.set_num_threads(1)
-    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    found = {case.name: losses(case, arguments.work) for case in wanted}
-    write(
-        arguments.result,
-        {"versions": {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}, "cases": found},
-    )
+    answer(__doc__, CASES, losses, ("trl", "torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import write
+from answering import answer
 from row_cases import CASES, TEMPLATES, RowCase
 from trl_losses import classes
 
@@ -93,17 +91,9 @@ def encoded(case: RowCase, work: Path) -> list[dict[str, Any] | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder made by tiny.py and row_tokenizers.py")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--cases", nargs="+", help="names; all where absent")
-    arguments = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     torch.set_num_threads(1)
-    wanted = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    found = {case.name: encoded(case, arguments.work) for case in wanted}
-    versions = {name: version(name) for name in ("trl", "transformers", "tokenizers")}
-    write(arguments.result, {"versions": versions, "cases": found})
+    answer(__doc__, CASES, encoded, ("trl", "transformers", "tokenizers"))
 
 
 if __name__ == "__main__":

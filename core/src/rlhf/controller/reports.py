@@ -17,7 +17,8 @@ from rlhf.observe.rundir import RunDirectory
 
 
 class Reports:
-    """
+    """One run's line a step, and the calls of its observers.
+
     Args:
         store: knows what is left of the run where the disk is full.
     """

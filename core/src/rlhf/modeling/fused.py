@@ -45,8 +45,8 @@ def restore_layers(layers: list[nn.Module]) -> None:
 
 def _known(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    linear = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
-    plain = all(type(getattr(m, "base_layer", m)) is nn.Linear for m in linear if m.weight.ndim == 2)  # or an adapter's
+    weighted = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
+    plain = all(type(getattr(m, "base_layer", m)) is nn.Linear for m in weighted if m.weight.ndim == 2)  # or adapted
     return plain and not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
 
 

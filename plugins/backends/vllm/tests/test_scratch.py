@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from rlhf_plugin_vllm.scratch import OWNER, SHARED_MEMORY, SOCKETS, Scratch
+import pytest
+from rlhf_plugin_vllm.scratch import OWNER, SHARED_MEMORY, SOCKETS, Scratch, sweep
 
 ENGINE = """
 import os, signal, sys
@@ -49,3 +52,32 @@ def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
     first.remove()
     second.remove()
     assert [p.name for p in tmp_path.iterdir()] == ["rlhf-vllm-being-made"]
+
+
+def test_what_another_user_left_is_not_touched(tmp_path, monkeypatch):
+    left = tmp_path / "rlhf-vllm-theirs"
+    left.mkdir()
+    (left / OWNER).write_text(json.dumps({"meeting": f"vllm_dist_{'0' * 32}", "segments": []}))
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    sweep(tmp_path)
+    assert left.exists()
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("meeting", ["../../mine", "", "*"])
+def test_only_files_of_a_meeting_are_removed(tmp_path, monkeypatch, meeting):
+    """What a folder says is not taken for more than an engine can have said."""
+    monkeypatch.setattr("rlhf_plugin_vllm.scratch.SHARED_MEMORY", tmp_path / "shm" / "mine")
+    (tmp_path / "shm" / "mine").mkdir(parents=True)
+    kept = [tmp_path / "mine", tmp_path / "shm" / "mine" / "sums"]
+    for path in kept:
+        path.write_text("")
+    left = tmp_path / "rlhf-vllm-left"
+    left.mkdir()
+    (left / OWNER).write_text(json.dumps({"meeting": meeting, "segments": []}))
+    sweep(tmp_path)
+    assert not left.exists()
+    assert all(path.exists() for path in kept)

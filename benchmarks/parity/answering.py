@@ -1,0 +1,24 @@
+"""The command line of the scripts that state what one side makes of the cases. Standard library only, as both Python
+environments import it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from cases import write
+
+
+def answer(doc: str, cases: Sequence[Any], found: Callable[[Any, Path], Any], packages: Sequence[str]) -> None:
+    """Write ``{"versions": {package: version}, "cases": {name: found(case, folder)}}`` of the cases asked for."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder of what tiny.py or row_tokenizers.py made")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--cases", nargs="+", help="names; all where absent")
+    arguments = parser.parse_args()
+    wanted = [case for case in cases if not arguments.cases or case.name in arguments.cases]
+    answers = {case.name: found(case, arguments.work) for case in wanted}
+    write(arguments.result, {"versions": {name: version(name) for name in packages}, "cases": answers})
