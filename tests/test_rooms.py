@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "datasets", "numpy", "pandas", "peft", "sympy"
 
 HEAVY_MODULES = {"policy_gradient", "policy_gradient_config", "serialise"}
 """Modules directly in ``rlhf`` that belong to runs, which may import torch; all others stay light."""
-LIGHT = {"interfaces", "plugins"} | {p.stem for p in CORE.glob("*.py")} - HEAVY_MODULES
+LIGHT = {"interfaces", "plugins", "types"} | {p.stem for p in CORE.glob("*.py")} - HEAVY_MODULES
 """What plugin authors and the command line import."""
 LIGHT_THIRD_PARTIES = {"pydantic", "pydantic_core", "pluggy", "packaging", "importlib_metadata", "tomli_w"}
 OPS_THIRD_PARTIES = {"torch", "pydantic"}

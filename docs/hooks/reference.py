@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf import hookspecs
+from rlhf import hookspecs, interfaces
 from rlhf import types as flowing
 from rlhf.data.rows import Example, Sequence
 from rlhf.interfaces import KINDS, Component, ComponentConfig
@@ -50,7 +50,7 @@ def component_reference() -> str:
 
 def types_reference() -> str:
     """Markdown: the values that plugins are given and give back, in the order of ``rlhf.types``."""
-    shown = [c for c in vars(flowing).values() if inspect.isclass(c) and c.__module__ == flowing.__name__]
+    shown = [c for c in (getattr(flowing, name) for name in flowing.__all__) if inspect.isclass(c)]
     parts = [MARKER, "## Columns of an online batch", text(trajectories)]
     for cls in (LossInput, *shown, Example, Sequence, UnitData, SequenceData):
         parts += [part for part in section(cls) if not part.startswith(("### `__init__", "```python\ndef __init__"))]
@@ -59,8 +59,9 @@ def types_reference() -> str:
 
 def section(cls: type[Any]) -> list[str]:
     """A class: its docstring and its own public members."""
-    public = cls.__module__.rpartition(".")[0] if cls.__module__.startswith("rlhf.interfaces") else cls.__module__
-    parts = [f"## `{public}.{cls.__name__}`", "" if is_generated_doc(cls) else text(cls)]
+    faces = (interfaces.__name__, flowing.__name__)  # packages whose files are read through their face
+    place = next((face for face in faces if cls.__module__.startswith(f"{face}.")), cls.__module__)
+    parts = [f"## `{place}.{cls.__name__}`", "" if is_generated_doc(cls) else text(cls)]
     for name, value in own_members(cls):
         parts += member(name, value, cls)
     return parts

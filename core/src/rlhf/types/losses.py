@@ -1,0 +1,74 @@
+"""What a loss declares, reads off the model and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+How = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant", "seq_mean", "unit_mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """How the values of one loss term become one number. The driver turns this into a weight per token,
+    sequence or unit over the whole optimizer batch (all micro-batches, all ranks); ranks only add.
+
+    ========================  ==========  ===========================================================
+    how                       values      weight
+    ========================  ==========  ===========================================================
+    token_mean                [A]         m / N
+    seq_mean_token_mean       [A]         m / (T_seq S)
+    seq_mean_token_sum        [A]         m / S
+    seq_sum_constant          [A]         m / (S constant)
+    seq_mean                  [S]         1 / S
+    unit_mean                 [U]         1 / U
+    ========================  ==========  ===========================================================
+
+    N tokens under the mask, S sequences (tokens of one unit and one role) with at least one such token,
+    U units with at least one such token.
+    """
+
+    how: How = "token_mean"
+    over: str = "loss_mask"
+    roles: tuple[int, ...] | None = None
+    """Only sequences of these roles in their unit (0 = chosen, 1 = rejected, ...)."""
+    coef: float = 1.0
+    constant: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Something read off the model at the tokens of a mask, chunk by chunk; no [T, V] tensor exists.
+
+    ``fn(logits_CV, ids_C, columns, constants) -> [C, ...]`` gets tempered fp32 logits (for scalar and classes
+    heads: the head's fp32 outputs, not tempered), the chunk's token ids, and the chunk's slice of each column
+    in ``columns``. It is recomputed in the backward pass. ``constants[role]`` of each role in ``lent`` is its
+    :class:`rlhf.ops.heads.OutputHead`.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    over: str = "loss_mask"
+    at: Literal["before", "at"] = "before"
+    """``before``: the outputs that predict token t (log-probs, entropy, values), at the temperature token t was drawn
+    at. ``at``: read off after token t, from which nothing was drawn yet: never tempered."""
+    columns: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    reads: Literal["logits", "hidden"] = "logits"
+    """``hidden``: the fp32 hidden states [C, H] that the output head would read, in place of the logits."""
+    lent: tuple[str, ...] = ()
+    """Roles whose output heads it computes with (:class:`Lent`)."""
+
+
+Level = Literal["token", "sequence", "unit"]
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """Values per token [A], sequence [S] or unit [U] for each declared term; no masks, denominators or sums."""
+
+    terms: dict[str, Any]
+    metrics: Mapping[str, tuple[Level, Any] | tuple[Level, Any, Any]] = field(default_factory=dict)
+    """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch; {name:
+    (level, values, where)}: over those where the bool ``where`` is True, and left out where none is."""

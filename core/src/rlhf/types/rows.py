@@ -1,0 +1,32 @@
+"""Rows of data, as read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.data.layouts import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One data row with all its columns, as read; rewards and environments see every column."""
+
+    columns: Mapping[str, Any]
+    source: str
+    """Name of the source in the run file; per-source metrics use it."""
+    index: int
+    """Position in that source, from 0; ``(source, index)`` identifies the row across a resume."""
+    layout: Layout | None = field(default=None, compare=False, repr=False)
+    """How its source's columns are read, where they are not those that the run file names."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise KeyError(f"no column {name!r}; columns present: {', '.join(self.columns)}") from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.columns.get(name, default)
