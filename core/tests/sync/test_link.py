@@ -13,15 +13,17 @@ import pytest
 import torch
 from rlhf.errors import SyncError
 from rlhf.sync.bucket import buckets
-from rlhf.sync.link import Link, inlet, outlet
+from rlhf.sync.ends import inlet, outlet
+from rlhf.sync.link import Link
 from rlhf.sync.meeting import serve
 
 CPU = torch.device("cpu")
 KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
-from rlhf.sync.link import Link, Shipment, inlet
+from rlhf.sync.ends import inlet
 from rlhf.sync.flat import Layout
+from rlhf.sync.link import Link, Shipment
 link = Link(*json.loads(sys.argv[1]))
 end = inlet(link, int(sys.argv[2]), torch.device("cpu"))
 print("connected", flush=True)

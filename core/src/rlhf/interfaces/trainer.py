@@ -205,7 +205,7 @@ class Trainer(Component):
     def connect(self, link: Link) -> None:
         """What :meth:`ship` yields goes over this link from now on; called on every rank, while the generator's ends
         connect too."""
-        from rlhf.sync.link import outlet
+        from rlhf.sync.ends import outlet
 
         if self._outlet is not None:
             self._outlet.close()

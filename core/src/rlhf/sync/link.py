@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from rlhf.sync.bucket import Bucket
 from rlhf.sync.flat import Layout
 
@@ -81,25 +79,3 @@ class Inlet(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release memory and connections."""
-
-
-def outlet(link: Link, rank: int) -> Outlet:
-    """The end of a trainer's rank. Waits for the other ends where the link needs that."""
-    if link.kind == "shared":
-        from rlhf.sync.shared import SharedOutlet
-
-        return SharedOutlet(link, rank)
-    from rlhf.sync.broadcast import BroadcastOutlet, Silent
-
-    return BroadcastOutlet(link) if rank == 0 else Silent()
-
-
-def inlet(link: Link, number: int, device: torch.device) -> Inlet:
-    """The end of receiver ``number`` (from 0), which takes tensors on ``device``."""
-    if link.kind == "shared":
-        from rlhf.sync.shared import SharedInlet
-
-        return SharedInlet(link, device)
-    from rlhf.sync.broadcast import BroadcastInlet
-
-    return BroadcastInlet(link, number, device)

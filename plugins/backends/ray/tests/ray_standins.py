@@ -175,7 +175,7 @@ class OddGenerator(Generator):
 
     def connect(self, link: Any, first: int) -> None:
         import torch
-        from rlhf.sync.link import inlet
+        from rlhf.sync.ends import inlet
 
         self.note(f"connect {link.kind}")
         self._flagged("die-before-connect")

@@ -13,7 +13,8 @@ from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
 from rlhf.sync.bucket import Bucket
-from rlhf.sync.link import Inlet, Link, Shipment, inlet
+from rlhf.sync.ends import inlet
+from rlhf.sync.link import Inlet, Link, Shipment
 from vllm.config import set_current_vllm_config
 
 from rlhf_plugin_vllm.probe import differing
