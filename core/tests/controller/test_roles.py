@@ -8,7 +8,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
 from rlhf.modeling.prefix import share_prefixes
 from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.ops.losses import add_sums, evaluate, finish_sums
+from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
 

@@ -8,7 +8,8 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import Loss
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import BUILTIN, ENTROPY, LOGPROBS, resolve_head
-from rlhf.ops.losses import LossInput, add_sums, evaluate, finish_sums, over_mask, required_columns
+from rlhf.ops.loss_value import add_sums, evaluate, finish_sums, over_mask, required_columns
+from rlhf.ops.losses import LossInput
 from rlhf.ops.reduce import weigh, weights
 from rlhf.types import Head, LossOutput, Reduce
 
@@ -192,7 +193,7 @@ def test_live_columns_are_the_detached_output():
 
 def test_of_role_needs_every_unit_to_have_it():
     pairs = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
-    x = LossInput(weigh(pairs, {"t": Reduce()}), {}, Squares(), "loss_mask", {}, {})
+    x = LossInput(weigh(pairs, {"t": Reduce()}), {}, (), "loss_mask", {}, {}, "squares")
     values_S = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert x.of_role(values_S, 0).tolist() == [1.0, 3.0]
     assert x.of_role(values_S, 1).tolist() == [2.0, 4.0]

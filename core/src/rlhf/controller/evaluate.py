@@ -11,7 +11,7 @@ from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.data.rows import Example
 from rlhf.interfaces import Algorithm
 from rlhf.observe.evaluation import evaluation_metrics
-from rlhf.ops.losses import finish_sums
+from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.sections import EvalSection
 from rlhf.types import Group, Row, Update

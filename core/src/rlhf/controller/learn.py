@@ -13,7 +13,7 @@ from rlhf.controller.roles import Role
 from rlhf.errors import TrainingError, boundary
 from rlhf.interfaces import Algorithm, Loss
 from rlhf.ops.batch import Batch
-from rlhf.ops.losses import add_sums, finish_sums
+from rlhf.ops.loss_value import add_sums, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.seeds import derive_seed
 from rlhf.sync.bucket import Bucket

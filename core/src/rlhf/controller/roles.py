@@ -14,7 +14,7 @@ from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, Wo
 from rlhf.modeling.prefix import unit_prefixes
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import gives, resolve_head
-from rlhf.ops.losses import FILLER, add_sums, over_mask, required_columns
+from rlhf.ops.loss_value import FILLER, add_sums, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
 from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Update

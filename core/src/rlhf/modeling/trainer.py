@@ -31,7 +31,7 @@ from rlhf.modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf.modeling.sharding import sharding
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
-from rlhf.ops.losses import add_sums, evaluate, over_mask
+from rlhf.ops.loss_value import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
 from rlhf.types import Head
 

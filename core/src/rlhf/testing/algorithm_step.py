@@ -13,7 +13,7 @@ from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.losses import finish_sums, over_mask, required_columns
+from rlhf.ops.loss_value import finish_sums, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing.compare import layouts
 from rlhf.testing.contract import Nonconformance, expect

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf.ops.batch import Batch
-from rlhf.ops.losses import finish_sums
+from rlhf.ops.loss_value import finish_sums
 from rlhf.testing import fabricate
 from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, layouts, norm, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, expect, missing

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import BUILTIN, resolve_head
-from rlhf.ops.losses import add_sums, evaluate, over_mask, required_columns
+from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import padded

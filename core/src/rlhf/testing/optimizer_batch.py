@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.losses import finish_sums, over_mask, required_columns
+from rlhf.ops.loss_value import finish_sums, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.recording import Recording

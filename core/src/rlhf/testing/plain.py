@@ -20,7 +20,7 @@ from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
-from rlhf.ops.losses import add_sums, evaluate, over_mask
+from rlhf.ops.loss_value import add_sums, evaluate, over_mask
 from rlhf.testing import fabricate
 from rlhf.types import Head
 

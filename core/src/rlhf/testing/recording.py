@@ -22,7 +22,7 @@ class Passed(dict[str, float]):
 
 
 class Recording:
-    """Stands for ``loss`` in :func:`rlhf.ops.losses.evaluate` and in trainers of this process.
+    """Stands for ``loss`` in :func:`rlhf.ops.loss_value.evaluate` and in trainers of this process.
 
     ``size`` is ``sum |weight * value|`` over all terms and micro-batches so far.
     """

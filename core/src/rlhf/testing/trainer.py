@@ -24,7 +24,7 @@ from torch import Tensor
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.losses import finish_sums
+from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import GRADIENT, distance, layouts, same_bits

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf_plugin_cpo import CPO, CPOLoss

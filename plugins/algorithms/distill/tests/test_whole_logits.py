@@ -7,7 +7,7 @@ import torch
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.interfaces import ModelSpec
-from rlhf.ops.losses import required_columns
+from rlhf.ops.loss_value import required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.testing.tiny import tiny_model

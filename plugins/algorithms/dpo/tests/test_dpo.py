@@ -8,7 +8,7 @@ import pytest
 import torch
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row, Snapshot, Update
 from rlhf_plugin_dpo import DPO, DPOLoss

@@ -9,7 +9,7 @@ import torch
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import TrainingError
-from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
@@ -164,7 +164,7 @@ def loss_of(h, labels, kl, parts=None, **config):
         total, found = evaluate(loss, batch.select(part), {"logprobs": leaf[part]}, {}, {})
         total.backward()
         sums.append(found)
-    from rlhf.ops.losses import add_sums
+    from rlhf.ops.loss_value import add_sums
 
     metrics = finish_sums(add_sums(sums))
     return metrics["loss"], leaf.grad.tolist(), metrics

@@ -9,7 +9,7 @@ from rlhf.errors import TrainingError
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.correction import CorrectionConfig
 from rlhf.ops.kl_loss import WithKL
-from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.testing.loss import LossContract
 from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, ReinforceLoss

@@ -11,7 +11,7 @@ from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Tokens
-from rlhf.ops.losses import evaluate, finish_sums
+from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf_plugin_prm.algorithm import ProcessRewardModel

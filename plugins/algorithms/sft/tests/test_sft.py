@@ -59,7 +59,7 @@ def test_metrics_are_the_mean_nll_and_probability():
 @pytest.mark.parametrize("reduce", ["token_mean", "seq_mean_token_mean"])
 def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
     """Three rows of unequal length against the causal-LM loss of transformers, row by row."""
-    from rlhf.ops.losses import evaluate
+    from rlhf.ops.loss_value import evaluate
     from rlhf.ops.reduce import weigh
     from rlhf.testing.tiny import tiny_model
     from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
-from rlhf.ops.losses import FILLER
+from rlhf.ops.loss_value import FILLER
 from rlhf.ops.reduce import WEIGHT, weigh
 from rlhf.testing import fabricate
 from rlhf.testing.optimizer_batch import columns, slim_batch

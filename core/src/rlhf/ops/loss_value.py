@@ -1,0 +1,139 @@
+"""A loss on a micro-batch: its share of the weighted sum, and its metrics as sums; both add over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import TrainingError
+from rlhf.interfaces.loss import Loss
+from rlhf.ops.batch import Batch
+from rlhf.ops.losses import LossInput
+from rlhf.ops.reduce import LEVEL, WEIGHT
+from rlhf.types import Head, LossOutput, Reduce
+
+FILLER = "filler"
+"""Unit column of micro-batches that only repeat units to keep a rank busy: no weight, and no metrics."""
+
+
+def over_mask(loss: Loss) -> str:
+    """The one mask all terms of a loss share."""
+    terms = loss.reduce()
+    if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
+        raise TrainingError(
+            f'reduce() of loss {loss.name!r} must give e.g. {{"policy": Reduce("token_mean")}}, got {terms}'
+        )
+    for reduce in terms.values():
+        if reduce.how not in LEVEL:
+            raise TrainingError(
+                f"loss {loss.name!r}: there is no Reduce({reduce.how!r}); allowed are {', '.join(LEVEL)}"
+            )
+    masks = {r.over for r in terms.values()}
+    if len(masks) != 1:
+        raise TrainingError(f"the terms of loss {loss.name!r} must share one mask, got {sorted(masks)}")
+    return masks.pop()
+
+
+def required_columns(loss: Loss, heads: Iterable[Head]) -> tuple[str, ...]:
+    """Every batch column that must travel to a rank to evaluate ``loss`` (``temperature`` where present)."""
+    terms = loss.reduce()
+    names = {over_mask(loss), "temperature", *loss.columns(), *(WEIGHT + t for t in terms)}
+    for head in heads:
+        names.update((head.over, *head.columns))
+    return tuple(sorted(names))
+
+
+def evaluate(
+    loss: Loss,
+    batch: Batch,
+    outputs: Mapping[str, Tensor],
+    coef: Mapping[str, float],
+    live: Mapping[str, str],
+) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """The micro-batch's share of the loss and its metric sums.
+
+    Args:
+        batch: a micro-batch with ``weight/<term>`` columns (:func:`rlhf.ops.reduce.weigh`).
+        outputs: {output name: [A, ...] at the tokens under the mask, [B] for sequence outputs}, with gradient.
+
+    Returns: (scalar to call backward on, {metric: (sum, count)}); both add over micro-batches and ranks.
+    """
+    terms, over = loss.reduce(), over_mask(loss)
+    x = LossInput(batch, outputs, loss.columns(), over, coef, live, loss.name)
+    result: LossOutput = loss(x)
+    if not isinstance(result, LossOutput):
+        raise TrainingError(
+            f"loss {loss.name!r} returned {type(result).__name__}, not LossOutput({{term: values}}) with the terms "
+            f"{sorted(terms)} of reduce()"
+        )
+    if set(result.terms) != set(terms):
+        raise TrainingError(
+            f"loss {loss.name!r} declares the terms {sorted(terms)} in reduce() but returned {sorted(result.terms)}"
+        )
+    total: Tensor | None = None
+    sums: dict[str, tuple[float, float]] = {}
+    for term, reduce in terms.items():
+        values, w = result.terms[term], _weights(x, batch, over, term, LEVEL[reduce.how])
+        if values.shape != w.shape:
+            raise TrainingError(
+                f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
+                f"got {tuple(values.shape)}{_sizes(x)}"
+            )
+        part = (w * values.float()).sum()
+        total = part if total is None else total + part
+        sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
+    assert total is not None
+    sums["loss"] = (float(total.detach()), 0.0)
+    for name, metric in () if FILLER in batch.unit else result.metrics.items():
+        sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
+        if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
+            raise TrainingError(
+                f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "
+                f"a level of 'token', 'sequence' or 'unit', got {type(metric).__name__} {metric!r:.80}"
+            )
+        level, values, *where = metric
+        expected = sizes[level]
+        if values.shape != (expected,) or any(w.shape != (expected,) or w.dtype != torch.bool for w in where):
+            raise TrainingError(
+                f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and as many bools where "
+                "it says which of them count"
+            )
+        if where and not bool(where[0].any()):
+            continue
+        counted = values[where[0]] if where else values
+        sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
+    return total, sums
+
+
+def _sizes(x: LossInput) -> str:
+    """What the first dimension of values may be here, for an error."""
+    return (
+        f" (here are {x.tokens} tokens, {x.sequences} sequences and {x.units} units). A loss returns plain "
+        "values; how they are averaged is what reduce() declares"
+    )
+
+
+def _weights(x: LossInput, batch: Batch, over: str, term: str, level: str) -> Tensor:
+    column = batch.column(WEIGHT + term)
+    if level == "tok":
+        return column[batch.tok[over]]
+    if level == "unit":
+        return column
+    return column.new_zeros(x.sequences).index_add(0, x.answer_B, column)
+
+
+def add_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add metric sums over micro-batches or ranks, in order."""
+    total: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            old = total.get(name, (0.0, 0.0))
+            total[name] = (old[0] + value, old[1] + count)
+    return total
+
+
+def finish_sums(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Means from sums; entries with count 0 were normalised already."""
+    return {name: value / count if count else value for name, (value, count) in sums.items()}
