@@ -52,9 +52,11 @@ class PolicyGradient(Algorithm):
         self.kl = KLController(kl.coef, kl.target, kl.horizon)
         self.advantage: Advantage = self.parts["advantage"]
         if kl.coef > 0 and kl.where == "loss":
-            self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen)
+            self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         self.loss: Loss = self.parts["loss"]
         self._samples = 0
+        self._taught: int | None = None
+        """Samples of the batch in work that are trained on; None before it is known."""
         self._measured_kl: float | None = None
         if not self.advantage.needs_values:
             for field in ("critic_warmup", "bootstrap_truncated"):
@@ -105,16 +107,20 @@ class PolicyGradient(Algorithm):
 
     def updates(self, step: int) -> list[Update | Snapshot]:
         """``step`` counts from 0: with ``critic_warmup`` N the policy stands still in the steps 0 .. N-1. A batch of
-        fewer samples than minibatches (filtered, or failed) has a minibatch for each."""
-        minibatches = min(self.config.minibatches, self._samples or self.config.minibatches)
-        passes = {"epochs": self.config.epochs, "minibatches": minibatches}
+        fewer samples than minibatches (filtered, failed, or masked) has a minibatch for each; one in which all samples
+        are masked has no update. A snapshot comes last: the next step's ``ref_logprobs`` are the new reference's."""
+        taught = self.config.minibatches if self._taught is None else self._taught
+        passes = {"epochs": self.config.epochs, "minibatches": min(self.config.minibatches, taught)}
         updates: list[Update | Snapshot] = []
-        if self.advantage.needs_values:
+        if self.advantage.needs_values and taught:
             updates.append(Update("critic", "value_loss", **passes))
-        if step >= self.config.critic_warmup:
+        if step >= self.config.critic_warmup and taught:
             coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
             live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
+        every = self.config.kl.snapshot_every
+        if every is not None and (step + 1) % every == 0:
+            updates.append(Snapshot("reference", "policy", self.config.kl.snapshot_share))
         return updates
 
     # ---------------------------------------------------------------------------------------- work
@@ -134,12 +140,19 @@ class PolicyGradient(Algorithm):
             reward_clip=self.config.reward_clip,
         )
         self._samples, self._measured_kl = batch.units, metrics.get("kl/reference")
-        return batch, metrics
+        return self._without_masked(batch), metrics
+
+    def _without_masked(self, batch: Batch) -> Batch:
+        """``batch`` without the samples that are not trained on (``mask_truncated``); whole where that is all of them,
+        as then nothing is (:meth:`updates`)."""
+        masked_U = batch.unit["truncated"] & self.config.mask_truncated
+        self._taught = batch.units - int(masked_U.sum())
+        return batch.keep(~masked_U[batch.unit_B]) if 0 < self._taught < batch.units else batch
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt the KL coefficient to the KL of this step and its number of trajectories."""
         samples, measured, used = self._samples, self._measured_kl, self.kl.beta
-        self._samples, self._measured_kl = 0, None
+        self._samples, self._measured_kl, self._taught = 0, None, None
         if not self._uses_kl:
             return {}
         kl = measured if self._kl_in("reward") else metrics.get("policy/kl_reference")

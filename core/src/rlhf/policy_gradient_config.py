@@ -28,6 +28,13 @@ class KLConfig(ComponentConfig):
     """Adaptive coefficient: the wanted mean KL per token, in nats."""
     horizon: float = Field(default=10_000.0, gt=0)
     """Adaptive coefficient: trajectories over which it reacts."""
+    unbiased: bool = False
+    """In the loss only, with k3: each token's estimate times its ratio to the policy at the start of the update, so
+    that the expected gradient is the KL's own (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    snapshot_share: float = Field(default=1.0, gt=0, le=1)
+    """With ``snapshot_every``: the policy's share of the new reference; what is left is the old one's."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -42,6 +49,18 @@ class KLConfig(ComponentConfig):
             raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
         if self.horizon != 10_000 and self.target is None:
             raise ValueError("horizon is of the adaptive coefficient; set target too, or leave it out")
+        if self.unbiased and (self.where != "loss" or self.chosen != "k3"):
+            raise ValueError(
+                f"unbiased = true is of k3 as a loss, got estimator {self.chosen!r} with where = {self.where!r}; set "
+                "where = 'loss' and leave estimator out, or leave this out"
+            )
+        if self.snapshot_every is not None and self.coef == 0:
+            raise ValueError("snapshot_every copies the policy to the reference, which coef = 0 does without")
+        if self.snapshot_share < 1 and self.snapshot_every is None:
+            raise ValueError(
+                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: set "
+                "it, or leave this out"
+            )
         return self
 
     @property
@@ -110,6 +129,9 @@ class PolicyGradientConfig(ComponentConfig):
     """The first N steps train the critic only: exactly N."""
     bootstrap_truncated: bool = False
     """Samples cut off by their token budget end in the critic's value instead of 0."""
+    mask_truncated: bool = False
+    """Samples cut off by their token budget are not trained on: overlong filtering (Yu et al. 2025, arXiv:2503.14476,
+    section 3.4). Their rewards still enter their group's baseline and the metrics."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,3 +153,9 @@ class PolicyGradientConfig(ComponentConfig):
         if value is not None and value[0] >= value[1]:
             raise ValueError(f"reward_clip needs [low, high] with low < high, got {list(value)}")
         return value
+
+    @model_validator(mode="after")
+    def _truncated(self) -> Self:
+        if self.mask_truncated and self.bootstrap_truncated:
+            raise ValueError("bootstrap_truncated is of samples that mask_truncated leaves out; leave one of them out")
+        return self

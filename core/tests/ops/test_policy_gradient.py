@@ -12,7 +12,7 @@ from rlhf.ops.returns import gae, return_to_go
 from rlhf.policy_gradient import BOOTSTRAP, PolicyGradient
 from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
 from rlhf.testing import fabricate
-from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Update
+from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Snapshot, Update
 
 
 class Plain(Advantage):
@@ -163,6 +163,64 @@ def test_kl_as_a_loss_is_a_term_beside_any_loss():
     assert build(kl=KLConfig(where="loss")).loss.name == "ratio", "coef 0: nothing is added"
 
 
+def test_the_reference_follows_the_policy_behind_the_update():
+    """Log-probs of the reference are annotated before a step's updates: a snapshot in front would come too late."""
+    kl = KLConfig(coef=0.1, snapshot_every=2, snapshot_share=0.6)
+    kinds = [[type(u) for u in build(kl=kl).updates(step)] for step in range(4)]
+    assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
+    assert build(kl=kl).updates(1)[1] == Snapshot("reference", "policy", 0.6)
+    assert [type(u) for u in build(Critic, critic_warmup=9, kl=kl).updates(1)] == [Update, Snapshot]
+
+
+def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
+    """The batch of all samples is credited; what is left of it is that without the truncated ones, bit for bit."""
+    plain, masked = build(), build(mask_truncated=True, minibatches=12)
+    groups = fabricate.groups(0)
+    whole, said = plain.credit(plain.assemble(groups))
+    cut_U = whole.unit["truncated"]
+    assert 0 < int(cut_U.sum()) < whole.units == 12
+    left, told = masked.credit(masked.assemble(groups))
+    assert told == said
+    kept = whole.select((~cut_U).nonzero()[:, 0].tolist())
+    assert left.unit["sample"].tolist() == kept.unit["sample"].tolist()
+    assert torch.equal(left.tok["advantages"], kept.tok["advantages"])
+    assert masked.updates(0)[0].minibatches == left.units, "one for each sample that is left"
+    masked.finish(0, {})
+    assert masked.updates(1)[0].minibatches == 12
+
+
+def test_where_all_samples_are_truncated_nothing_is_updated():
+    algorithm = build(Critic, mask_truncated=True, kl=KLConfig(coef=0.1, where="loss", snapshot_every=1))
+    groups = fabricate.groups(0)
+    for trajectory in (t for g in groups for t in g.trajectories):
+        trajectory.status = "truncated" if trajectory.status == "ok" else trajectory.status
+    batch = algorithm.assemble(groups)
+    batch = batch.with_column("tok", "old_values", torch.zeros(batch.tokens))
+    algorithm.credit(batch)
+    assert algorithm.updates(0) == [Snapshot("reference", "policy")]
+    algorithm.finish(0, {})
+    assert [u.role for u in algorithm.updates(1)[:2]] == ["critic", "policy"]
+
+
+def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_policy():
+    """Expected under the old policy: rho k3 has exactly the gradient of KL(pi, ref), k3 by itself does not."""
+    draw = [torch.randn(20, generator=torch.Generator().manual_seed(s)).double() for s in range(3)]
+    logits = draw[0].requires_grad_()
+    lp, old, ref = (torch.log_softmax(z, 0) for z in draw)
+    (exact,) = torch.autograd.grad((lp.exp() * (lp - ref)).sum(), logits, retain_graph=True)
+    for unbiased in (True, False):
+        loss = WithKL(Ratio(), "k3", unbiased)
+        assert ("old_logprobs" in WithKL(NoRatio(), "k3", unbiased).columns()) is unbiased
+        x = Columns({"logprobs": lp, "old_logprobs": old, "ref_logprobs": ref, "advantages": torch.zeros(20)})
+        (got,) = torch.autograd.grad((old.exp() * loss(x).terms["kl"]).sum(), logits, retain_graph=True)
+        assert torch.allclose(got, 0.5 * exact, atol=1e-6) is unbiased
+    assert build(kl=KLConfig(coef=0.1, where="loss", unbiased=True)).loss.unbiased
+
+
+class Columns(dict):
+    coef = {"kl": 0.5}
+
+
 def run_credit(algorithm, kl=0.5):
     batch = algorithm.assemble(fabricate.groups(0))
     lp = fabricate.values("logprobs", batch.tokens, 0)
@@ -257,6 +315,11 @@ def test_one_field_of_the_kl_leaves_the_presets_others(given, coef, where, estim
         (lambda: KLConfig(target=0.1), "coef > 0"),
         (lambda: KLConfig(coef=0.1, horizon=5.0), "set target too"),
         (lambda: KLConfig(coef=-0.1), "greater than or equal to 0"),
+        (lambda: KLConfig(coef=0.1, unbiased=True), "k3 as a loss, got estimator 'k1' with where = 'reward'"),
+        (lambda: KLConfig(coef=0.1, where="loss", estimator="k2", unbiased=True), "got estimator 'k2'"),
+        (lambda: KLConfig(snapshot_every=2), "coef = 0 does without"),
+        (lambda: KLConfig(coef=0.1, snapshot_share=0.5), "every snapshot_every steps, which is not set"),
+        (lambda: PolicyGradientConfig(mask_truncated=True, bootstrap_truncated=True), "leave one of them out"),
         (lambda: KLConfig(coef=0.1, target=0.0), "greater than 0"),
         (lambda: ShapingConfig(overlong_buffer=3), "belong together"),
         (lambda: ShapingConfig(overlong_factor=0.5), "does nothing without"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.kl import Estimator, kl_estimate
+from rlhf.ops.ratios import token_ratio
 from rlhf.ops.reduce import LEVEL
 from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
 
@@ -20,10 +21,15 @@ class WithKL(Loss):
 
     The KL term is averaged like the first term of ``inner``, or by ``token_mean`` where that is not per token. The
     coefficient travels with every update, so an adaptive one works. ``kl_reference`` is reported, unweighted.
+
+    ``unbiased``: the estimate of a token times rho = exp(lp - lp_old), with gradient (DeepSeek-V3.2, arXiv:2512.02556,
+    section 3.1). For k3 the gradient of a term becomes rho d times that of lp, in expectation the KL's own. Deviations:
+    (1) rho is of the token under losses with one ratio per answer too, and its log is bounded to +-20.
     """
 
-    def __init__(self, inner: Loss, estimator: Estimator) -> None:
+    def __init__(self, inner: Loss, estimator: Estimator, unbiased: bool = False) -> None:
         self.inner, self.estimator, self.config = inner, estimator, inner.config
+        self.unbiased = unbiased
         self.name = inner.name  # type: ignore[misc]  # errors name the loss that the user chose
 
     @property
@@ -35,7 +41,8 @@ class WithKL(Loss):
         return outputs if "logprobs" in outputs else (*outputs, "logprobs")
 
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.inner.columns(), "ref_logprobs")))
+        old = ("old_logprobs",) if self.unbiased else ()
+        return tuple(dict.fromkeys((*self.inner.columns(), "ref_logprobs", *old)))
 
     def reduce(self) -> dict[str, Reduce]:
         terms = self.inner.reduce()
@@ -56,7 +63,8 @@ class WithKL(Loss):
     def __call__(self, x: LossInput) -> LossOutput:
         result = self.inner(x)
         kl_A = kl_estimate(x["logprobs"], x["ref_logprobs"], self.estimator)
-        terms = {**result.terms, "kl": x.coef["kl"] * kl_A}
+        weighted_A = token_ratio(x["logprobs"], x["old_logprobs"]) * kl_A if self.unbiased else kl_A
+        terms = {**result.terms, "kl": x.coef["kl"] * weighted_A}
         return LossOutput(terms, {**result.metrics, "kl_reference": ("token", kl_A)})
 
     def state_dict(self) -> dict[str, Any]:

@@ -152,9 +152,9 @@ class AlgorithmContract(Contract):
             groups[1].trajectories[-1].turns = []
             usable = [[t for t in g.trajectories if t.turns and (t.reward is not None or not scored)] for g in groups]
             rest = [replace(group, trajectories=own) for group, own in zip(groups, usable, strict=True)]
-            batch, without = self.step(config, algorithm=algorithm, data=groups).batch, algorithm.assemble(rest)
+            taught = self.step(config, algorithm=algorithm, data=groups).batch.ids_N
             expect(
-                without is not None and torch.equal(batch.ids_N, without.ids_N),
+                torch.equal(taught, self.step(config, data=rest).batch.ids_N),
                 f"{about} a failed sample{' or one without a reward' * scored} takes part in the batch",
             )
             for group in groups:

@@ -13,7 +13,11 @@ from rlhf_plugin_grpo import GRPO, DrGRPO
 
 class TestGRPO(AlgorithmContract):
     algorithm = GRPO
-    configs = (GRPO.Config(), GRPO.Config(kl=KLConfig(coef=0.04, where="loss"), minibatches=2))
+    configs = (
+        GRPO.Config(),
+        GRPO.Config(kl=KLConfig(coef=0.04, where="loss"), minibatches=2),
+        GRPO.Config(kl=KLConfig(coef=0.04, where="loss", unbiased=True, snapshot_every=1), mask_truncated=True),
+    )
 
 
 class TestDrGRPO(AlgorithmContract):

@@ -158,6 +158,18 @@ class TestKLBeside(Statement):
         return aggregate(surrogate(rho, x["advantages"], 0.2, 0.2), x.mask_BT, x.config.aggregation) + 0.3 * kl
 
 
+class TestUnbiasedKLBeside(TestKLBeside):
+    """DeepSeek-V3.2: the estimate times the ratio, whose gradient counts."""
+
+    def build(self, config):
+        return WithKL(PPO(config), "k3", unbiased=True)
+
+    def statement(self, x):
+        d, rho = x["logprobs"] - x["ref_logprobs"], (x["logprobs"] - x["old_logprobs"]).exp()
+        values = surrogate(rho, x["advantages"], 0.2, 0.2) + 0.3 * rho * ((-d).exp() - 1 + d)
+        return aggregate(values, x.mask_BT, x.config.aggregation)
+
+
 class TestKLBesideGSPO(TestKLBeside):
     """Any loss takes it: no code of KL in any of them."""
 
