@@ -32,11 +32,14 @@ class Sample:
         self.own: list[int] = []
         """Positions that the policy sampled."""
         self.sampled_with: list[float] = []
+        self.turn_rewards: list[tuple[int, float]] = []
+        """(own token at which a turn ended, what the environment gave for the turn)."""
         for turn in line["turns"]:
             if turn["sampled"]:
                 self.own += range(len(self.ids), len(self.ids) + len(turn["ids"]))
                 self.sampled_with += turn["logprobs"]
                 self.cut = turn["finish"] == "length"
+                self.turn_rewards.append((len(self.own) - 1, turn["reward"]))
             self.ids += turn["ids"]
 
     def log_probs(self, model: Any) -> tuple[Tensor, Tensor]:
@@ -102,13 +105,15 @@ def test_grpo_over_turns_with_an_entropy_bonus_a_correction_and_kl_as_a_loss(sho
     assert found["length/mean"] == close(statistics.mean(len(s.own) for s in samples))
 
 
-def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: Workshop) -> None:
+@pytest.mark.parametrize("turn_credit", ["outcome", "step"])
+def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: Workshop, turn_credit: str) -> None:
     paths = {n: tiny_model(shop.folder / n, hidden=16, heads=2, kv_heads=1, seed=s, head=h)  # type: ignore[arg-type]
              for n, s, h in (("reference", 5, "lm"), ("critic", 6, "scalar"))}  # fmt: skip
     run = shop.train(
         "ppo",
         "run",
-        **GAME,
+        rollout=GAME["rollout"],
+        env={**GAME["env"], "credit": turn_credit},
         sampling=SAMPLING,
         algorithm={
             "kl": {"coef": 0.2},
@@ -135,6 +140,8 @@ def test_ppo_over_turns_with_a_critic_kl_in_the_reward_and_bootstrapping(shop: W
         rewards = [-0.2 * float(k) for k in kl]
         excess = min(max(len(s.own) - 3, 0), 6)
         rewards[-1] += s.reward - 0.5 * excess / 6
+        for token, reward in s.turn_rewards if turn_credit == "step" else ():
+            rewards[token] += reward
         after, advantage = (float(value_at[s.own[-1]]) if s.cut else 0.0), 0.0
         found_backwards = []
         for r, v in zip(reversed(rewards), reversed(value.tolist()), strict=True):

@@ -21,7 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm": {"epochs": 2, "minibatches": 2, "critic_warmup": 1, "kl": {"coef": 0.1, "target": 0.01}},
         "trainer": {"schedule": "cosine", "warmup_steps": 2},
     },
-    "reinforce_pp": {"trainer": {"ema_decay": 0.9, "schedule": "linear"}},
+    "reinforce_pp": {
+        **merged(GAME, {"env": {"credit": "step"}}),
+        "trainer": {"ema_decay": 0.9, "schedule": "linear"},
+    },
     "reinforce_pp_baseline": {"stream": {"filter": {"min_std": 0.2}}},
     "grpo": {
         "algorithm": {"kl": {"coef": 0.1, "where": "loss"}},

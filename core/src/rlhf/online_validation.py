@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.interfaces import Algorithm, Generator, Trainer
+from rlhf.interfaces import Advantage, Algorithm, Generator, Trainer
 from rlhf.runfile import RunFile
 from rlhf.types import Needs, OnlineShape
 
@@ -11,7 +11,12 @@ CORRECTION = "correction"
 
 
 def sampling_problems(
-    run: RunFile, algorithm: Algorithm, needs: Needs, rollout_needs_env: bool, scored: bool
+    run: RunFile,
+    algorithm: Algorithm,
+    needs: Needs,
+    rollout_needs_env: bool,
+    scored: bool,
+    rollout_replays_env: bool = False,
 ) -> list[str]:
     """What does not fit together in how answers are sampled, scored and filtered. Arguments as for
     :func:`rlhf.validation.check`."""
@@ -37,14 +42,15 @@ def sampling_problems(
             f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
             f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
         )
-    problems += algorithm.misfits(_shape(run, rollout_needs_env))
+    problems += algorithm.misfits(_shape(run, rollout_needs_env or (rollout_replays_env and run.env is not None)))
     if rollout_needs_env and run.env is None:
         problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME.")
-    if run.env is not None and not rollout_needs_env:
+    if run.env is not None and not rollout_needs_env and not rollout_replays_env:
         problems.append(
             f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
             "does (e.g. multi_turn), or remove it."
         )
+    problems += _turn_credit(run, algorithm)
     unscored = scored and not run.reward and run.env is None
     if unscored and needs.reward:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
@@ -70,6 +76,20 @@ def sampling_problems(
         )
     problems += _filtering(run, unscored=unscored and not needs.reward)
     return problems
+
+
+def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """Rewards at turns are for estimators that read them there."""
+    if run.env is None or run.env.credit == "outcome":
+        return []
+    estimators = [part for part in algorithm.parts.values() if isinstance(part, Advantage)]
+    if estimators and all(part.token_rewards for part in estimators):
+        return []
+    named = f"advantage {estimators[0].name!r}" if estimators else f"algorithm {algorithm.name!r}"
+    return [
+        f"env.credit = 'step': {named} compares the sums of whole trajectories, and rewards at single turns would lie "
+        "outside of that comparison. Set --env.credit outcome, or use an advantage without a baseline over groups."
+    ]
 
 
 def _filtering(run: RunFile, unscored: bool) -> list[str]:

@@ -142,6 +142,10 @@ class EnvSection(Choice):
     """Turns of the policy after which an episode is ended."""
     concurrency: Count = 16
     """Episodes open at once, for environments that run in worker processes."""
+    credit: Literal["outcome", "step"] = "outcome"
+    """Where the rewards of its turns go: summed at the end of the episode, which every advantage estimator compares; or
+    each at the last token of its turn, so that no later token gets credit for it. The latter needs an estimator that
+    reads rewards at tokens and has no baseline over groups. In evaluation they are summed."""
 
 
 class ModelSection(ComponentConfig):

@@ -34,6 +34,7 @@ def check(
     algorithm: Algorithm,
     *,
     rollout_needs_env: bool = False,
+    rollout_replays_env: bool = False,
     reward_roles: Collection[RoleSpec] = (),
     generator: type[Generator] | None = None,
     trainer: type[Trainer] | None = None,
@@ -42,7 +43,8 @@ def check(
     """Refuse a run that could only fail later or silently ignore something.
 
     Args:
-        rollout_needs_env: ``Rollout.needs_env`` of the selected rollout (online runs).
+        rollout_needs_env, rollout_replays_env: of the selected rollout, ``Rollout.needs_env`` and ``replays_env``
+            (online runs).
         reward_roles: roles that the selected rewards declare; the run holds them too.
         generator, trainer: the selected classes, where their capabilities are to be checked.
         scored: whether answers must get a reward.
@@ -63,7 +65,7 @@ def check(
             f"(it lacks {LENDING!r}). Use another --trainer.use."
         )
     if algorithm.data == "prompts":
-        problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored)
+        problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored, rollout_replays_env)
         problems += capability_problems(algorithm, needs, generator, trainer)
     else:
         problems += _offline(run, algorithm)
@@ -157,6 +159,8 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
         for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
             if given:
                 problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+    if run.env is not None and run.env.credit != "outcome":
+        problems.append(f"env.credit = {run.env.credit!r} is of training, and {what}. Remove it.")
     head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")
     if run.data.eval and head != "lm" and (run.reward or run.env is not None):
         problems.append(

@@ -65,6 +65,31 @@ def test_sources_and_turn_rewards_add_up_once(make_group) -> None:
     assert (counts.failed, counts.not_applicable) == (0, 0)
 
 
+def test_rewards_of_turns_are_summed_or_placed_never_both(make_group) -> None:
+    """Where a batch places them at their tokens, ``reward`` has none of them; the filter's score always has, and in
+    evaluation, where no batch is made, the reward has too."""
+    source = [active(giving(values(1.0, 2.0)), weight=2.0)]
+
+    def of(trained_on: bool, **options) -> list[tuple[float | None, float | None]]:
+        group = make_group("a", "b", turn_rewards=(0.5, None, 0.25))
+
+        async def scenario():
+            await Scorer(source, **options).score(group, trained_on)
+
+        asyncio.run(scenario())
+        return [(t.reward, t.score) for t in group.trajectories]
+
+    assert of(True) == [(2.75, 2.75), (4.75, 4.75)]
+    assert of(True, turn_credit="step") == [(2.0, 2.75), (4.0, 4.75)]
+    assert of(False, turn_credit="step") == [(2.75, 2.75), (4.75, 4.75)]
+
+
+def test_turn_rewards_that_are_placed_are_a_reward_by_themselves(make_group) -> None:
+    """0 and not None: the trajectory is trained on."""
+    assert combine([], make_group("a", turn_rewards=(0.5, 0.25)).trajectories[0], turns_placed=True) == (0.0, 0.75)
+    assert combine([], make_group("a").trajectories[0], turns_placed=True) == (None, None)
+
+
 def test_nothing_applicable_is_none_not_zero(make_group) -> None:
     group = make_group("a", "b")
     counts = score([active(giving(values(None, 0.0)))], group)

@@ -6,7 +6,7 @@ import pytest
 from rlhf.components import check
 from rlhf.config import load
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
+from rlhf.interfaces import Advantage, Algorithm, Generator, Loss, Trainer
 from rlhf.types import Lent, Needs, RoleSpec
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
@@ -167,6 +167,41 @@ def test_truncated_sampling_needs_a_correction(key, value):
 )
 def test_online_combinations(flags, given, expected):
     assert expected in messages([*BASE, *flags], **given)
+
+
+class Estimator(Advantage):
+    """Return-to-go alone."""
+
+    name = "to_go"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return R_NA, R_NA
+
+
+class Compares(Estimator):
+    name = "compares"
+
+    def baseline(self, r_N, group_N):
+        return r_N - r_N.mean()
+
+
+def test_rewards_at_turns_need_an_estimator_that_reads_them_there():
+    flags, env = [*BASE, ("env", "game"), ("env.credit", "step")], {"rollout_needs_env": True}
+    reads, compares = Fake(), Fake()
+    reads.parts, compares.parts = {"advantage": Estimator()}, {"advantage": Compares()}
+    check(load(None, flags), reads, **env)
+    assert "env.credit = 'step': advantage 'compares' compares the sums" in messages(flags, compares, **env)
+    assert "algorithm 'leave_one_out' compares the sums" in messages(flags, **env)
+    check(load(None, [*BASE, ("env", "game")]), compares, **env)
+    offline = messages([*flags, ("data.eval", "b.jsonl")], Demonstrations())
+    assert "env.credit = 'step' is of training, and imitate learns from demonstrations" in offline
+
+
+def test_a_recording_may_keep_the_environment_of_its_run():
+    flags = [*BASE, ("env", "game"), ("env.max_turns", "3")]
+    check(load(None, flags), Fake(), rollout_replays_env=True)
+    shaped = messages(flags, Shaped(), rollout_replays_env=True)
+    assert "answer_tokens=768, most_tokens=768" in shaped
 
 
 def test_layers_are_computed_again_where_there_is_a_backward_pass():

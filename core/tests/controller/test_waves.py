@@ -47,7 +47,7 @@ class PlainTemplate:
 
 
 class OneForAll:
-    async def score(self, group):
+    async def score(self, group, trained_on=True):
         for t in group.trajectories:
             t.rewards["one"] = RewardResult(1.0)
             t.reward = t.score = 1.0
@@ -214,6 +214,8 @@ def test_environments_are_closed_once_also_after_an_error(main):
         ([], "start with a prompt"),
         ([Turn([1], False)], "no sampled turn"),
         ([Turn([1], False), Turn([1, 2], True, [-1.0])], "2 tokens and 1 log-probs"),
+        ([Turn([1], False), Turn([1], True, [-1.0]), Turn([2], False, reward=1.0)], r"turn 2 \(sampled = False\) has"),
+        ([Turn([1], False), Turn([1], True, [-1.0], reward=float("nan"))], "has the reward nan; a reward is a finite"),
     ],
 )
 def test_malformed_turns_are_refused(main, turns, message):

@@ -105,6 +105,14 @@ def test_step_rewards_count_once():
     assert both.tok["step_reward"].tolist() == [0, 1.0, 0.5, 0, 0, 7.5]
 
 
+def test_rewards_of_turns_without_tokens_stand_at_the_token_before():
+    """An empty answer is a turn too. Before the first token nothing was chosen that could have earned anything."""
+    turns = [seen(1), said(reward=8.0), seen(4), said(2, 3, reward=0.5), seen(4), said(reward=0.25), seen(4), said(5)]
+    batch = assemble([group(trajectory(*turns))], {"env": 1.0})
+    assert batch.ids_N.tolist() == [1, 4, 2, 3, 4, 4, 5]
+    assert batch.tok["step_reward"].tolist() == [0, 0, 0, 0.75, 0, 0, 0]
+
+
 def test_log_probs_only_where_every_sample_has_them():
     bare = trajectory(seen(1), Turn([2], True), sample=1)
     assert not assemble([group(trajectory(seen(1), said(2)), bare)]).has("gen_logprobs")

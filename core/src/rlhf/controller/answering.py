@@ -90,6 +90,7 @@ def scorer_of(prepared: Prepared, score: ScoreWithRole, read: ReadRole) -> Score
         read_role=read,
         tokens=tokens_of(prepared.tokenizer),
         seed=prepared.config.run.seed,
+        turn_credit=prepared.config.env.credit if prepared.config.env is not None else "outcome",
     )
 
 

@@ -27,6 +27,7 @@ from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import Precision, choose_device, choose_precision
 from rlhf.observe.rundir import RunDirectory
+from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import RunFile
 from rlhf.types import Update
@@ -76,6 +77,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     rollout, env = made.rollout, parts.get("env")
     algorithm.max_tokens = config.data.max_tokens
     algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
+    if config.env is not None and config.env.credit == "step":
+        algorithm.step_sources[ENV] = 1.0
     observers = {}
     for number, choice in enumerate(config.observer):
         observers[choice.label] = select(plugins, "observer", choice, f"observer.{number}", config.origins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class PromptTemplate(Protocol):
 class GroupScorer(Protocol):
     """How a group gets its rewards (:class:`rlhf.controller.scoring.Scorer`)."""
 
-    async def score(self, group: Group) -> object: ...
+    async def score(self, group: Group, trained_on: bool = True) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Rollouts:
         samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):
-            await self.scorer.score(group)
+            await self.scorer.score(group, settings.purpose == TRAINING)
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
@@ -246,3 +247,8 @@ def _check_turns(what: str, turns: Sequence[Turn]) -> None:
         if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
             got = "none" if turn.logprobs is None else str(len(turn.logprobs))
             raise RolloutError(f"{what}: sampled turn {number} has {len(turn.ids)} tokens and {got} log-probs")
+        if turn.reward is not None and not (turn.sampled and math.isfinite(turn.reward)):
+            raise RolloutError(
+                f"{what}: turn {number} (sampled = {turn.sampled}) has the reward {turn.reward}; a reward is a finite "
+                "number on the turn that earned it, which the policy sampled"
+            )

@@ -2,12 +2,14 @@
 
 For a trajectory with sources k (weights w_k) that said something about it::
 
-    reward = sum_k w_k (value_k + sum of steps_k, where credit_k is "outcome") + sum of the environment's turn rewards
+    reward = sum_k w_k (value_k + sum of steps_k, where credit_k is "outcome")
+             + sum of the environment's turn rewards, where its credit is "outcome"
     score  = sum_k w_k (score_k, where given, else value_k + sum of all steps_k) + sum of the environment's turn rewards
 
 ``value`` and ``steps`` of one source are different parts of what it gives: a source whose value already is the sum of
 its steps must leave one of the two out. With ``credit = "step"`` the steps are left out of ``reward``, because they are
-placed at their tokens (times the weight) when the batch is assembled: they count once either way.
+placed at their tokens (times the weight) when the batch is assembled: they count once either way. So it is with the
+environment's; in evaluation no batch is assembled, and they are in ``reward``.
 """
 
 from __future__ import annotations
@@ -82,9 +84,11 @@ class Scorer:
         tokens: Tokens | None = None,
         seed: int = 0,
         workers: int | None = None,
+        turn_credit: Literal["outcome", "step"] = "outcome",
     ) -> None:
         self.rewards, self.counts = tuple(rewards), ScoreCounts()
         self._score_with_role, self._read_role, self._tokens, self._seed = score_with_role, read_role, tokens, seed
+        self._turn_credit = turn_credit
         size = workers or min(4, os.cpu_count() or 1)
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
@@ -108,8 +112,11 @@ class Scorer:
                 await reward.instance.setup(context)
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))
 
-    async def score(self, group: Group) -> ScoreCounts:
+    async def score(self, group: Group, trained_on: bool = True) -> ScoreCounts:
         """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already.
+
+        Args:
+            trained_on: whether a batch is assembled of the group, which places step rewards.
 
         A trajectory that a source fails on gets ``status = "failed"`` and ``error``, and neither reward nor score: what
         becomes of it is the caller's policy. A source that raises, expires or returns another number of results
@@ -129,7 +136,8 @@ class Scorer:
                 trajectory.status, trajectory.error = "failed", errors[0]
                 counts.failed += 1
                 continue
-            trajectory.reward, trajectory.score = combine(self.rewards, trajectory)
+            placed = trained_on and self._turn_credit == "step"
+            trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=placed)
             counts.not_applicable += trajectory.reward is None
         self.counts.failed += counts.failed
         self.counts.retried += counts.retried
@@ -183,9 +191,14 @@ class Scorer:
             pass
 
 
-def combine(rewards: Sequence[ActiveReward], trajectory: Trajectory) -> tuple[float | None, float | None]:
+def combine(
+    rewards: Sequence[ActiveReward], trajectory: Trajectory, turns_placed: bool = False
+) -> tuple[float | None, float | None]:
     """(reward, score) of a trajectory from what its sources and its environment gave, as the module says. (None, None)
     where nothing was given: that is no zero.
+
+    Args:
+        turns_placed: the environment's turn rewards are placed at their tokens elsewhere.
 
     Each sum is rounded once: 0.7 + 0.2 + 0.1 of three sources is 1, what thresholds and filters compare with.
     """
@@ -201,7 +214,7 @@ def combine(rewards: Sequence[ActiveReward], trajectory: Trajectory) -> tuple[fl
     turns = [t.reward for t in trajectory.turns if t.sampled and t.reward is not None]
     if not rewards_given and not turns:
         return None, None
-    return math.fsum(rewards_given + turns), math.fsum(scores_given + turns)
+    return math.fsum(rewards_given + ([] if turns_placed else turns)), math.fsum(scores_given + turns)
 
 
 def _check_place(reward: ActiveReward) -> None:

@@ -38,6 +38,12 @@ class Advantage(Component):
         return False
 
     @property
+    def token_rewards(self) -> bool:
+        """Whether rewards at single tokens are compared like any other. Default: where there is no baseline over
+        groups, as that is over sums of whole trajectories, and rewards at tokens would lie outside of it."""
+        return type(self).baseline is Advantage.baseline
+
+    @property
     def normalise(self) -> Literal["none", "center", "whiten"]:
         """What the core does to the advantages of the whole rollout batch, weighted by tokens."""
         return "none"

@@ -56,6 +56,9 @@ class Rollout(Component):
     """
 
     needs_env: bool = False
+    replays_env: bool = False
+    """True: its turns bring the rewards of a recorded environment along, so ``[env]`` may stay in the run file though
+    none is opened; ``env.credit`` says where they go."""
     needs_generator: bool = True
     """False: it never calls ``ctx.generate``, so the run starts no generator and syncs no weights."""
 

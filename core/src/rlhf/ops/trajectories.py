@@ -47,8 +47,9 @@ def assemble(
     Args:
         step_sources: {reward source: weight} of the sources with ``credit = "step"``. Their ``RewardResult.steps``
             are placed at their (turn, token), times the weight; ``Trajectory.reward`` must not contain them. The key
-            ``"env"`` places ``Turn.reward`` at the last token of its turn. The steps of all other sources are in
-            ``Trajectory.reward`` already.
+            ``"env"`` places ``Turn.reward`` at the last token of its turn; a turn without tokens, at the last one that
+            the policy sampled before it, and nowhere where that is none, as no token led to it. The steps of all other
+            sources are in ``Trajectory.reward`` already.
         scored: False where rewards play no part (``Needs.reward = False``): trajectories without one enter too.
 
     Raises:
@@ -184,8 +185,7 @@ def _step_rewards(trajectory: Trajectory, step_sources: Mapping[str, float]) -> 
     placed: dict[tuple[int, int], float] = {}
     for source, weight in step_sources.items():
         if source == ENV:
-            rewards = [(n, len(t.ids) - 1, t.reward) for n, t in enumerate(trajectory.turns) if t.reward is not None]
-            steps = tuple((n, token, float(value)) for n, token, value in rewards)
+            steps = _turn_rewards(trajectory)
         else:
             steps = trajectory.rewards[source].steps if source in trajectory.rewards else ()
         for number, token, value in steps:
@@ -199,6 +199,17 @@ def _step_rewards(trajectory: Trajectory, step_sources: Mapping[str, float]) -> 
             value = _finite(trajectory, f"step reward of {source!r}", float(value))
             placed[number, token] = placed.get((number, token), 0.0) + weight * value
     return placed
+
+
+def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
+    """(turn, token, reward) of what the environment gave."""
+    found, last = [], None
+    for number, turn in enumerate(trajectory.turns):
+        if turn.sampled and turn.ids:
+            last = (number, len(turn.ids) - 1)
+        if turn.sampled and turn.reward is not None and last is not None:
+            found.append((*last, float(turn.reward)))
+    return tuple(found)
 
 
 def _finite(trajectory: Trajectory, what: str, value: float) -> float:

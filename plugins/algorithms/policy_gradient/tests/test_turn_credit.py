@@ -1,0 +1,92 @@
+"""Rewards of an environment's turns at their tokens: the returns of an episode of three turns, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.ops.batch import Batch
+from rlhf.ops.pipeline import KLPenalty, credit
+from rlhf.ops.shaping import overlong_penalty
+from rlhf.ops.trajectories import ENV, assemble
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_plugin_policy_gradient import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+
+ROW = Row({}, "data", 0)
+
+
+def episode(reward: float, sources: dict[str, float]) -> Batch:
+    """Answers of 2, 1 and 2 tokens, which the environment gave 1, -2 and 4; observations of 1 and 2 tokens between."""
+    said = [(2, 1.0), (1, -2.0), (2, 4.0)]
+    turns = [Turn([9, 9, 9], False)]
+    for number, (length, given) in enumerate(said):
+        turns.append(Turn([5] * length, True, [-1.0] * length, finish="stop", reward=given))
+        turns += [Turn([7] * (number + 1), False)] if number < 2 else []
+    batch = assemble([Group(ROW, 0, [Trajectory(ROW, turns, (0, 0), reward=reward)])], sources)
+    assert batch is not None
+    return batch
+
+
+def own(batch: Batch, name: str = "advantages") -> list[float]:
+    return batch.tok[name][batch.tok["loss_mask"]].tolist()
+
+
+def with_columns(batch: Batch, **columns: list[float]) -> Batch:
+    """Values at the own tokens, NaN elsewhere: nothing may be read there."""
+    for name, values in columns.items():
+        column = torch.full((batch.tokens,), float("nan"))
+        column[batch.tok["loss_mask"]] = torch.tensor(values)
+        batch = batch.with_column("tok", name, column)
+    return batch
+
+
+def reinforce(gamma: float) -> Reinforce:
+    return Reinforce(Reinforce.Config(gamma=gamma, normalise="none"))
+
+
+def test_each_token_is_credited_with_what_came_after_it():
+    """Summed at the end every token gets 3, whichever turn it is of; at their turns, 3, 3, 2, 4, 4."""
+    at_the_end, _ = credit(episode(3.0, {}), reinforce(1.0))
+    assert own(at_the_end) == [3.0] * 5
+    placed, metrics = credit(episode(0.0, {ENV: 1.0}), reinforce(1.0))
+    assert own(placed) == [3.0, 3.0, 2.0, 4.0, 4.0]
+    assert metrics["reward/steps"] == 3.0
+    assert metrics["reward/mean"] == 0.0
+
+
+def test_a_discount_counts_own_tokens_and_no_observation():
+    """R = 0, 1, -2, 0, 4 and gamma 0.5, from the end: 4, 2, -1, 0.5, 0.25."""
+    placed, _ = credit(episode(0.0, {ENV: 1.0}), reinforce(0.5))
+    assert own(placed) == [0.25, 0.5, -1.0, 2.0, 4.0]
+
+
+def test_with_a_critic():
+    """R as above, V = 1, 2, 0, 1, 3, gamma 0.5, lambda 0.5. delta_t = R_t + 0.5 V_{t+1} - V_t:
+    0, -1, -1.5, 0.5, 1; A_t = delta_t + 0.25 A_{t+1}, from the end: 1, 0.75, -1.3125, -1.328125, -0.33203125."""
+    batch = with_columns(episode(0.0, {ENV: 1.0}), old_values=[1.0, 2.0, 0.0, 1.0, 3.0])
+    batch, _ = credit(batch, GAE(GAE.Config(gamma=0.5, lam=0.5, normalise="none")))
+    assert own(batch) == [-0.33203125, -1.328125, -1.3125, 0.75, 1.0]
+    assert own(batch, "returns") == [0.66796875, 0.671875, -1.3125, 1.75, 4.0]
+
+
+def test_kl_in_the_reward_shaping_and_clipping_are_beside_them():
+    """A source gave 2 for the whole answer. 5 own tokens, punished above 4: -0.5 * 1 / 2. So 1.75 stands at the end,
+    which the clip makes 1.5, and each token pays 0.1 * 1 of KL: R = -0.1, 0.9, -2.1, -0.1, 5.4."""
+    batch = with_columns(episode(2.0, {ENV: 1.0}), old_logprobs=[-1.0] * 5, ref_logprobs=[-2.0] * 5)
+    batch, metrics = credit(
+        batch,
+        reinforce(1.0),
+        kl=KLPenalty(0.1),
+        shapers=[lambda r_U, b: r_U + overlong_penalty(b.unit["own_tokens"], 6, 2, 0.5)],
+        reward_clip=(-1.5, 1.5),
+    )
+    assert own(batch) == pytest.approx([4.0, 4.1, 3.2, 5.3, 5.4])
+    assert (metrics["reward/mean"], metrics["reward/shaped"], metrics["reward/steps"]) == (2.0, 1.75, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "reads"),
+    [(GAE, True), (Reinforce, True), (ReinforceBaseline, False), (RLOO, False), (GroupNorm, False), (DrGRPO, False)],
+)
+def test_who_compares_rewards_at_tokens(estimator, reads):
+    """Those without a baseline over groups: it is over sums of trajectories."""
+    assert estimator().token_rewards is reads
