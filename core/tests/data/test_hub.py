@@ -32,8 +32,19 @@ configs:
 - config_name: default
   data_files: odd.csv
   sep: ";"
+  skiprows: 1
 ---
 """
+FORMS = {
+    "sep": {"sep": ";"},
+    "delimiter": {"delimiter": "\t"},
+    "names": {"sep": "|", "column_names": ["a", "b"]},
+    "no header": {"header": None, "column_names": ["a", "b"]},
+    "other names": {"header": 0, "names": ["a", "b"]},
+    "header": {"header": 0, "sep": ";"},
+}
+"""Options of a card that say how its csv is written."""
+WRITTEN = 'first{0}second\n"1{0}2"{0}007\n\n"two\nlines"{0}""\n{0}NA\n'
 FIRST = [{"question": f"q{i}", "when": "2020-01-01", "n": [1, "a"]} for i in range(3)]
 SECOND = [{"question": "q3\u2028é", "more": {"a": None}}]
 
@@ -152,7 +163,7 @@ def test_what_is_not_there_is_said(hub, client):
     assert "['main', 'more']" in which
     assert "BuilderConfig 'mian' not found. Available: ['main', 'more']" in subset
     assert "has no split 'tets'; it has train, test. Did you mean 'test'?" in split
-    assert "asks to be read with sep = ';', which is not done here" in odd
+    assert "asks to be read with sep = ';', skiprows = 1, which is not done here" in odd
     assert "has files like 'notes.txt'; read are jsonl, json, csv, parquet, arrow" in notes
     assert "the dataset owner/script@main of the hub, subset None: " in script
     assert (
@@ -164,6 +175,44 @@ def test_what_is_not_there_is_said(hub, client):
         f"revision 'main', of the hub {hub.url}: there is none, or it is private (no token was sent). Correct the "
         "name, or set HF_TOKEN to your token, if it is private."
     )
+
+
+def csv_card(options):
+    """A card whose one subset has the file a.csv and these options."""
+    return "---\n" + json.dumps({"configs": [{"config_name": "default", "data_files": "a.csv", **options}]}) + "\n---\n"
+
+
+def test_a_card_may_say_how_its_csv_is_written(hub, client):
+    """The rows are those that pandas, which `datasets` reads csv with, makes of the options, all cells being text."""
+    import pandas as pd
+
+    for name, options in FORMS.items():
+        text = WRITTEN.format(options.get("sep", options.get("delimiter", ",")))
+        hub.publish("dataset", f"owner/{name.replace(' ', '-')}", {"README.md": csv_card(options), "a.csv": text})
+    read = client.ask(hub.url, *(source(path=f"owner/{name.replace(' ', '-')}") for name in FORMS))
+    for (name, options), found in zip(FORMS.items(), read, strict=True):
+        names = {"names": options["column_names"]} if "column_names" in options else {}
+        others = {k: v for k, v in options.items() if k != "column_names"}
+        text = WRITTEN.format(options.get("sep", options.get("delimiter", ",")))
+        said = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, **names, **others)
+        assert found.get("rows") == said.to_dict("records"), (name, found)
+    at = {name: found["where"][0].rpartition(", ")[2] for name, found in zip(FORMS, read, strict=True)}
+    assert (at["sep"], at["names"], at["no header"], at["other names"]) == ("line 2", "line 1", "line 1", "line 2")
+    prints = {found["fingerprint"] for found in client.ask(hub.url, source(path="owner/no-header"))}
+    assert prints.isdisjoint({read[list(FORMS).index("other names")]["fingerprint"]}), "equal files, other rows"
+
+
+def test_other_forms_of_csv_are_refused(hub, client):
+    odd = [{"sep": "\\s+"}, {"header": None}, {"header": 1}, {"sep": ";", "decimal": ","}, {"column_names": ["a", 2]}]
+    for number, options in enumerate(odd):
+        hub.publish("dataset", f"owner/odd-{number}", {"README.md": csv_card(options), "a.csv": "1;2\n3;4\n"})
+    for found in client.ask(hub.url, *(source(path=f"owner/odd-{number}") for number in range(len(odd)))):
+        assert "asks to be read with" in found["error"], found
+    hub.publish("dataset", "owner/few", {"README.md": csv_card({"column_names": ["a"]}), "a.csv": "1,2\n"})
+    hub.publish("dataset", "owner/twice", {"README.md": csv_card({"column_names": ["a", "a"]}), "a.csv": "1,2\n"})
+    few, twice = (found["error"] for found in client.ask(hub.url, source(path="owner/few"), source(path="owner/twice")))
+    assert "a.csv, line 1: 2 cells, but the dataset's card names 1: a" in few
+    assert "the dataset's card names 'a' twice" in twice
 
 
 def test_revisions_and_the_commits_that_a_run_recorded(hub, client):

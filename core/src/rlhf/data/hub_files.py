@@ -12,11 +12,12 @@ import glob
 import hashlib
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf.data.sources import FILE_KINDS, Source, file_kind, open_file
+from rlhf.data.text_files import USUAL, CsvForm
 from rlhf.data_section import SourceSection
 from rlhf.errors import DataError, did_you_mean
 from rlhf.hub import HubError, HubName, commit_of, download, files_of
@@ -24,6 +25,8 @@ from rlhf.hub import HubError, HubName, commit_of, download, files_of
 CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
 """Fields of a builder's config that do not change how a file is read here: types are those of the file."""
+_OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
+"""Fields that :func:`_csv_form` reads, of which the second and the last are other names of the first and the fourth."""
 
 
 class JoinedSource(Source):
@@ -62,7 +65,7 @@ def open_hub(section: SourceSection, asked: HubName) -> Source:
     try:
         commit = commit_of("dataset", asked)
         there = files_of("dataset", asked)
-        names = _files(section, asked, there)
+        names, form = _files(section, asked, there)
         folder = download("dataset", asked, [glob.escape(name) for name in names])
     except HubError as error:
         raise DataError(f"there is no file or folder {section.path} here, so it is a hub name; {error}") from error
@@ -72,12 +75,12 @@ def open_hub(section: SourceSection, asked: HubName) -> Source:
         assert kind is not None
         shown = f"{asked.name}@{commit[:7]}/{name}"
         own = section.model_copy(update={"path": shown, "max_rows": None})
-        parts.append(open_file(own, folder / name, kind))
+        parts.append(open_file(own, folder / name, kind, form))
     return JoinedSource(section, parts)
 
 
-def _files(section: SourceSection, asked: HubName, there: list[str]) -> list[str]:
-    """The files of the subset and split, in their order."""
+def _files(section: SourceSection, asked: HubName, there: list[str]) -> tuple[list[str], CsvForm]:
+    """(the files of the subset and split, in their order; how they are written, if they are csv)."""
     import datasets
 
     what = f"the dataset {asked} of the hub"
@@ -110,14 +113,40 @@ def _files(section: SourceSection, asked: HubName, there: list[str]) -> list[str
             "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
         )
     usual = type(builder.config)()
-    set_here = sorted(
-        f"{f.name} = {getattr(builder.config, f.name)!r}"
+    changed = {
+        f.name: getattr(builder.config, f.name)
         for f in dataclasses.fields(builder.config)
         if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(usual, f.name)
-    )
-    if set_here:
+    }
+    of_csv = all(file_kind(Path(name)) == "csv" for name in names)
+    form = _csv_form(changed) if of_csv else None if changed else USUAL
+    if form is None:
+        set_here = sorted(f"{name} = {value!r}" for name, value in changed.items())
         raise DataError(
             f"{what} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
             "name the folder of its save_to_disk."
         )
-    return names
+    return names, form
+
+
+def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
+    """What the card's options for csv mean, as pandas, which `datasets` reads csv with, takes them; None where they ask
+    for more than another separator and other names of the columns.
+
+    pandas: where names are given, the first line is a row, unless ``header: 0`` says that it is not. Of no names and no
+    header line it makes the columns 0, 1, 2, which is left out here: a run file names columns by text.
+    """
+    separator, names = changed.get("sep", ","), changed.get("names") or []
+    header = changed.get("header", "infer")
+    has_header = header == 0 if names else True
+    understood = (
+        changed.keys() <= _OF_CSV
+        and isinstance(separator, str)
+        and len(separator) == 1
+        and separator not in '"\r\n'
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and (header in ("infer", 0) or (header is None and bool(names)))
+        and not isinstance(header, bool)
+    )
+    return CsvForm(separator, tuple(names), has_header) if understood else None

@@ -19,6 +19,7 @@ from rlhf.types import Row
 
 if TYPE_CHECKING:
     from rlhf.data.layouts import Layout
+    from rlhf.data.text_files import CsvForm
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
 
@@ -108,12 +109,13 @@ def file_kind(path: Path) -> str | None:
     return name if name in FILE_KINDS and not (packed and name in ("parquet", "arrow")) else None
 
 
-def open_file(section: SourceSection, path: Path, kind: str) -> Source:
+def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm | None = None) -> Source:
+    """The rows of one file; ``form`` is that of a csv, where it is not the usual one."""
     from rlhf.data import tables, text_files
 
     if kind in ("parquet", "arrow"):
         return tables.TableSource(section, tables.read_table(path, kind))
-    return text_files.open_text(section, path, kind)
+    return text_files.open_text(section, path, kind, form or text_files.USUAL)
 
 
 def _saved(section: SourceSection, path: Path) -> Source:

@@ -10,6 +10,7 @@ import json
 import sys
 import zlib
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,26 @@ from rlhf.data_section import SourceSection
 from rlhf.errors import DataError
 
 
-def open_text(section: SourceSection, path: Path, kind: str) -> Source:
-    """Read and check the whole file once, so that a malformed row is found before the run and not hours into it."""
+@dataclass(frozen=True, slots=True)
+class CsvForm:
+    """How a csv file is written."""
+
+    separator: str = ","
+    """One character."""
+    names: tuple[str, ...] = ()
+    """The columns; where empty, those that the first line names."""
+    header: bool = True
+    """Whether the first line is no row."""
+
+
+USUAL = CsvForm()
+
+
+def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
+    """Read and check the whole file once, so that a malformed row is found before the run and not hours into it.
+
+    ``form`` is for csv only.
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -27,7 +46,7 @@ def open_text(section: SourceSection, path: Path, kind: str) -> Source:
     fingerprint = hashlib.sha256(content).hexdigest()
     path = Path(section.path)  # for messages: of a hub's file its name there, not that of a copy in a cache
     if kind == "csv":
-        return CsvSource(section, path, _text(path, content), fingerprint)
+        return CsvSource(section, path, _text(path, content), fingerprint, form)
     if kind == "json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         return JsonSource(section, path, _text(path, content), fingerprint)
     return JsonLinesSource(section, path, content, fingerprint)
@@ -92,33 +111,35 @@ class JsonSource(Source):
 
 
 class CsvSource(Source):
-    """Comma-separated with a header line. Every cell is text: nothing is taken for a number or a missing value."""
+    """Comma-separated with a header line, or of another form. Every cell is text: nothing is taken for a number or a
+    missing value."""
 
-    def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str) -> None:
+    def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = USUAL) -> None:
         csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=form.separator, strict=True)
         self._path, self._rows, self._lines = path, list[list[str]](), array("q")
-        header: list[str] = []
+        header, heads = list(form.names), form.header
+        named = "the dataset's card names" if header else "the header has"
         line = 1
         try:
             for cells in reader:
-                if cells and not header:
-                    header = cells
-                elif cells and len(cells) != len(header):
+                header = header or cells
+                if cells and len(cells) != len(header):
                     raise DataError(
-                        f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}: "
-                        f"{', '.join(header)}"
+                        f"{path}, line {line}: {len(cells)} cells, but {named} {len(header)}: {', '.join(header)}"
                     )
-                elif cells:
+                if cells and not heads:
                     self._rows.append(cells)
                     self._lines.append(line)
+                heads = heads and not cells
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{path}, line {line}: not valid csv: {error}") from None
         twice = sorted({c for c in header if header.count(c) > 1})
         if twice:
-            raise DataError(f"{path}: the header names {', '.join(map(repr, twice))} twice")
-        super().__init__(section, header, fingerprint)
+            where = "the dataset's card" if form.names else "the header"
+            raise DataError(f"{path}: {where} names {', '.join(map(repr, twice))} twice")
+        super().__init__(section, header, fingerprint if form == USUAL else f"{fingerprint} {form}")
 
     def rows(self) -> int:
         return len(self._rows)
