@@ -27,7 +27,7 @@ from rlhf.controller.worker_process import HEADER
 from rlhf.errors import RlhfError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
-from rlhf.plugins.entry import IN_PROCESS
+from rlhf.plugins.resolved import IN_PROCESS
 
 START_DEADLINE = 120.0
 """Seconds a worker may take to import its plugin; not part of a call's deadline."""

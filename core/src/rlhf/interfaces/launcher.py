@@ -14,7 +14,7 @@ from rlhf.interfaces.generator import Generator, GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec, Trainer
 
 if TYPE_CHECKING:
-    from rlhf.plugins import Resolved
+    from rlhf.plugins.resolved import Resolved
 
 GENERATOR = "generator"
 """The name of the engines in a placement, beside the roles'."""

@@ -9,9 +9,11 @@
 a plugin is a reference (:mod:`rlhf.plugins.references`), the same for every kind. Nothing here imports torch.
 """
 
-from rlhf.plugins.entry import Entry, Resolved
+import rlhf.plugins.pickling  # noqa: F401 - so that plugins pickle
+from rlhf.plugins.entry import Entry
 from rlhf.plugins.references import Reference, parse_reference
 from rlhf.plugins.registry import Plugins
 from rlhf.plugins.requirements import check_requirements
+from rlhf.plugins.resolved import Resolved
 
 __all__ = ["Entry", "Plugins", "Reference", "Resolved", "check_requirements", "parse_reference"]

@@ -19,11 +19,12 @@ from rlhf.errors import (
     did_you_mean,
 )
 from rlhf.plugins import installed
-from rlhf.plugins.entry import FILE, IN_PROCESS, KINDS, Entry, Resolved
+from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
 from rlhf.plugins.requirements import check_requirements
+from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved
 
 Entries = list[Entry]
 Manifest = list[dict[str, str]]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf.errors import PluginInvalid
-from rlhf.plugins.entry import FILE, IN_PROCESS
+from rlhf.plugins.resolved import FILE, IN_PROCESS
 from rlhf.testing.contract import Contract
 
 SUITES: dict[str, tuple[str, str]] = {

@@ -15,7 +15,7 @@ import ray
 from rlhf.errors import CapabilityError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Plugins, Resolved
-from rlhf.plugins.entry import FILE
+from rlhf.plugins.resolved import FILE
 
 from rlhf_plugin_ray.bridge import LINKS, Bridge, choose
 from rlhf_plugin_ray.cluster import Cluster

@@ -1,0 +1,46 @@
+"""What is known of a plugin after it was imported and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+IN_PROCESS = "in process"
+"""The distribution of a class given to :meth:`rlhf.plugins.Plugins.register`."""
+FILE = "file"
+"""The distribution of a class taken from a ``file:`` reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A plugin's class, imported and checked, with where it came from.
+
+    Pickles as its reference (:mod:`rlhf.plugins.pickling`).
+    """
+
+    kind: str
+    name: str
+    cls: type[Any]
+    distribution: str
+    version: str
+    ref: str
+    """The reference as the user wrote it."""
+    sha256: str = ""
+    """Of the file's bytes; empty for installed plugins."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the reference itself sets: ``model:PATH`` is the plugin ``model`` with ``{"model": PATH}``."""
+    path: str = ""
+    """The file of a ``file:`` reference."""
+    text: str = field(default="", repr=False)
+    """Its source, as read."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
+
+    def manifest(self) -> dict[str, str]:
+        """What identifies this plugin in a run's ``manifest.json``."""
+        item = {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
+        if self.distribution == FILE:
+            item |= {"ref": self.ref, "sha256": self.sha256}
+        return item
