@@ -12,7 +12,7 @@ from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.testing.loss import LossContract
-from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, ReinforceLoss
+from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
 from rlhf_plugin_policy_gradient.value import Value
 
 
@@ -130,6 +130,47 @@ class TestCISPO(Statement):
         return -rho * x["advantages"] * x["logprobs"]
 
 
+class TestSAPO(Statement):
+    loss = SAPO
+    configs = (SAPO.Config(), SAPO.Config(tau_positive=2.0, aggregation="token_mean", correction=CORRECTIONS[0]))
+
+    def values(self, x, c):
+        rho, A = (x["logprobs"] - x["old_logprobs"]).exp(), x["advantages"]
+        tau = torch.where(A > 0, c.tau_positive, c.tau_negative).double()
+        return -4 / tau / (1 + (-tau * (rho - 1)).exp()) * A
+
+
+class TestLUSPO(TestGSPO):
+    """Every answer's mean times its length."""
+
+    configs = (GSPO.Config(aggregation="seq_mean_token_sum", clip_low=0.5, clip_high=0.9),)
+
+
+class TestMasks(TestPPO):
+    """The loss of the tokens that push, over all tokens."""
+
+    configs = (
+        PPO.Config(top_entropy=0.2),
+        PPO.Config(top_entropy=0.5, entropy_coef=0.1, stale_mask=0.05, aggregation="seq_mean_token_mean"),
+        PPO.Config(stale_mask=0.01, correction=CORRECTIONS[0]),
+    )
+
+    def values(self, x, c):
+        values, m = super().values(x, c), x.mask_BT
+        if c.stale_mask is not None:
+            moved = [
+                float((x["gen_logprobs"] - x["logprobs"])[b][m[b]].mean()) if m[b].any() else 0.0 for b in range(len(m))
+            ]
+            stale = (torch.tensor(moved) > c.stale_mask)[:, None] & (x["advantages"] < 0)
+            assert stale[m].any()
+            assert not stale[m].all()
+            values = values * ~stale
+        if c.top_entropy is not None:
+            entropies = x["uncertainty"]
+            values = values * (entropies >= torch.quantile(entropies[m], 1 - c.top_entropy))
+        return values
+
+
 class TestValue(LossContract):
     loss = Value
     configs = (Value.Config(), Value.Config(clip=0.0), Value.Config(clip=0.1))
@@ -227,6 +268,36 @@ def test_value_by_hand():
     assert run(Value(Value.Config(clip=0.0)), batch, {"values": [2.0]})[0] == pytest.approx(0.5)
 
 
+def test_sapo_by_hand():
+    """rho = 2: gates 4 s(1) and (4 / 1.05) s(1.05); d loss / d lp at rho = 1 is that of the plain ratio, -A."""
+    log2 = 0.6931471805599453
+    batch = one_sequence(2, old_logprobs=[-1.0, -1.0], advantages=[1.0, -3.0])
+    total, metrics = run(SAPO(), batch, {"logprobs": [-1 + log2, -1 + log2]})
+    assert total == pytest.approx((-4 * 0.7310586 + 3 * 4 / 1.05 * 0.7407749) / 2, abs=1e-5)
+    assert metrics["gate"] == pytest.approx((4 * 0.7310586 * 0.2689414 + 4 * 0.7407749 * 0.2592251) / 2, abs=1e-5)
+
+
+def test_the_least_certain_tokens_push_by_hand():
+    """Entropies 0.1, 0.9, 0.5, 0.5, 0.3: a share of 0.4 begins at the quantile 0.6, 0.5, which two tokens have."""
+    batch = one_sequence(5, old_logprobs=[-1.0] * 5, advantages=[1.0, 2.0, 4.0, 8.0, 16.0])
+    batch = batch.with_column("tok", "uncertainty", torch.tensor([9.0, 0.1, 0.9, 0.5, 0.5, 0.3]))
+    loss = PPO(PPO.Config(top_entropy=0.4))
+    assert [(a.role, a.output, a.column) for a in loss.prepass()] == [("policy", "entropy", "uncertainty")]
+    assert run(loss, batch, {"logprobs": [-1.0] * 5})[0] == pytest.approx(-(2 + 4 + 8) / 5)
+    assert PPO().prepass() == ()
+
+
+def test_answers_that_the_policy_has_left_do_not_push_down_by_hand():
+    """Sampled at -1, now -1.2 and -1.4 (moved 0.3 on average): the token of a negative advantage drops out."""
+    columns = {"gen_logprobs": [-1.0, -1.0], "old_logprobs": [-1.2, -1.4], "advantages": [3.0, -5.0]}
+    batch = one_sequence(2, **columns)
+    for limit, expected, share in ((0.29, -1.5, 0.5), (0.31, 1.0, 0.0)):
+        total, metrics = run(PPO(PPO.Config(stale_mask=limit)), batch, {"logprobs": [-1.2, -1.4]})
+        assert (total, metrics["stale_masked"]) == (pytest.approx(expected), share)
+    del columns["gen_logprobs"]  # a generator without log-probs: those of the start of the update, which are now's
+    assert run(PPO(PPO.Config(stale_mask=0.1)), one_sequence(2, **columns), {"logprobs": [-1.2, -1.4]})[0] == 1.0
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     """rho = e^3 > 5: the weight is 5 and d loss / d lp = -5 A, where the clipped surrogate has none."""
     batch = one_sequence(1, old_logprobs=[-4.0], advantages=[2.0])
@@ -237,7 +308,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
         assert lp.grad.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), ReinforceLoss()])
+@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), SAPO(), ReinforceLoss()])
 def test_live_old_logprobs_give_the_policy_gradient(loss):
     """One optimizer step: old_logprobs is the live output, rho = 1, and every loss has the gradient -A / N."""
     batch = one_sequence(2, advantages=[2.0, 2.0])
@@ -250,7 +321,7 @@ def test_live_old_logprobs_give_the_policy_gradient(loss):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("far", [-1e4, 1e4])
-@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO()])
+@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), SAPO()])
 def test_ratios_without_bounds_stay_finite(loss, far, sign):
     """Defect 3: the sequence ratio had no bound and became inf."""
     batch = one_sequence(2, old_logprobs=[-2e4, -2e4], advantages=[sign, sign])

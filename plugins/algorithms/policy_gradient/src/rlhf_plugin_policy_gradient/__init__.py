@@ -4,7 +4,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Advantage, Loss
 
 from rlhf_plugin_policy_gradient.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
-from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, ReinforceLoss
+from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
 from rlhf_plugin_policy_gradient.value import Value
 
 
@@ -15,4 +15,4 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
 
 @hookimpl
 def rlhf_register_loss() -> list[type[Loss]]:
-    return [PPO, ReinforceLoss, GSPO, CISPO, Value]
+    return [PPO, ReinforceLoss, GSPO, CISPO, SAPO, Value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 from rlhf.ops.ratios import bounded, clipped_surrogate, token_ratio
 from torch import Tensor
@@ -46,8 +47,9 @@ class ReinforceLoss(PolicyLoss):
 
 
 class GSPOConfig(PolicyLossConfig):
-    aggregation: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
-    """The mean over answers is part of the definition."""
+    aggregation: Literal["seq_mean_token_mean", "seq_mean_token_sum"] = "seq_mean_token_mean"
+    """The mean over answers is part of the definition; ``seq_mean_token_sum`` weighs each by its length, which is LUSPO
+    (arXiv:2602.05261)."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """Of the sequence ratio, which is a mean over tokens: orders of magnitude below a token clip."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -98,3 +100,35 @@ class CISPO(PolicyLoss):
         weight_A = ratio_A.clamp(1 - c.clip_low, 1 + c.clip_high)
         metrics: Metrics = {"clip_fraction": ("token", (weight_A != ratio_A).float()), "ratio": ("token", ratio_A)}
         return -weight_A * x["advantages"] * x["logprobs"], metrics
+
+
+class SAPOConfig(PolicyLossConfig):
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"] = (
+        "seq_mean_token_mean"
+    )
+    """As in the paper, the mean over an answer's tokens first."""
+    tau_positive: float = Field(default=1.0, gt=0)
+    """How steeply the gate closes for tokens of a positive advantage; larger is nearer to a clip."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """For all other tokens; above ``tau_positive``, as their gradients also push up tokens that were not sampled."""
+
+
+class SAPO(PolicyLoss):
+    """-(4 / tau) s(tau (rho - 1)) A per token, s the logistic function: a soft gate in place of the clip. Its gradient
+    is that of rho A at rho = 1 and fades on both sides; tau depends on the sign of A.
+
+    Deviations: (1) A = 0 takes ``tau_negative``; its loss is 0 in any case. (2) The log-ratio is bounded to +-20, where
+    the gate has long been closed.
+    """
+
+    name = "sapo"
+    source = "Gao et al. 2025, Soft adaptive policy optimization, arXiv:2511.20347"
+    Config = SAPOConfig
+
+    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+        c, advantages_A = self.config, x["advantages"]
+        ratio_A = token_ratio(x["logprobs"], x["old_logprobs"])
+        tau_A = torch.where(advantages_A > 0, c.tau_positive, c.tau_negative)
+        share_A = torch.sigmoid(tau_A * (ratio_A - 1))
+        metrics: Metrics = {"gate": ("token", 4 * share_A * (1 - share_A)), "ratio": ("token", ratio_A)}
+        return -4 / tau_A * share_A * advantages_A, metrics

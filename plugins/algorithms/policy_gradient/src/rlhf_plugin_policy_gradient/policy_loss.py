@@ -1,20 +1,25 @@
-"""What the policy losses share: aggregation, train-inference correction, entropy, and the metrics of drift."""
+"""What the policy losses share: aggregation, train-inference correction, which tokens push, entropy, drift."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.correction import CorrectionConfig, correction_weights
 from rlhf.ops.kl import k3
-from rlhf.types import LossOutput, OnlineShape, Reduce
+from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce
 from torch import Tensor
 
 Metrics = dict[str, tuple[Any, Tensor]]
+
+UNCERTAINTY, PUSHES = "uncertainty", "pushes"
+"""Columns per token: the entropy right before the step, and 1 where the token is among those that push."""
 
 
 class PolicyLossConfig(ComponentConfig):
@@ -28,6 +33,12 @@ class PolicyLossConfig(ComponentConfig):
     """Weights for samples drawn with other numbers than the trainer's (generator precision, staleness)."""
     entropy_coef: float | None = None
     """Entropy bonus: absent = entropy is not computed, 0 = reported only."""
+    top_entropy: float | None = Field(default=None, gt=0, lt=1)
+    """Only this share of the optimizer batch's tokens pushes the policy, those at which it is least certain (Wang et
+    al. 2025, arXiv:2506.01939, there 0.2); one forward pass more. Absent: all tokens."""
+    stale_mask: float | None = Field(default=None, gt=0)
+    """Answers of a negative advantage do not push where the mean over their tokens of log-prob when sampled minus now
+    exceeds this: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Absent: all push."""
 
     @model_validator(mode="after")
     def _constant(self) -> Self:
@@ -43,7 +54,11 @@ class PolicyLoss(Loss):
     """A loss per token from ``logprobs`` and ``advantages``; subclasses give :meth:`surrogate`.
 
     Terms: ``policy`` and, with a bonus, ``entropy``. Metrics: ``kl_old`` (policy now against the start of the update)
-    and ``kl_generator`` (trainer against generator), both by k3 and >= 0; ``correction_weight``; ``entropy``.
+    and ``kl_generator`` (trainer against generator), both by k3 and >= 0; ``correction_weight``; ``entropy``;
+    ``stale_masked``, the share of tokens that ``stale_mask`` leaves out.
+
+    Tokens that a correction, ``top_entropy`` or ``stale_mask`` leaves out stay in the denominators; entropy bonus and
+    KL are of all tokens.
     """
 
     Config: ClassVar[type[ComponentConfig]] = PolicyLossConfig
@@ -62,8 +77,9 @@ class PolicyLoss(Loss):
         return ("logprobs",) if self.config.entropy_coef is None else ("logprobs", "entropy")
 
     def columns(self) -> tuple[str, ...]:
-        old = ("old_logprobs",) if self.reads_old or self.config.correction.active else ()
-        return ("advantages", *old, "gen_logprobs")
+        c = self.config
+        old = ("old_logprobs",) if self.reads_old or c.correction.active or c.stale_mask is not None else ()
+        return ("advantages", *old, "gen_logprobs", *(() if c.top_entropy is None else (PUSHES,)))
 
     def reduce(self) -> dict[str, Reduce]:
         c = self.config
@@ -83,8 +99,12 @@ class PolicyLoss(Loss):
             f"--algorithm.loss.max_length {longest}."
         ]
 
+    def prepass(self) -> tuple[Annotation, ...]:
+        return () if self.config.top_entropy is None else (Annotation("policy", "entropy", UNCERTAINTY),)
+
     def prepare(self, batch: Batch) -> Batch:
-        """Refuse answers beyond ``max_length``, whose share the constant would get wrong."""
+        """Refuse answers beyond ``max_length``, whose share the constant would get wrong; mark the least certain tokens
+        of the batch."""
         limit = self.config.max_length
         if limit is not None:
             own_U = batch.tok["loss_mask"].new_zeros(batch.units, dtype=batch.unit_B.dtype)
@@ -94,6 +114,10 @@ class PolicyLoss(Loss):
                     f"an answer has {longest} own tokens, above algorithm.loss.max_length = {limit}; set it to the "
                     "most tokens an answer may have (sampling.max_new_tokens, times the turns)"
                 )
+        if self.config.top_entropy is not None:
+            mask_N = batch.tok["loss_mask"]
+            pushes_N = mask_N & (batch.column(UNCERTAINTY) >= top_threshold(batch, self.config.top_entropy))
+            batch = batch.with_column("tok", PUSHES, pushes_N.float())
         return batch
 
     def __call__(self, x: Any) -> LossOutput:
@@ -105,6 +129,12 @@ class PolicyLoss(Loss):
             values_A = weights_A * values_A
             metrics["correction_weight"] = ("token", weights_A)
             metrics["correction_masked"] = ("token", (weights_A == 0).float())
+        if self.config.stale_mask is not None:
+            stale_A = self._stale(x, self.config.stale_mask)
+            values_A = torch.where(stale_A, torch.zeros_like(values_A), values_A)
+            metrics["stale_masked"] = ("token", stale_A.float())
+        if self.config.top_entropy is not None:
+            values_A = torch.where(x[PUSHES] > 0, values_A, torch.zeros_like(values_A))
         if x.has("old_logprobs"):
             metrics["kl_old"] = ("token", k3(x["old_logprobs"] - x["logprobs"].detach()))
         if x.has("gen_logprobs"):
@@ -116,3 +146,23 @@ class PolicyLoss(Loss):
             if self.config.entropy_coef:
                 terms["entropy"] = x["entropy"]
         return LossOutput(terms, metrics)
+
+    @staticmethod
+    def _stale(x: Any, limit: float) -> Tensor:
+        """bool [A]: tokens of a negative advantage in an answer that the policy has moved away from.
+
+        Deviations from the paper: (1) the sign is that of the token's own advantage; the paper has one per answer. (2)
+        Where the generator reports no log-probs, those of the start of the update stand for them.
+        """
+        sampled_A = x["gen_logprobs"] if x.has("gen_logprobs") else x["old_logprobs"]
+        moved_S = x.mean_per_sequence(sampled_A.float() - x["logprobs"].detach().float())
+        return (x["advantages"] < 0) & (x.to_tokens(moved_S) > limit)
+
+
+def top_threshold(batch: Batch, share: float) -> float:
+    """The entropy from which on a token is among the ``share`` of the batch's trained tokens with the highest: their
+    1 - share quantile, as ``torch.quantile`` and >= would split them. Equal entropies are in or out together."""
+    sorted_A = batch.column(UNCERTAINTY)[batch.tok["loss_mask"]].sort().values
+    if not sorted_A.numel():
+        return math.inf
+    return float(sorted_A[math.ceil((1 - share) * (sorted_A.numel() - 1) - 1e-9)])
