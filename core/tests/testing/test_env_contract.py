@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import threading
 
 import pytest
 from rlhf.interfaces import Env
@@ -112,6 +115,100 @@ class CloseNeedsReset(Dice):
 
     def close(self):
         self.random.seed(0)
+
+
+class ForgetsFile(Echo):
+    """A file of its own, and no close()."""
+
+    async def reset(self, row, seed):
+        self.log = open(os.devnull, "w")  # noqa: SIM115
+        return ""
+
+
+class ForgetsProcess(Dice):
+    """A calculator that nobody ends."""
+
+    def reset(self, row, seed):
+        self.calculator = subprocess.Popen(["sleep", "60"])
+        Started.append(self.calculator)
+        return super().reset(row, seed)
+
+
+class ForgetsToWait(ForgetsProcess):
+    """It ends the process, and leaves it behind as a zombie."""
+
+    def close(self):
+        if hasattr(self, "calculator"):
+            self.calculator.kill()
+
+
+class ForgetsThread(Dice):
+    """A thread that waits for good, opened by the first step only."""
+
+    def step(self, action):
+        if not hasattr(self, "thread"):
+            self.thread = threading.Thread(target=Released.wait, args=(60,), name="ticker", daemon=True)
+            self.thread.start()
+        return super().step(action)
+
+
+Started: list[subprocess.Popen] = []
+Released = threading.Event()
+
+
+class Holds(Dice):
+    """All three, given back."""
+
+    shared: list = []
+    """What the first episode opens for all: kept on purpose."""
+
+    def reset(self, row, seed):
+        if not self.shared:
+            self.shared.append(open(os.devnull))  # noqa: SIM115
+        self.over = threading.Event()
+        self.log = open(os.devnull, "w")  # noqa: SIM115
+        self.process = subprocess.Popen(["sleep", "60"])
+        self.thread = threading.Thread(target=self.over.wait, args=(60,))
+        self.thread.start()
+        return super().reset(row, seed)
+
+    def close(self):
+        if hasattr(self, "log"):
+            self.log.close()
+            self.process.kill()
+            self.process.wait()
+            self.over.set()
+            self.thread.join()
+
+
+class TestHolds(EnvContract):
+    env = Holds
+    registered = False
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (ForgetsFile, "there is left after close.*open files: /dev/null"),
+        (ForgetsProcess, "child processes: sleep"),
+        (ForgetsToWait, r"child processes: .* \(ended, not waited for\)"),
+        (ForgetsThread, "played to its end there is left .* threads: ticker"),
+    ],
+)
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="this system does not list a process's files and children"
+)
+def test_what_an_episode_forgets_to_give_back_is_named(made, message):
+    Released.clear()
+    try:
+        with pytest.raises(Nonconformance, match=message):
+            suite(made).test_gives_everything_back()
+    finally:
+        Released.set()
+        for process in Started:
+            process.kill()
+            process.wait()
+        Started.clear()
 
 
 def suite(made, **attributes):

@@ -25,6 +25,7 @@ from rlhf.interfaces.env import Env
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
 from rlhf.testing.contract import Contract, Nonconformance, expect
+from rlhf.testing.leaks import leaks
 from rlhf.types import EnvStep, Sampling
 
 Answers = list[Any]
@@ -128,6 +129,28 @@ class EnvContract(Contract):
                 call(unused.close, limit=self.limit)
             except Exception as error:
                 raise Nonconformance(f"{self.about(config)} close() without reset() raises {error!r}") from error
+
+    def test_gives_everything_back(self) -> None:
+        """After ``close`` nothing that an episode opened is left: no file or connection, no process, no thread. A run
+        opens thousands of episodes, and those of plain environments live in processes that serve one after another."""
+        for config in self.grid():
+            for whole, when in ((True, "an episode that was played to its end"), (False, "one that was left at once")):
+                left = leaks(lambda: self._closed(config, whole))  # noqa: B023
+                expect(
+                    not left,
+                    f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "
+                    "close() gives back what reset() and step() opened",
+                )
+
+    def _closed(self, config: Any, whole: bool) -> Episode:
+        """An episode after its end, still referred to: an object that is forgotten may close its files by itself."""
+        episode = self.open(config, 0, 0)
+        for turn in range(self.max_turns if whole else 0):
+            if episode.done:
+                break
+            episode.act(self.actions[turn % len(self.actions)])
+        episode.close()
+        return episode
 
 
 class Episode:

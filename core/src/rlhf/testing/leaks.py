@@ -1,0 +1,93 @@
+"""What this process holds that somebody has to give back: open files, child processes, threads.
+
+A leak is what grows with every use. What a library keeps after its first use, a cache or a pool, is none.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Held = dict[str, dict[Any, str]]
+"""{kind: {what tells one from another: what it is, in words}}."""
+
+WARM = 2
+"""Uses before the first look."""
+USES = 3
+"""Uses in each of which a leak must show."""
+
+
+def held() -> Held:
+    """By ``open files``, ``child processes`` and ``threads``; a kind that this system does not tell is left out."""
+    found: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
+    for kind, of in (("open files", _files), ("child processes", _children)):
+        if (told := of()) is not None:
+            found[kind] = told
+    return found
+
+
+def leaks(use: Callable[[], object]) -> list[str]:
+    """What is left of ``use()``, one line for each kind of which every use leaves some.
+
+    Args:
+        use: whatever it returns is kept to the end: nothing is given back only because nobody refers to it any more.
+    """
+    kept = [use() for _ in range(WARM)]
+    gc.collect()
+    last = held()
+    left: dict[str, list[list[str]]] = {}
+    for _ in range(USES):
+        kept.append(use())
+        now = held()
+        for kind in now:
+            more = [words for key, words in now[kind].items() if key not in last.get(kind, {})]
+            fewer = [key for key in last.get(kind, {}) if key not in now[kind]]
+            left.setdefault(kind, []).append(more if len(more) > len(fewer) else [])
+        last = now
+    return [f"{kind}: {', '.join(each[-1])}" for kind, each in left.items() if all(each)]
+
+
+def _files() -> dict[Any, str] | None:
+    for folder in (Path("/proc/self/fd"), Path("/dev/fd")):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        found: dict[Any, str] = {}
+        for name in names:
+            try:
+                found[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
+            except (OSError, ValueError):  # the folder's own, closed by now
+                continue
+        return found
+    return None
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return link.name
+
+
+def _children() -> dict[Any, str] | None:
+    """Those that ended and were not waited for are among them."""
+    own, found = os.getpid(), dict[Any, str]()
+    try:
+        numbers = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return None
+    for number in numbers:
+        try:
+            name, rest = Path("/proc", number, "stat").read_text().rsplit(")", 1)
+        except (OSError, ValueError):
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == own:
+            ended = " (ended, not waited for)" if state == "Z" else ""
+            found[int(number)] = f"{name.split('(', 1)[-1]} {number}{ended}"
+    return found
