@@ -78,6 +78,10 @@ class WorkerError(RlhfError):
     """A worker process died, or stalled and was stopped."""
 
 
+class StandstillError(RlhfError):
+    """A run was asked to stop, and plugin code that cannot be interrupted keeps it from coming to the end of a step."""
+
+
 class CheckpointError(RlhfError):
     """A checkpoint that is incomplete, damaged, or of another run."""
 
@@ -101,3 +105,9 @@ def did_you_mean(got: str, allowed: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or an empty string."""
     near = difflib.get_close_matches(got, list(allowed), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """Type and value, cut, for messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

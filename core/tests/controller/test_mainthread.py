@@ -7,7 +7,10 @@ import inspect
 import threading
 import time
 
+import pytest
 from rlhf.controller.mainthread import MainThread
+from rlhf.errors import StandstillError
+from rlhf.observe.signals import StopRequest
 
 
 def test_a_coroutine_that_blocks_the_event_loop_is_named_once(capsys):
@@ -48,3 +51,43 @@ def test_one_that_awaits_is_not(capsys):
     finally:
         main.close()
     assert capsys.readouterr().err == ""
+
+
+def test_one_that_blocks_is_given_up_after_a_stop_was_asked_for(capsys):
+    """Not before, and the reason names the request and the line."""
+    waiting = threading.Event()
+
+    async def blocks():
+        return waiting.wait(60)
+
+    main, stop = MainThread(standstill=60, grace=0.3), StopRequest()
+    main.stop = stop
+    asking = threading.Timer(0.5, stop.request, ["SIGTERM"])
+    asking.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(
+            StandstillError, match=r"^SIGTERM asked the run to stop, and for .* s blocks\(\) at "
+        ) as error:
+            main.run(blocks())
+        assert time.monotonic() - began >= 0.8
+    finally:
+        waiting.set()
+        asking.join()
+        main.close()
+    line = inspect.getsourcelines(blocks)[1] + 1
+    assert f"{__file__}:{line} let nothing else happen" in str(error.value)
+
+
+def test_one_that_awaits_comes_to_its_end_whoever_asked_for_a_stop():
+    async def sleeps():
+        await asyncio.sleep(0.6)
+        return 7
+
+    main, stop = MainThread(grace=0.1), StopRequest()
+    main.stop = stop
+    stop.request("SIGTERM")
+    try:
+        assert main.run(sleeps()) == 7
+    finally:
+        main.close()
