@@ -77,6 +77,9 @@ def _placement(plan: Plan) -> Table:
         table.add_column(column)
     for name, place in plan.layout.places.items():
         where = describe(plan.layout, place, name)
+        if name in plan.layout.views:
+            table.add_row(name, where, "", "0", "no", "", "")
+            continue
         role = next((r for r in plan.layout.roles if r.name == name), None)
         if role is None:
             assert plan.layout.engines is not None

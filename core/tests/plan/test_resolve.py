@@ -10,7 +10,7 @@ import pytest
 from rlhf.config import load
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
-from rlhf.plan import Machine, formulas, make_plan, nearest, resolve, sum_of, target
+from rlhf.plan import Machine, as_json, describe, formulas, make_plan, nearest, resolve, sum_of, target
 from rlhf.plan.busy import training
 from rlhf.plan.machines import cpu_memory
 from rlhf.plan.phases import loading, resting
@@ -116,6 +116,63 @@ def test_entropy_and_reference_cost_what_they_need(published, plugins):
     assert "entropy" in made.role("policy").outputs
     assert made.role("reference").annotated == ("logprobs",)
     assert not made.role("reference").trained
+
+
+LORA = {"algorithm.kl.coef": "0.1", "trainer.lora.rank": "8"}
+
+
+def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(published, plugins):
+    on_cpu = Machine("cpu", 64 * GIB)
+    view = layout(published, plugins, LORA, machine=on_cpu)
+    model = layout(published, plugins, LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
+    assert [r.name for r in view.roles] == ["policy", "critic"]
+    assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
+    assert view.views["reference"].of == "policy"
+    assert view.role("policy").annotated == model.role("reference").annotated == ("logprobs",)
+    less, more = (make_plan(made).groups[0].moments for made in (view, model))
+    assert "forward" in less
+    assert "reference" not in less["forward"].rows
+    assert more["train"].total - less["train"].total == 4 * view.role("policy").shape.parameters
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"placement.reference.ranks": "1"},
+        {"placement.reference.share": "policy", "placement.reference.ranks": "1"},
+        {"reference.dtype": "fp32"},
+        {"trainer.lora.rank": None},
+    ],
+)
+def test_a_reference_that_the_run_loads_is_planned(published, plugins, more):
+    given = {**CLUSTER, **LORA, **more}
+    made = layout(published, plugins, {k: v for k, v in given.items() if v is not None})
+    assert {r.name for r in made.roles} == {"policy", "critic", "reference"}
+    assert not made.views
+
+
+def test_a_view_shares_devices_or_leaves_its_own_idle(published, plugins):
+    own, shared = (
+        layout(published, plugins, CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {})
+        for share in (False, True)
+    )
+    assert (own.devices, shared.devices) == (5, 4)
+    for made in (own, shared):
+        [group] = make_plan(made).groups
+        assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+    said = [describe(made, made.places["reference"], "reference") for made in (own, shared)]
+    assert said[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
+    assert said[1] == "policy's model without adapters"
+    [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]
+    assert (line["model_of"], line["parameters"]) == ("policy", 0)
+
+
+def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
+    """TR-DPO overwrites it."""
+    rows = {"algorithm.use": "dpo", "trainer.lora.rank": "8"}
+    for more, views in (({}, ["reference"]), ({"algorithm.snapshot_every": "4"}, [])):
+        plain = [(k, v) for k, v in flags(published, rows, more) if k != "reward"]
+        assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
 
 
 def test_a_cluster(published, plugins):

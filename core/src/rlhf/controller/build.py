@@ -19,7 +19,7 @@ from rlhf.controller.learn import Metrics
 from rlhf.controller.lending import lend
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
-from rlhf.controller.parts import section_of
+from rlhf.controller.parts import base_of, section_of
 from rlhf.controller.precompute import precompute
 from rlhf.controller.prepare import Prepared, on_processor, prepare
 from rlhf.controller.roles import Role
@@ -34,7 +34,6 @@ from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
-from rlhf.sections import ModelSection
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
@@ -98,29 +97,12 @@ def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
 
 
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
-    """A frozen role that starts as another role's model is that model without its adapters, where it trains some.
-
-    Not where the run file says anything about the role (its place, precision, trainer) that would be ignored. That it
-    shares the devices of the other role is where it is in any case: said, so that no devices are kept for it.
-    """
-    spec, config = prepared.specs[name], prepared.config
-    source = roles.get(spec.role.like or "")
-    frozen = not spec.role.trained and name not in prepared.snapshots
-    if source is None or not frozen or "base" not in source.facts.views:
+    """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
+    declared = {each: spec.role for each, spec in prepared.specs.items()}
+    source = roles.get(base_of(prepared.config, declared, prepared.places, name) or "")
+    if source is None or name in prepared.snapshots or "base" not in source.facts.views:
         return None
-    elsewhere = name in config.placement and not _beside(name, source.name, prepared)
-    if elsewhere or section_of(config, name) != ModelSection():
-        return None
-    if (spec.path, spec.role.head) != (source.spec.path, source.spec.role.head):
-        return None
-    return Role(spec, source.group, source.budget, view="base")
-
-
-def _beside(name: str, other: str, prepared: Prepared) -> bool:
-    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
-    place, source = prepared.places[name], prepared.places[other]
-    named = "ranks" in prepared.config.placement[name].model_fields_set
-    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)
+    return Role(prepared.specs[name], source.group, source.budget, view="base")
 
 
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:

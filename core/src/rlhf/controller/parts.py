@@ -145,6 +145,30 @@ def model_spec(
     )
 
 
+def base_of(config: RunFile, roles: Mapping[str, RoleSpec], places: Mapping[str, Place], name: str) -> str | None:
+    """The role whose model a frozen role starts as, so that it may be that model without its adapters, where that role
+    trains some.
+
+    None where the run file says anything about the role (its place, precision, trainer) that would be ignored. That it
+    shares the devices of the other role is where it is in any case: said, so that no devices are kept for it.
+    """
+    role = roles[name]
+    source = role.like
+    if source is None or source not in roles or role.trained or role.head != roles[source].head:
+        return None
+    elsewhere = name in config.placement and not _beside(config, places, name, source)
+    if elsewhere or section_of(config, name) != ModelSection():
+        return None
+    return source if model_of(config, roles, name) == model_of(config, roles, source) else None
+
+
+def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
+    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
+    place, source = places[name], places[other]
+    named = "ranks" in config.placement[name].model_fields_set
+    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)
+
+
 def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
     """The section ``[[reward]]`` of that number, resolved."""
     section = config.reward[number]

@@ -5,7 +5,7 @@ A run file and flags become a :class:`Layout` of plain values (``resolving``), a
 """
 
 from rlhf.plan.changes import Nearest, nearest
-from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout
+from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf.plan.machines import target
 from rlhf.plan.phases import PARTS, PHASES, GroupPlan, Moment, sum_of
 from rlhf.plan.report import as_json, describe, summary, verdict
@@ -16,6 +16,6 @@ from rlhf.plan.verdicts import Plan, Shortage, make_plan
 
 __all__ = [
     "PARTS", "PHASES", "DeviceGroup", "EngineLayout", "GroupPlan", "LayerShape", "Layout", "Machine", "ModelShape",
-    "Moment", "Nearest", "Plan", "RoleLayout", "Shortage", "as_json", "describe", "make_plan", "nearest", "parse",
-    "read_shape", "resolve", "sum_of", "summary", "target", "text", "verdict",
+    "Moment", "Nearest", "Plan", "RoleLayout", "Shortage", "View", "as_json", "describe", "make_plan", "nearest",
+    "parse", "read_shape", "resolve", "sum_of", "summary", "target", "text", "verdict",
 ]  # fmt: skip

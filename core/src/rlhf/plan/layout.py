@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf.interfaces.launcher import GENERATOR, Place
@@ -95,16 +95,29 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """A frozen role that holds no model: it is another role's without its adapters, computed where that one is."""
+
+    of: str
+    place: Place
+    """Devices that are kept for it all the same."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A run, resolved, as far as memory depends on it."""
 
     roles: tuple[RoleLayout, ...]
+    """Those that hold a model; what their views compute is among what they compute."""
     engines: EngineLayout | None
     machine: Machine
+    views: Mapping[str, View] = field(default_factory=dict)
+    """By role."""
 
     @property
     def places(self) -> dict[str, Place]:
         found = {role.name: role.place for role in self.roles}
+        found |= {name: view.place for name, view in self.views.items()}
         return found if self.engines is None else {**found, GENERATOR: self.engines.place}
 
     def role(self, name: str) -> RoleLayout:
@@ -151,23 +164,26 @@ def devices_each(places: Mapping[str, Place], name: str) -> int:
     return max(1, min(host.devices, host.ranks * host.devices // place.ranks))
 
 
-def device_groups(places: Mapping[str, Place], machine: Machine) -> list[DeviceGroup]:
+def device_groups(places: Mapping[str, Place], machine: Machine, views: Collection[str] = ()) -> list[DeviceGroup]:
     """Every device of the run, neighbours with equal contents together. On CPUs, or where all is one process: one group
     with all ranks.
 
     A rank of a role holds its model on the first of its devices; an engine is spread over all of its devices.
+
+    Args:
+        views: roles that hold nothing; devices that are kept for nobody else are left out.
     """
+    holders = {name: place for name, place in places.items() if name not in views}
     if machine.device == "cpu" or not machine.processes:
         home = HOST if machine.device == "cpu" else DEVICE
-        return [DeviceGroup(home, 0, 0, {name: place.ranks for name, place in places.items()})]
+        return [DeviceGroup(home, 0, 0, {name: place.ranks for name, place in holders.items()})]
     groups = []
     for home, host in places.items():
-        if host.share is not None:
+        mine = {name: place for name, place in holders.items() if home in (name, place.share)}
+        if host.share is not None or not mine:
             continue
         slots: list[dict[str, int]] = [{} for _ in range(host.ranks * host.devices)]
-        for name, place in places.items():
-            if name != home and place.share != home:
-                continue
+        for name, place in mine.items():
             each = devices_each(places, name)
             for rank in range(place.ranks):
                 held = range(rank * each, rank * each + (each if name == GENERATOR else 1))

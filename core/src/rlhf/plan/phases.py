@@ -88,7 +88,7 @@ def plan_groups(layout: Layout) -> list[GroupPlan]:
     """Every group of equal devices, in every phase that the run has."""
     return [
         GroupPlan(group, {phase: _moment(layout, group, phase) for phase in phases_of(layout)})
-        for group in device_groups(layout.places, layout.machine)
+        for group in device_groups(layout.places, layout.machine, layout.views)
     ]
 
 

@@ -43,6 +43,8 @@ def _place(layout: Layout, name: str, place: Place) -> dict[str, Any]:
     if name == GENERATOR:
         assert layout.engines is not None
         return line | {"parameters": layout.engines.shape.parameters, "trained": False}
+    if name in layout.views:
+        return line | {"model_of": layout.views[name].of, "parameters": 0, "trained": False}
     role = layout.role(name)
     return line | {
         "model": role.shape.path,
@@ -86,7 +88,11 @@ def summary(plan: Plan) -> Iterable[str]:
 def describe(layout: Layout, place: Place, name: str) -> str:
     """``4 engines of 2 devices on the devices of policy``."""
     if not layout.machine.processes:
-        return "in this process"
+        return "in this process" + (f", {layout.views[name].of}'s without adapters" if name in layout.views else "")
+    if name in layout.views:
+        of, devices = layout.views[name].of, place.ranks * place.devices
+        idle = "" if place.share else f"; {devices} device{'s' * (devices > 1)} of its own idle: share those of {of}"
+        return f"{of}'s model without adapters{idle}"
     what = "engine" if name == GENERATOR else "rank"
     count = f"{place.ranks} {what}{'s' if place.ranks > 1 else ''}"
     if place.share is not None:

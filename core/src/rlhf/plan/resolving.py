@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from rlhf.controller.parts import RunParts, model_spec, places_of, run_parts, section_of
+from rlhf.controller.parts import RunParts, base_of, model_spec, places_of, run_parts, section_of
 from rlhf.interfaces import GENERATOR, Place
-from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout
+from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf.plan.shape import read_shape
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
@@ -14,6 +15,9 @@ from rlhf.types import Annotation, Head, Update
 
 _STEPS = (0, 1, 1_000_000)
 """Steps whose updates and annotations are looked at: roles may be trained later, or only at first."""
+
+MOST_STEPS = 10_000
+"""Looked at for snapshots, where the run's steps depend on its data."""
 
 PRECOMPUTED = 8
 """Batches whose rows a precomputed role is given at once (:mod:`rlhf.controller.build`)."""
@@ -28,8 +32,29 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     places = places_of(made, machine.device)
     processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
-    roles = tuple(_role(made, name, places[name], machine) for name in made.roles)
-    return Layout(roles, _engines(made, places, roles[0], machine), machine)
+    roles = {name: _role(made, name, places[name], machine) for name in made.roles}
+    views = _views(made, places, roles)
+    for name, view in views.items():
+        roles[view.of] = _with_view(roles[view.of], roles.pop(name))
+    return Layout(tuple(roles.values()), _engines(made, places, roles["policy"], machine), machine, views)
+
+
+def _views(made: RunParts, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
+    """Roles that are the model of another one without its adapters (:func:`rlhf.controller.parts.base_of`)."""
+    steps = range(made.config.run.steps or MOST_STEPS)
+    updated = {u.role for step in steps for u in made.algorithm.updates(step) if not isinstance(u, Update)}
+    found = {name: base_of(made.config, made.roles, places, name) for name in made.roles if name not in updated}
+    return {
+        name: View(source, places[name])
+        for name, source in found.items()
+        if source is not None and roles[source].trained and roles[source].sharding.adapter_rank
+    }
+
+
+def _with_view(role: RoleLayout, view: RoleLayout) -> RoleLayout:
+    """The role with what its view computes."""
+    annotated = tuple(sorted({*role.annotated, *view.annotated}))
+    return replace(role, annotated=annotated, rewards=role.rewards or view.rewards)
 
 
 def longest_sequence(config: RunFile, online: bool) -> int:
