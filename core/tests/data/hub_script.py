@@ -7,7 +7,7 @@ import json
 import sys
 
 from rlhf import hub
-from rlhf.data.sources import load_source
+from rlhf.data.loading import load_source
 from rlhf.data_section import SourceSection
 from rlhf.errors import RlhfError
 from rlhf.published import model_folder, pinned

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 
 import pytest
+from rlhf.data.loading import load_source
 from rlhf.data.order import RowOrder, permutation
-from rlhf.data.sources import load_source
 from rlhf.data_section import SourceSection
 from rlhf.errors import CheckpointError, DataError
 

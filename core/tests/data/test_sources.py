@@ -6,7 +6,7 @@ import gzip
 import json
 
 import pytest
-from rlhf.data.sources import load_source
+from rlhf.data.loading import load_source
 from rlhf.data_section import SourceSection
 from rlhf.errors import DataError
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf.errors import DataError, did_you_mean
+from rlhf.data.layouts import Layout
+from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
-
-if TYPE_CHECKING:
-    from rlhf.data.layouts import Layout
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and whatever else a chat template reads."""
@@ -118,9 +116,3 @@ def as_label(value: Any) -> bool | None:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     return None
-
-
-def shown(value: Any) -> str:
-    """Type and value, cut, for messages."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

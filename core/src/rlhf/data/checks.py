@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf.data.cells import as_label, shown
+from rlhf.data.cells import as_label
 from rlhf.data.rows import Example
 from rlhf.data.sources import Source
 from rlhf.data_section import DataSection
-from rlhf.errors import DataError
+from rlhf.errors import DataError, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.data.cells import shown
-from rlhf.errors import DataError
+from rlhf.errors import DataError, shown
 
 Values = dict[str, Any]
 """{field: value} of one row."""

@@ -9,10 +9,11 @@ from typing import Any
 from rlhf.config_errors import raise_problems
 from rlhf.data.checks import Verdict, check_example, check_labels, check_prompt
 from rlhf.data.layouts import Layout, named_columns
+from rlhf.data.loading import load_source
 from rlhf.data.order import RowOrder
 from rlhf.data.recognise import recognise
 from rlhf.data.rows import Example
-from rlhf.data.sources import Source, load_source
+from rlhf.data.sources import Source
 from rlhf.data.template import Template
 from rlhf.data_section import DataSection
 from rlhf.errors import DataError

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.sources import FILE_KINDS, Source, file_kind, open_file
+from rlhf.data.files import FILE_KINDS, file_kind, open_file
+from rlhf.data.sources import Source
 from rlhf.data.text_files import USUAL, CsvForm
 from rlhf.data_section import SourceSection
 from rlhf.errors import DataError, did_you_mean

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.sources import file_kind
+from rlhf.data.files import file_kind
 from rlhf.doctor.check import Check, counted, gib, listed
 from rlhf.doctor.machine import disk
 from rlhf.published import looks_local
