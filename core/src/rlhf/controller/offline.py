@@ -18,4 +18,7 @@ def offline(run: Run) -> None:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         catch_up(planned, run.roles)  # schedules move on by the optimizer steps that were planned
+        if run.weights is not None:  # held-out rows are answered by the policy too
+            with run.timed("sync"):
+                metrics |= run.sync(version=step + 1)
         run.finish(step, metrics)  # observe, evaluate, checkpoint

@@ -88,6 +88,7 @@ class Run:
             self.reports.tell(0, metrics)
         self.done = self.first_step
         self._stopping = self._is_exhausted()  # the process died between the last checkpoint and the end
+        self.saves.export(self.done, last=self._is_last(self.done))  # or before the export behind that
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
                 self.reports.begin_step()
@@ -119,9 +120,10 @@ class Run:
 
     def sync(self, version: int) -> Metrics:
         """Weights of the policy go to the generator, which samples with ``version`` from now on; nothing moves where
-        nobody would sample with them: inside a round, without an evaluation."""
+        nobody would sample with them: inside a round, or from given rows, without an evaluation."""
         assert self.weights is not None
-        used = self.stream is None or self.stream.samples_with(version) or self._evaluates(version)
+        trained_on = self.stream is not None and self.stream.samples_with(version)
+        used = trained_on or self._evaluates(version)
         if not used and version != self.first_step:  # a start always syncs: the generator has no weights of the run yet
             return {}
         if self.phases is not None:
@@ -176,12 +178,10 @@ class Run:
         self.reports.tell(done, metrics)
         # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
         self._stopping = self.stop.requested or self._is_exhausted()
-        last, section = done == self.total_steps or self._stopping, self.config.checkpoint
+        last, section = self._is_last(done), self.config.checkpoint
         if _due(done, section.every) or last or (is_best and section.save_best):
             self.saves.save(done, best=is_best and section.save_best)
-        if _due(done, section.export_every) and not last:
-            with self.writing(self.directory.exports(done)):
-                self.directory.export(done, self.export, section.keep)
+        self.saves.export(done, last)
 
     def rescue(self) -> None:
         """After a failure: what was learnt since the last checkpoint is saved where that can be done."""
@@ -232,6 +232,10 @@ class Run:
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after so many steps."""
         return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
+
+    def _is_last(self, done: int) -> bool:
+        """Whether no step comes after so many."""
+        return done == self.total_steps or self._stopping
 
     def _evaluate(self, evaluate: Callable[[], Metrics]) -> Metrics:
         """What the weights of now reach."""

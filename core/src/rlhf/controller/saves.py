@@ -1,4 +1,5 @@
-"""The checkpoints of a run: those that are due, and after a failure the last finished step, which is in none yet."""
+"""The checkpoints and exports of a run: those that are due, and after a failure the last finished step, which is in no
+checkpoint yet."""
 
 from __future__ import annotations
 
@@ -32,6 +33,19 @@ class Saves:
         mark = {"metric": run.best.metric, "value": run.best.value} if best and run.best is not None else None
         path = run.store.save(step, lambda folder: write_state(run, step, folder), run.meta, mark)
         run.reports.observe("checkpoint_saved", step, path)
+
+    def export(self, done: int, last: bool) -> None:
+        """The model after ``done`` steps, beside the final one, where it is due and not there yet.
+
+        Args:
+            last: no step comes after them, so the final model is this one.
+        """
+        run, section = self._run, self._run.config.checkpoint
+        path, every = run.directory.exports(done), section.export_every
+        if last or not done or every is None or done % every or path.exists():
+            return
+        with run.writing(path):
+            run.directory.export(done, run.export, section.keep)
 
     def rescue(self) -> None:
         """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
