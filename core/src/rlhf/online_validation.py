@@ -43,13 +43,7 @@ def sampling_problems(
             f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
         )
     problems += algorithm.misfits(_shape(run, rollout_needs_env or (rollout_replays_env and run.env is not None)))
-    if rollout_needs_env and run.env is None:
-        problems.append(f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME.")
-    if run.env is not None and not rollout_needs_env and not rollout_replays_env:
-        problems.append(
-            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
-            "does (e.g. multi_turn), or remove it."
-        )
+    problems += env_problems(run, rollout_needs_env, rollout_replays_env)
     problems += _turn_credit(run, algorithm)
     unscored = scored and not run.reward and run.env is None
     if unscored and needs.reward:
@@ -90,6 +84,18 @@ def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
         f"env.credit = 'step': {named} compares the sums of whole trajectories, and rewards at single turns would lie "
         "outside of that comparison. Set --env.credit outcome, or use an advantage without a baseline over groups."
     ]
+
+
+def env_problems(run: RunFile, rollout_needs_env: bool, rollout_replays_env: bool) -> list[str]:
+    """Where the rollout and the environment do not fit together, in training or in evaluation."""
+    if rollout_needs_env and run.env is None:
+        return [f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME."]
+    if run.env is not None and not rollout_needs_env and not rollout_replays_env:
+        return [
+            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
+            "does (e.g. multi_turn), or remove it."
+        ]
+    return []
 
 
 def _filtering(run: RunFile, unscored: bool) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from rlhf.config_errors import raise_problems
 from rlhf.data_section import DataSection
 from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
-from rlhf.online_validation import capability_problems, sampling_problems
+from rlhf.online_validation import capability_problems, env_problems, sampling_problems
 from rlhf.runfile import RunFile
 from rlhf.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 from rlhf.types import DataForm, Needs, RoleSpec
@@ -66,9 +66,11 @@ def check(
         )
     if algorithm.data == "prompts":
         problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored, rollout_replays_env)
-        problems += capability_problems(algorithm, needs, generator, trainer)
     else:
         problems += _offline(run, algorithm)
+        if run.reward or run.env is not None:  # the policy answers held-out rows
+            problems += env_problems(run, rollout_needs_env, rollout_replays_env)
+    problems += capability_problems(algorithm, needs, generator, trainer)
     if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
         why = (
             "this run has no generator"

@@ -235,6 +235,25 @@ def test_what_an_offline_run_would_ignore_is_refused(flags, expected):
     assert expected in messages([*OFFLINE, *flags], Demonstrations())
 
 
+def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_samples():
+    class Borrows(Generator):
+        name = "borrows"
+        capabilities = frozenset({"accept:module"})
+
+    class Divides(Trainer):
+        name = "divides"
+        capabilities = frozenset({"export:tensors"})
+
+    evaluated = [*OFFLINE, ("data.eval", "b.jsonl"), ("reward", "math")]
+    check(load(None, evaluated), Demonstrations())
+    said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
+    assert "generator 'borrows' (accept:module) cannot take weights from trainer 'divides' (export:tensors)" in said
+    assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), rollout_needs_env=True)
+    assert "env 'game' is set, but rollout 'single_turn' uses none" in messages(
+        [*evaluated, ("env", "game")], Demonstrations()
+    )
+
+
 def test_a_policy_without_an_output_for_tokens_answers_nothing():
     scores = Demonstrations(roles=(RoleSpec("policy", head="scalar", trained=True),))
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl")]
