@@ -71,8 +71,8 @@ def _dpo_type(name: str, beta: float = BETA, lr: float | None = None, **both: An
     return _dpo(name, {"loss_type": [name], **both}, {"loss_type": name, **both}, beta, **training)
 
 
-def _loss(name: str, form: str, trainer: str, trl: dict[str, Any], use: str, **ours: Any) -> Case:
-    return Case(name, form, trainer, trl, {"algorithm": {"use": use, "loss": ours}})
+def _loss(name: str, form: str, trainer: str, trl: dict[str, Any], algorithm: str, **ours: Any) -> Case:
+    return Case(name, form, trainer, trl, {"algorithm": {"use": algorithm, "loss": ours}})
 
 
 def _reward(name: str, trl: dict[str, Any] | None = None, **ours: Any) -> Case:
@@ -90,6 +90,8 @@ def _cpo(
 _APO = {"loss_type": "apo_zero_unpaired"}
 CASES: tuple[Case, ...] = (
     Case("sft", "demonstrations", "sft", {}, {"algorithm": "sft"}),
+    _loss("sft-dft", "demonstrations", "sft", {"loss_type": "dft"}, "sft", use="dft"),
+    _loss("sft-smoothed", "demonstrations", "sft", {"label_smoothing_factor": 0.1}, "sft", label_smoothing=0.1),
     Case(
         "sft-linear",
         "demonstrations",

@@ -11,7 +11,8 @@ from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.testing.loss import LossContract
 from rlhf.types import LossOutput, Row
-from rlhf_plugin_sft import NLL, SFT
+from rlhf_plugin_sft import DFT, NLL, SFT
+from rlhf_plugin_sft.nll import MEAN_LOGPROB
 
 
 class TestAlgorithm(AlgorithmContract):
@@ -80,3 +81,28 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
     total, _ = evaluate(loss, batch, {"logprobs": torch.cat(logprobs)}, {}, {})
     by_token = sum(m * n for m, n in zip(means, counts, strict=True)) / sum(counts)
     assert float(total) == pytest.approx(by_token if reduce == "token_mean" else sum(means) / 3, rel=1e-5)
+
+
+def test_dft_by_hand():
+    """p = 1/2 and 1/4: losses log(2) / 2 and log(4) / 4; d loss / d log p is -p, where the likelihood's is -1."""
+    logprobs = torch.tensor([math.log(0.5), math.log(0.25)], requires_grad=True)
+    values = DFT()({"logprobs": logprobs}).terms["dft"]
+    assert values.tolist() == pytest.approx([math.log(2) / 2, math.log(4) / 4])
+    values.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, -0.25])
+
+
+def test_label_smoothing_is_that_of_transformers():
+    """The same logits and labels, token mean."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    logits = torch.randn(1, 6, 11, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([3, 7, 0, 10, 5, 5])
+    theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, ids[None])
+    x = {
+        "logprobs": torch.log_softmax(logits[0], -1).gather(1, ids[:, None])[:, 0],
+        "mean_logprob": MEAN_LOGPROB.fn(logits[0], ids, {}, {}),
+    }
+    out = NLL(NLL.Config(label_smoothing=0.2))(x)
+    assert float(out.terms["nll"].mean()) == pytest.approx(float(theirs), rel=1e-6)
+    assert float(out.metrics["nll"][1].mean()) == pytest.approx(-float(x["logprobs"].mean()), rel=1e-6)

@@ -9,7 +9,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss, Slot
 from rlhf.types import Needs, RoleSpec, Update
 
-from rlhf_plugin_sft.nll import NLL
+from rlhf_plugin_sft.nll import DFT, NLL
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Example
@@ -47,4 +47,4 @@ def rlhf_register_algorithm() -> list[type[Algorithm]]:
 
 @hookimpl
 def rlhf_register_loss() -> list[type[Loss]]:
-    return [NLL]
+    return [NLL, DFT]

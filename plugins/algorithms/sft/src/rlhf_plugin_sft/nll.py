@@ -1,36 +1,83 @@
-"""Negative log-likelihood of the tokens under the loss mask."""
+"""Negative log-likelihood of the tokens under the loss mask, plain, smoothed, or weighed by their own probability."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+from pydantic import Field
 from rlhf.interfaces import ComponentConfig, Loss
-from rlhf.types import LossOutput, Reduce
+from rlhf.types import Head, LossOutput, Reduce
 
 if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
+    from torch import Tensor
+
+
+def _mean_logprob(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
+    return logits_CV.mean(1) - torch.logsumexp(logits_CV, 1)
+
+
+MEAN_LOGPROB = Head("mean_logprob", _mean_logprob)
+"""Mean over the vocabulary of the log-probs: what label smoothing pulls towards."""
+
+
+class LikelihoodConfig(ComponentConfig):
+    reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
+    """``token_mean``: every trained token of the batch counts the same. ``seq_mean_token_mean``: every row does."""
+
+
+class NLLConfig(LikelihoodConfig):
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """e: the target is the demonstrated token with 1 - e and any token of the vocabulary alike with e (Szegedy et al.
+    2016, arXiv:1512.00567, section 7)."""
 
 
 class NLL(Loss):
-    """-log p(token), averaged as ``reduce`` says over the whole optimizer batch.
+    """-log p(token), averaged as ``reduce`` says over the whole optimizer batch; with ``label_smoothing`` e
+    -(1 - e) log p(token) - e mean_v log p(v) over the V rows of the model's output head.
 
-    Metrics: ``nll``, the mean per trained token whatever ``reduce`` says (its exponential is the perplexity), and
-    ``token_prob``, the mean probability of the demonstrated token.
+    Metrics: ``nll``, the mean of -log p(token) whatever ``reduce`` and ``label_smoothing`` say (its exponential is the
+    perplexity), and ``token_prob``, the mean probability of the demonstrated token.
     """
 
     name = "nll"
     source = "maximum likelihood"
+    Config: ClassVar[type[ComponentConfig]] = NLLConfig
 
-    class Config(ComponentConfig):
-        reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-        """``token_mean``: every trained token of the batch counts the same. ``seq_mean_token_mean``: every row does."""
-
-    def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
+    def outputs(self) -> tuple[str | Head, ...]:
+        return ("logprobs", MEAN_LOGPROB) if self.config.label_smoothing else ("logprobs",)
 
     def reduce(self) -> dict[str, Reduce]:
         return {"nll": Reduce(self.config.reduce)}
 
     def __call__(self, x: LossInput) -> LossOutput:
+        nll_A, e = -x["logprobs"], self.config.label_smoothing
+        values_A = (1 - e) * nll_A - e * x["mean_logprob"] if e else nll_A
+        return LossOutput({"nll": values_A}, _metrics(nll_A))
+
+
+class DFT(Loss):
+    """-stop(p) log p per token, p the token's own probability: dynamic fine-tuning. What the model finds unlikely pulls
+    less, which undoes the 1 / p by which the likelihood's gradient weighs a demonstrated token.
+
+    Metrics: those of ``nll``.
+    """
+
+    name = "dft"
+    source = "Wu et al. 2025, On the generalization of SFT, arXiv:2508.05629, equation 9"
+    Config = LikelihoodConfig
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("logprobs",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"dft": Reduce(self.config.reduce)}
+
+    def __call__(self, x: LossInput) -> LossOutput:
         nll_A = -x["logprobs"]
-        return LossOutput({"nll": nll_A}, {"nll": ("token", nll_A), "token_prob": ("token", (-nll_A).exp())})
+        return LossOutput({"dft": (-nll_A).exp().detach() * nll_A}, _metrics(nll_A))
+
+
+def _metrics(nll_A: Tensor) -> dict[str, Any]:
+    return {"nll": ("token", nll_A), "token_prob": ("token", (-nll_A).exp())}
