@@ -12,15 +12,16 @@ from rlhf_cli.main import COMMANDS, main
 HEAVY = ("torch", "transformers", "datasets", "numpy")
 
 
-def imported(*words):
-    """Exit code and the heavy packages that ``rlhf WORDS`` imports."""
+def imported(*words, stream="stdout"):
+    """Exit code, the heavy packages that ``rlhf WORDS`` imports, and what it writes."""
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: sys.stderr.write('HEAVY:' + ','.join(m for m in {HEAVY} if m in sys.modules)))\n"
         f"from rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr.rpartition("HEAVY:")[2], done.stdout
+    said, _, heavy = done.stderr.rpartition("HEAVY:")
+    return done.returncode, heavy, done.stdout if stream == "stdout" else said
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,34 @@ def test_light_commands_import_nothing_heavy(words):
     code, heavy, out = imported(*words)
     assert (code, heavy) == (0, "")
     assert out
+
+
+MISSING = {
+    "generate": ("--model", "./nodel", "--prompt", "x"),
+    "eval": ("--model", "./nodel", "--data", "rows.jsonl", "--reward", "file:reward.py"),
+    "score": ("--model", "./nodel", "--data", "rows.jsonl", "--reward", "file:reward.py", "-o", "scored.jsonl"),
+    "data": ("preview", "--algo", "sft", "--model", "./nodel", "--data", "rows.jsonl"),
+}
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_model_that_is_not_here_is_said_before_anything_heavy_is_imported(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    code, heavy, said = imported(command, *MISSING[command], stream="stderr")
+    assert (code, heavy) == (1, "")
+    assert said == "rlhf: no model ./nodel: there is no such folder. In . there are: model. Did you mean 'model'?\n"
+
+
+def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)  # the discard port: refused
+    (tmp_path / "tiny-model").mkdir()
+    code, heavy, said = imported("generate", "--model", "tiny-nodel", "--prompt", "x", stream="stderr")
+    assert (code, heavy.split(",")[0]) == (1, "")
+    assert "there is no folder tiny-nodel here, so it is a hub name; the model 'tiny-nodel', revision 'main'" in said
+    assert said.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
 
 
 def test_help_names_every_command(capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf.config import load
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
+from rlhf.published import look_for_models
 from rlhf.runfile import RunFile
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
@@ -53,6 +54,7 @@ def load_for_answers(
             f"eval.samples = {config.eval.samples} at eval.temperature = 0 gives the same answer {config.eval.samples} "
             "times. Set --eval.temperature 1, or --eval.samples 1."
         )
+    look_for_models(config)
     if not scored:
         config = config.model_copy(update={"reward": ()})
     return config, Plugins.discover()

@@ -28,21 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rlhf.components import build_algorithm
     from rlhf.config import load
-    from rlhf.config_errors import raise_problems
-    from rlhf.data.dataset import TrainData
-    from rlhf.data.preview import preview, survey
-    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.errors import ConfigError
-    from rlhf.plugins import Plugins
-    from rlhf.validation import ignored_fields
+    from rlhf.published import look_for_models
 
     config = load(args.run_file, overrides(args))
     if config.policy.model is None:
         raise ConfigError(
             "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
         )
+    look_for_models(config)
+    from rlhf.components import build_algorithm
+    from rlhf.config_errors import raise_problems
+    from rlhf.data.dataset import TrainData
+    from rlhf.data.preview import preview, survey
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.plugins import Plugins
+    from rlhf.validation import ignored_fields
+
     algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
     form = algorithm.data
     raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name))

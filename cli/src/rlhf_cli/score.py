@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from rlhf.config import load
     from rlhf.errors import ConfigError
     from rlhf.plugins import Plugins
+    from rlhf.published import look_for_models
 
     flags = overrides(args, {"data": "data.eval"})
     config = load(args.run_file, flags if args.run_file else [("algorithm.use", "score"), *flags])
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.file} exists; --force replaces it")
     if not args.file.parent.is_dir():
         raise ConfigError(f"there is no folder {args.file.parent} to write {args.file.name} into")
+    look_for_models(config)
     from rlhf.controller.score import score_answers
 
     found = score_answers(

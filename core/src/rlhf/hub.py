@@ -68,6 +68,11 @@ def notes() -> list[str]:
     return list(_notes)
 
 
+def known(kind: Kind, asked: HubName) -> bool:
+    """Whether the client's cache holds files of the revision, so that the hub had it once."""
+    return _cached(kind, asked, asked.revision) is not None
+
+
 def commit_of(kind: Kind, asked: HubName) -> str:
     """The commit that a name means in this run.
 
@@ -161,10 +166,13 @@ def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
 
 def _look_up(kind: Kind, asked: HubName) -> str:
     import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # seconds; the client's own has none here
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    hub = huggingface_hub.HfApi()
     try:
-        commit = str(huggingface_hub.HfApi().repo_info(asked.name, revision=asked.revision, repo_type=kind).sha)
+        found = hub.repo_info(asked.name, revision=asked.revision, repo_type=kind, timeout=HF_HUB_ETAG_TIMEOUT)
+        commit = str(found.sha)
     except HfHubHTTPError as error:
         raise HubError(explain(kind, asked, error)) from error
     except Exception as error:  # out of reach

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.errors import ModelError
-from rlhf.hub import HubError, commit_of, download, files_of, hub_name
+from rlhf.errors import ModelError, did_you_mean
+from rlhf.hub import HubError, commit_of, download, files_of, hub_name, known
+
+if TYPE_CHECKING:
+    from rlhf.runfile import RunFile
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Of a hub's repository: config and tokenizer."""
@@ -24,6 +27,31 @@ def looks_local(path: str) -> bool:
     return Path(path).expanduser().exists() or hub_name(path) is None
 
 
+def look_for_models(config: RunFile) -> None:
+    """Whether the models that a run file names are here, or known to the hub: asked before torch is imported, which
+    takes seconds, so that a mistyped name takes none. What a hub's client downloaded before is taken to be there still,
+    and a resume goes on with the commits that it recorded.
+
+    Raises ModelError.
+    """
+    sections = [config.policy, config.critic, config.reference, *config.roles.values()]
+    for model in dict.fromkeys(section.model for section in sections if section.model is not None):
+        asked = hub_name(model)
+        if asked is None:
+            require_folder(model)
+        elif not config.run.resume and not known("model", asked):
+            pinned(model)
+
+
+def require_folder(path: str) -> None:
+    """Raises ModelError, with what is beside it, where there is no such folder."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        beside = _folders(folder.parent)
+        there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
+        raise ModelError(f"no model {path}: there is no such folder.{there}{did_you_mean(folder.name, beside)}")
+
+
 def pinned(model: str) -> str:
     """A model's path; of a hub name ``owner/name@commit``, which means the same to every process.
 
@@ -33,7 +61,7 @@ def pinned(model: str) -> str:
     try:
         return model if asked is None else f"{asked.name}@{commit_of('model', asked)}"
     except HubError as error:
-        raise ModelError(f"there is no folder {model} here, so it is a hub name; {error}") from error
+        raise ModelError(_not_published(model, error)) from error
 
 
 def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
@@ -64,7 +92,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
                 _require_safetensors(path, files_of("model", asked))
             folder = download("model", asked, [*wanted, *names])
     except HubError as error:
-        raise ModelError(f"there is no folder {path} here, so it is a hub name; {error}") from error
+        raise ModelError(_not_published(path, error)) from error
     return str(folder)
 
 
@@ -85,6 +113,17 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
     if not settings:
         raise ModelError(f"{asker}: there is no config.json in {model!r}; give a folder or a hub name")
     return dict(settings)
+
+
+def _not_published(name: str, error: HubError) -> str:
+    """What a name that may be a folder's was taken for, and what came of it."""
+    place = Path(name).parent
+    near = did_you_mean(Path(name).name, _folders(place))
+    return f"there is no folder {name} here, so it is a hub name; {error}{near}"
+
+
+def _folders(place: Path) -> list[str]:
+    return sorted(p.name for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
 
 
 def _require_safetensors(path: str, names: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,7 @@ class Client:
             capture_output=True,
             text=True,
             check=False,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         self.printed += done.stdout + done.stderr
@@ -263,6 +265,15 @@ def test_without_a_network_the_cache_is_read_and_that_is_said(hub, client):
     assert "the hub is out of reach: dataset owner/rows@main is taken to be" in again["notes"][0]
     assert f"the dataset 'owner/none', revision 'main', of the hub {dead} could not be read: " in none["error"]
     assert "Look at the network, HF_ENDPOINT and proxies, or give a folder or file." in none["error"]
+
+
+def test_a_hub_that_never_answers_is_given_up(client):
+    """What is asked first, the commit, is asked with the client's own limit for such questions."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (none,) = client.ask(endpoint, {"model": "owner/tiny"}, HF_HUB_ETAG_TIMEOUT="1")
+    assert "the model 'owner/tiny', revision 'main'" in none["error"]
+    assert "could not be read: ReadTimeout" in none["error"]
 
 
 def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):

@@ -11,7 +11,7 @@ from rlhf.data.steps import decoder_of
 from rlhf.errors import ConfigError, ModelError
 from rlhf.hub import hub_name
 from rlhf.interfaces.tokens import Tokens
-from rlhf.published import model_folder
+from rlhf.published import model_folder, require_folder
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -24,11 +24,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
-    if not folder.exists() and hub_name(path) is None:
-        beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
-        there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
-        raise ModelError(f"no model {path}: there is no such folder.{there}")
+    if hub_name(path) is None:
+        require_folder(path)
     place = model_folder(path, code=trust_remote_code)
     if not has_tokenizer(place):
         raise ModelError(
