@@ -58,6 +58,12 @@ def test_five_units_on_four_ranks_leave_no_rank_without_work():
     assert sum(len(units) for rank in fillers(shares) for units in rank) == 3
 
 
+def test_what_a_rank_repeats_is_the_shortest_unit():
+    assert plan([30, 9, 40], ranks=4, budget=40) == [[[2]], [[0]], [[1]], [[1]]]
+    assert fillers([[[2]], [[0]], [[1]], [[1]]]) == [[[]], [[]], [[]], [[1]]]
+    assert plan([9, 30, 9], ranks=4, budget=40) == [[[1]], [[0]], [[2]], [[2]]], "of equals the last"
+
+
 def test_a_unit_over_the_budget_is_alone():
     shares = plan([500, 10, 10], ranks=1, budget=100)
     assert [0] in shares[0]

@@ -202,13 +202,25 @@ def test_failed_samples_leave_alone_or_with_their_group(policy, rows, samples):
     ready = s.take(0)
     assert [g.row.index for g in ready.groups] == rows
     assert [len(g.trajectories) for g in ready.groups] == samples
-    assert ready.counts["failed_samples"] == 1
+    assert (ready.counts["failed_samples"], ready.counts["failed_groups"]) == (1, float(policy == "drop_group"))
+    assert (ready.counts["prompts"], ready.counts["short"]) == (4 + (policy == "drop_group"), 0)
 
 
 def test_a_group_left_with_fewer_samples_than_needed_is_refilled():
     s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample="drop_sample", group_min=2)
     s.start(0)
-    assert [g.row.index for g in s.take(0).groups] == [0, 2, 3, 4]
+    ready = s.take(0)
+    assert [g.row.index for g in ready.groups] == [0, 2, 3, 4]
+    assert (ready.counts["failed_samples"], ready.counts["failed_groups"], ready.counts["prompts"]) == (1, 1, 5)
+
+
+def test_without_a_filter_failed_groups_are_replaced_for_twenty_rounds():
+    rollouts = Recorded(fails=lambda i, s: True)
+    s = stream(rollouts, on_failed_sample="drop_group")
+    s.start(0)
+    ready = s.take(0)
+    assert len(rollouts.calls) == 1 + 20
+    assert (ready.groups, ready.counts["short"], ready.counts["failed_groups"]) == ([], 4, 84)
 
 
 def test_ready_batches_come_back_after_a_resume():
@@ -223,9 +235,10 @@ def test_ready_batches_come_back_after_a_resume():
     for one, source in ((s, rollouts), (again, again_rollouts)):
         source.generator.version = 1
         one.start(1)
-    assert [(b.version, [g.number for g in b.groups]) for b in again.ready] == [
-        (b.version, [g.number for g in b.groups]) for b in s.ready
+    assert [(b.version, [g.number for g in b.groups], b.counts) for b in again.ready] == [
+        (b.version, [g.number for g in b.groups], b.counts) for b in s.ready
     ]
+    assert again.ready[0].counts["prompts"] == 4
     assert again_rollouts.calls == rollouts.calls[3:], "nothing is generated twice"
 
 
@@ -240,6 +253,16 @@ def test_ready_batches_come_back_after_a_resume():
         ({"low": 0.1}, [0.1, 0.1, 0.1], False),
         ({"min_std": 0.0}, [0.3, 0.4], True),
         ({"low": 0.0}, [], False),
+        ({"low": 0.25}, [0.0, 0.5], False),  # a mean of exactly 0.25
+        ({"low": 0.24}, [0.0, 0.5], True),
+        ({"high": 0.25}, [0.0, 0.5], False),
+        ({"high": 0.26}, [0.0, 0.5], True),
+        ({"high": 0.5}, [], False),
+        ({"min_std": 0.5}, [0, 1], False),  # of the population: exactly 0.5, of a sample 0.71
+        ({"min_std": 0.49}, [0, 1], True),
+        ({"min_std": 0.25}, [1.0, 1.5, 1.0, 1.5], False),
+        ({"min_std": 0.24}, [1.0, 1.5, 1.0, 1.5], True),
+        ({"low": 0.0, "min_std": 0.3}, [0.5, 1.0], False),  # each of the conditions
     ],
 )
 def test_the_filter_is_strict(filter, scores, passed):

@@ -64,12 +64,14 @@ def test_keep_drops_sequences_and_the_units_that_lose_all_theirs():
         UnitData([SequenceData([4], {"x": [4.0]}, 0)], {"u": 1}),
         UnitData([SequenceData([5], {"x": [5.0]}, 0), SequenceData([6, 7], {"x": [6.0, 7.0]}, 1)], {"u": 2}),
     ]
-    kept = pack(units).keep(torch.tensor([False, True, False, True, True]))
+    whole = pack(units).with_column("seq", "s", torch.arange(5))
+    kept = whole.keep(torch.tensor([False, True, False, True, True]))
     assert kept.ids_N.tolist() == [3, 5, 6, 7]
     assert kept.lens_B.tolist() == [1, 1, 2]
     assert kept.unit_B.tolist() == [0, 1, 1]
     assert kept.role_B.tolist() == [1, 0, 1]
     assert kept.tok["x"].tolist() == [3, 5, 6, 7]
+    assert kept.seq["s"].tolist() == [1, 3, 4]
     assert kept.unit["u"].tolist() == [0, 2]
 
 
@@ -77,17 +79,24 @@ def test_keep_drops_sequences_and_the_units_that_lose_all_theirs():
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_select_and_concat_are_inverse(order, cut):
     b = fabricate.batch(1).with_column("unit", "n", torch.arange(6))
+    b = b.with_column("seq", "s", torch.arange(b.sequences))
     joined = concat([b.select(order[:cut]), b.select(order[cut:])])
     back = joined.select([order.index(u) for u in range(6)])
     assert torch.equal(back.ids_N, b.ids_N)
     assert torch.equal(back.unit_B, b.unit_B)
     assert all(torch.equal(back.tok[k], b.tok[k]) for k in b.tok)
+    assert torch.equal(back.lens_B, b.lens_B)
+    assert torch.equal(back.role_B, b.role_B)
+    assert torch.equal(back.seq["s"], b.seq["s"])
     assert back.unit["n"].tolist() == list(range(6))
 
 
 def test_only_keeps_what_is_named():
-    b = small().only(["x"])
-    assert b.has("x")
+    whole = small().with_column("seq", "s", torch.arange(3)).with_column("seq", "t", torch.arange(3))
+    whole = whole.with_column("unit", "y", torch.arange(2)).with_column("tok", "z", torch.arange(6))
+    b = whole.only(["x", "t", "z"])
+    assert (set(b.tok), set(b.seq), set(b.unit)) == ({"z"}, {"t"}, {"x"})
+    assert all(b.has(name) for name in ("x", "t", "z"))
     assert not b.has("loss_mask")
     with pytest.raises(KeyError, match="no column 'loss_mask'"):
         b.column("loss_mask")

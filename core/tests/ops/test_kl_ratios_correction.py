@@ -65,13 +65,19 @@ def test_adaptive_controller_by_hand_and_over_a_restart():
     again = KLController(0.1, target=0.05, horizon=1000)
     again.load_state_dict(c.state_dict())
     assert again.update(0.2, 3) == c.update(0.2, 3)
+    low = KLController(0.1, target=0.05, horizon=1000)
+    assert low.update(0.0, 64) == pytest.approx(0.1 * (1 - 0.2 * 64 / 1000)), "e is clipped to -0.2 too"
+    assert low.update(float("nan"), 0) == low.beta == pytest.approx(0.09872), "no trajectories, nothing measured"
     fixed = KLController(0.1)
     assert fixed.update(100.0, 64) == 0.1
+    assert (low.adaptive, fixed.adaptive) == (True, False)
 
 
 def test_controller_refuses_what_would_break_it():
     with pytest.raises(TrainingError, match="horizon must be above 200"):
         KLController(0.1, target=0.1, horizon=100).update(1.0, 1000)
+    with pytest.raises(TrainingError, match="horizon must be above 100"):  # at a KL of 0 the coefficient would be 0
+        KLController(0.1, target=0.1, horizon=100).update(1.0, 500)
     with pytest.raises(TrainingError, match="finite"):
         KLController(0.1, target=0.1).update(float("nan"), 1)
 
@@ -145,6 +151,25 @@ def test_weights_are_zero_or_within_the_band(d, what):
     config = CorrectionConfig(preset=what) if isinstance(what, str) else CorrectionConfig(level=what[0], mode=what[1])
     for w in weights(d, config):
         assert w == 0.0 or 0.5 - 1e-6 <= w <= 5.0 + 1e-6
+
+
+def test_a_log_ratio_that_is_not_a_number_weighs_nothing_and_leaves_its_sequence_alone():
+    nan, d = float("nan"), [float("nan"), LN(2.0), LN(3.0)]
+    assert weights(d, CorrectionConfig(preset="tis")) == pytest.approx([0.0, 2.0, 3.0])
+    assert weights(d, CorrectionConfig(preset="icepop")) == pytest.approx([0.0, 2.0, 3.0])
+    assert weights(d, CorrectionConfig(preset="mis", high=7.0)) == pytest.approx([0.0, 6.0, 6.0])
+    mean = CorrectionConfig(level="sequence_mean", mode="truncate")
+    assert weights([nan, LN(4.0)], mean) == pytest.approx([0.0, 2.0])
+    assert weights([float("inf"), -float("inf")], CorrectionConfig(preset="mis")) == [1.0, 1.0], (
+        "finite, so they cancel"
+    )
+
+
+def test_log_ratios_are_bounded_before_exp():
+    wide = {"low": 0.0, "high": 1e12}
+    assert weights([30.0, -30.0], CorrectionConfig(preset="tis", **wide)) == pytest.approx([math.e**20, math.e**-20])
+    product = CorrectionConfig(level="sequence_product", mode="truncate", **wide)
+    assert weights([15.0, 10.0], product) == pytest.approx([math.e**20] * 2)
 
 
 def test_weights_carry_no_gradient():

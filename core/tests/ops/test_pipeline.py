@@ -153,6 +153,42 @@ def test_values_and_bootstrap(finish, end):
     assert metrics["value/explained_variance"] == pytest.approx(0.0)
 
 
+def test_metrics_by_hand():
+    """Two groups, rewards (1, 0) and (2, 2), answers of 2, 3, 1 and 2 tokens, the third of which was cut."""
+    samples = []
+    for number, (reward, n) in enumerate(zip((1.0, 0.0, 2.0, 2.0), (2, 3, 1, 2), strict=True)):
+        answer = Turn([2] * n, True, [-1.0] * n, finish="length" if number == 2 else "stop")
+        samples.append(Trajectory(ROW, [Turn([1], False), answer], divmod(number, 2), reward=reward))
+    _, metrics = credit(assemble([Group(ROW, 0, samples[:2]), Group(ROW, 1, samples[2:])]), Centered())
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 1.25,
+            "reward/std": 0.6875**0.5,  # of the population
+            "reward/shaped": 1.25,
+            "reward/after_baseline_std": 0.125**0.5,  # 0.5, -0.5, 0, 0
+            "reward/group_std": 0.5**0.5 / 2,
+            "reward/groups_all_equal": 0.5,
+            "length/mean": 2.0,
+            "length/max": 3.0,
+            "length/truncated": 0.25,
+            "advantage/mean": -0.5 / 8,  # 0.5 at 2 tokens, -0.5 at 3, 0 at 3
+            "advantage/std": (5 * 0.25 / 8 - (0.5 / 8) ** 2) ** 0.5,
+            "advantage/abs_max": 0.5,
+        }
+    )
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_explained_variance_by_hand(shift):
+    """Returns 1, 1, 0, 0 of variance 1/4; the values miss them by 0.5, 0, -0.5, 0 and a constant: 1 - (1/8) / (1/4)."""
+    batch = two(lengths=(2, 2))
+    values_N = torch.zeros(batch.tokens)
+    values_N[batch.tok["loss_mask"]] = torch.tensor([0.5, 1.0, 0.5, 0.0]) + shift
+    _, metrics = credit(batch.with_column("tok", "old_values", values_N), Critic())
+    assert metrics["value/mean"] == 0.5 + shift
+    assert metrics["value/explained_variance"] == pytest.approx(0.5)
+
+
 def test_an_empty_answer_gives_no_nan():
     """Defect 5: means over an empty response were 0/0."""
     empty = Trajectory(ROW, [Turn([1, 1], False), Turn([], True, [])], (0, 1), reward=0.0)
@@ -184,8 +220,14 @@ def test_an_advantage_that_is_not_finite_is_fatal():
         def returns(self, R_NA, mask_NA, values_NA, boot_N):
             return R_NA / 0, R_NA
 
+    class Lost(Centered):
+        def returns(self, R_NA, mask_NA, values_NA, boot_N):
+            return R_NA, R_NA[:, :1]
+
     with pytest.raises(TrainingError, match=r"advantage 'centered' must give finite advantages"):
         credit(two(), Broken())
+    with pytest.raises(TrainingError, match=r"must give finite returns of shape \(2, 3\), got shape \(2, 1\)"):
+        credit(two(), Lost())
 
 
 def test_an_advantage_that_forgets_its_returns_is_told():

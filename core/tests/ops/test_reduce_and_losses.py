@@ -57,8 +57,12 @@ def test_roles_restrict_a_term():
 
 
 def test_nothing_under_the_mask_weighs_nothing():
-    for how in ("token_mean", "seq_mean", "unit_mean", "seq_mean_token_mean"):
-        assert not weights(batch(((0,), (0,))), Reduce(how)).any()
+    lengths = ((3,), (2, 4))
+    empty = pack([UnitData([SequenceData([1] * n, {"loss_mask": [False] * n}, role) for role, n in enumerate(unit)])
+                  for unit in lengths])  # fmt: skip
+    sizes = {"token_mean": 9, "seq_mean_token_mean": 9, "seq_mean": 3, "unit_mean": 2}
+    for how, size in sizes.items():
+        assert weights(empty, Reduce(how)).tolist() == [0.0] * size
 
 
 # ------------------------------------------------------------------------------------- evaluating
@@ -129,7 +133,8 @@ def case(call, columns=(), terms=None, live=None, b=None):
 
     loss = Case()
     b = weigh(b or batch(), loss.reduce())
-    return evaluate(loss, b, {"logprobs": torch.ones(int(b.tok["loss_mask"].sum()))}, {}, live or {})
+    logprobs_A = torch.ones(int(b.tok["loss_mask"].sum()), requires_grad=True)
+    return evaluate(loss, b, {"logprobs": logprobs_A}, {}, live or {})
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,7 @@ def test_live_columns_are_the_detached_output():
     def call(x):
         assert x.has("old")
         assert not x.has("gone")
+        assert x["logprobs"].requires_grad
         assert not x["old"].requires_grad
         return LossOutput({"t": x["logprobs"] - x["old"]})
 
