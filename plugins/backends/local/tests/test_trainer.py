@@ -80,6 +80,24 @@ def test_training_lowers_the_loss_and_reports_the_step(make_trainer, make_batch,
     assert rates == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
 
 
+def test_the_step_is_adamw_with_the_options_that_are_given(make_trainer, make_batch, nll):
+    """Loshchilov & Hutter 2019, algorithm 2, two steps in float64; vectors do not decay."""
+    lr, (b1, b2), eps, decay = 0.01, (0.5, 0.6), 0.1, 3.0
+    options = {"lr": lr, "betas": (b1, b2), "eps": eps, "weight_decay": decay, "max_grad_norm": None}
+    batch, trainer = make_batch(LENS, loss=nll), make_trainer(**options)
+    m, v = dict.fromkeys(trainer.parameters, 0.0), dict.fromkeys(trainer.parameters, 0.0)
+    for t in (1, 2):
+        trainer.accumulate([batch], nll, {}, {})
+        before = {n: p.detach().double() for n, p in trainer.parameters.items()}
+        gradient = {n: g.double() for n, g in trainer.gradients().items()}
+        trainer.apply()
+        for n, g in gradient.items():
+            m[n], v[n] = b1 * m[n] + (1 - b1) * g, b2 * v[n] + (1 - b2) * g * g
+            kept = before[n] * (1 - lr * decay * (before[n].ndim > 1))
+            wanted = kept - lr * (m[n] / (1 - b1**t)) / ((v[n] / (1 - b2**t)).sqrt() + eps)
+            torch.testing.assert_close(trainer.parameters[n].detach().double(), wanted, rtol=1e-5, atol=1e-7)
+
+
 def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make_batch, nll):
     from rlhf.modeling.optimizer import clip
 
