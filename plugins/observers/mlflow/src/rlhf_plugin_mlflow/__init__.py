@@ -1,0 +1,11 @@
+"""Observer: MLflow."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Observer
+
+
+@hookimpl
+def rlhf_register_observer() -> list[type[Observer]]:
+    from rlhf_plugin_mlflow.observer import MLflowObserver
+
+    return [MLflowObserver]

@@ -1,0 +1,147 @@
+"""Metrics, parameters and a few samples to MLflow, on a server or in a folder; a resumed run continues the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
+
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from pydantic import field_validator
+from rlhf.errors import ConfigError
+from rlhf.interfaces import ComponentConfig, Observer, RunInfo
+from rlhf.observe import first_samples, redact
+from rlhf.types import Group
+
+_PARAMS_AT_ONCE, _METRICS_AT_ONCE, _PARAM_LENGTH = 100, 1000, 6000
+"""What MLflow takes in one call, and of one parameter."""
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+_ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MLflowConfig(ComponentConfig):
+    """Names and passwords are no options: they come from the environment (``MLFLOW_TRACKING_USERNAME``,
+    ``MLFLOW_TRACKING_PASSWORD``, ``MLFLOW_TRACKING_TOKEN``)."""
+
+    experiment: str = "rlhf"
+    """Where the run is listed; made where it does not exist."""
+    tracking_uri: str | None = None
+    """A server (``http://host:5000``) or a folder. Where absent: ``MLFLOW_TRACKING_URI`` of the environment, else the
+    folder ``mlruns`` in the run directory."""
+    tags: Mapping[str, str] = {}
+    """Labels to filter runs by."""
+    samples: int = 4
+    """Samples kept at a time; 0 = none."""
+    samples_every: int = 10
+    """Steps between samples."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _no_password(cls, value: str | None) -> str | None:
+        if value is not None and "@" in urlsplit(value).netloc:
+            raise ValueError(
+                "tracking_uri must hold no user name and password; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment"
+            )
+        return value
+
+
+class MLflowObserver(Observer):
+    """Logs the line of every step as it is in ``metrics.jsonl``, over ``step``, before the step's event returns.
+
+    Nothing but the run's own numbers leaves the machine: the config is redacted, MLflow's usage statistics are off, and
+    the client that is used records no source, command line or git state. MLflow's names know no ``@``: ``pass@1`` is
+    ``pass_at_1``; any other character that it refuses becomes ``_``.
+    """
+
+    name = "mlflow"
+    source = "https://mlflow.org/docs/latest/ml/tracking"
+    Config = MLflowConfig
+    conformance = {"configs": (MLflowConfig(),), "environment": {"MLFLOW_TRACKING_URI": ""}}
+    """What ``rlhf plugins check`` runs: a folder, whatever server the environment names."""
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        super().__init__(config)
+        self._client: Any = None
+        self._run_id = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._run_id = str(state.get("run_id", ""))
+
+    def run_started(self, info: RunInfo) -> None:
+        place = self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(info.output / "mlruns")
+        uri = place if "://" in place or place == "databricks" else Path(place).absolute().as_uri()
+        if uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow writes folders where it is told to only
+        try:
+            client = MlflowClient(tracking_uri=uri)
+            if self._run_id:
+                client.update_run(self._run_id, status="RUNNING")
+            else:
+                self._run_id = self._new_run(client, info)
+        except (MlflowException, ImportError) as cause:
+            raise ConfigError(
+                f"observer 'mlflow' could not start at {redact(uri)}: {redact(str(cause))} Name a server or a folder "
+                'with [[observer]] use = "mlflow", tracking_uri = "...", or leave it out for a folder in the run '
+                "directory."
+            ) from None
+        self._client = client
+
+    def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
+        if self.config.samples and (step - 1) % self.config.samples_every == 0:
+            shown = [asdict(sample) for sample in first_samples(groups, self.config.samples)]
+            text = json.dumps(shown, indent=1, ensure_ascii=False)
+            self._client.log_text(self._run_id, text, f"rollouts/step-{step:06d}.json")
+
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        values = [Metric(_name(name), float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(values), _METRICS_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=values[start : start + _METRICS_AT_ONCE], synchronous=True)
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        self._client.set_tag(self._run_id, "checkpoint/step", str(step), synchronous=True)
+
+    def run_ended(self, status: str) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, status=_ENDS[status])
+            self._client = None
+
+    def _new_run(self, client: Any, info: RunInfo) -> str:
+        """Make it, with the config: as parameters, and whole as an artifact."""
+        found = client.get_experiment_by_name(self.config.experiment)
+        experiment = found.experiment_id if found is not None else client.create_experiment(self.config.experiment)
+        run_id: str = client.create_run(experiment, run_name=info.name).info.run_id
+        config = {**redact(info.config), "total_steps": info.total_steps}
+        params = [Param(_name(key), text[:_PARAM_LENGTH]) for key, text in _flat(config)]
+        for start in range(0, len(params), _PARAMS_AT_ONCE):
+            client.log_batch(run_id, params=params[start : start + _PARAMS_AT_ONCE], synchronous=True)
+        client.log_batch(run_id, tags=[RunTag(k, v) for k, v in self.config.tags.items()], synchronous=True)
+        client.log_text(run_id, json.dumps(config, indent=1, default=str), "config.json")
+        return run_id
+
+
+def _name(text: str) -> str:
+    return _NOT_IN_NAMES.sub("_", text.replace("@", "_at_"))
+
+
+def _flat(value: Any, front: str = "") -> Iterator[tuple[str, str]]:
+    """(``section.field``, value as text) of everything that a config sets; list entries by their index."""
+    if isinstance(value, Mapping | list | tuple) and value:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _flat(item, f"{front}.{key}" if front else str(key))
+    elif value is not None and value not in ("", {}, [], ()):
+        yield front, str(value)

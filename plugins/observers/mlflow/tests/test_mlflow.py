@@ -1,0 +1,119 @@
+"""Real runs in a folder, written by MLflow's own client and read back with it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from mlflow.tracking import MlflowClient
+from pydantic import ValidationError
+from rlhf.errors import ConfigError
+from rlhf.interfaces import RunInfo
+from rlhf.testing.observer import ObserverContract
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_plugin_mlflow import rlhf_register_observer
+from rlhf_plugin_mlflow.observer import MLflowConfig, MLflowObserver
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch):
+    """No server of the machine's; the variable that the observer sets goes again."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+
+class TestConforms(ObserverContract):
+    observer = MLflowObserver
+    configs = (MLflowConfig(), MLflowConfig(samples=0, tags={"team": "a"}))
+
+
+def groups():
+    row = Row({}, "gsm", 0)
+    turns = [Turn([1], False, text="2+2?"), Turn([2], True, text="vier ✓")]
+    return [Group(row, 0, [Trajectory(row, turns, (0, 0), rewards={"math": RewardResult(1.0)}, reward=1.0)])]
+
+
+def run(output, first, last, state=None, end="finished", **config):
+    observer = MLflowObserver(MLflowConfig(experiment="e", samples_every=2, tags={"team": "a"}, **config))
+    if state is not None:
+        observer.load_state_dict(json.loads(json.dumps(state)))
+    settings = {"run": {"seed": 1, "name": None}, "reward": [{"use": "http", "api_key": "config-secret"}]}
+    observer.run_started(RunInfo("my run", output, settings, 4, first - 1))
+    for step in range(first, last + 1):
+        observer.rollouts_finished(step, groups())
+        observer.step_finished(step, {"reward/mean": step / 4, "eval/pass@1": 0.5})
+        observer.checkpoint_saved(step, output / "checkpoints")
+    observer.run_ended(end)
+    return observer
+
+
+def history(client, run_id, name="reward/mean"):
+    return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+
+
+def test_metrics_parameters_and_samples_are_read_back(tmp_path):
+    run_id = run(tmp_path, 1, 3).state_dict()["run_id"]
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    assert history(client, run_id) == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert history(client, run_id, "eval/pass_at_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    found = client.get_run(run_id)
+    assert (found.info.run_name, found.info.status) == ("my run", "FINISHED")
+    assert client.get_experiment(found.info.experiment_id).name == "e"
+    assert found.data.params == {
+        "run.seed": "1",
+        "reward.0.use": "http",
+        "reward.0.api_key": "<hidden>",
+        "total_steps": "4",
+    }
+    assert (found.data.tags["team"], found.data.tags["checkpoint/step"]) == ("a", "3")
+    (artifacts,) = tmp_path.glob("mlruns/*/*/artifacts")
+    assert sorted(p.name for p in (artifacts / "rollouts").iterdir()) == ["step-000001.json", "step-000003.json"]
+    [sample] = json.loads((artifacts / "rollouts/step-000001.json").read_text())
+    assert (sample["prompt"], sample["completion"], sample["rewards"]) == ("2+2?", "vier ✓", "math 1")
+    assert json.loads((artifacts / "config.json").read_text())["run"]["seed"] == 1
+    holders = [p for p in tmp_path.rglob("*") if p.is_file() and b"config-secret" in p.read_bytes()]
+    assert not holders
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    state = run(tmp_path, 1, 2, end="stopped").state_dict()
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    assert client.get_run(state["run_id"]).info.status == "KILLED"
+    assert run(tmp_path, 2, 3, state, end="failed").state_dict() == state
+    assert history(client, state["run_id"]) == [(1, 0.25), (2, 0.5), (2, 0.5), (3, 0.75)]
+    assert client.get_run(state["run_id"]).info.status == "FAILED"
+    assert run(tmp_path, 1, 1).state_dict() != state
+
+
+def test_the_place_is_the_option_then_the_environment_then_the_run_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "by-environment"))
+    run(tmp_path, 1, 1)
+    run(tmp_path, 1, 1, tracking_uri=(tmp_path / "by-option").as_uri())
+    assert (tmp_path / "by-environment").is_dir()
+    assert (tmp_path / "by-option").is_dir()
+    assert not (tmp_path / "mlruns").exists()
+
+
+def test_a_store_that_is_none_says_what_to_do(tmp_path):
+    observer = MLflowObserver(MLflowConfig(tracking_uri="ftp://nowhere/store"))
+    with pytest.raises(ConfigError, match=r"could not start at ftp://nowhere/store: .*tracking_uri = \"...\""):
+        observer.run_started(RunInfo("r", tmp_path, {}, 1, 0))
+    observer.run_ended("failed")  # nothing was started
+
+
+def test_passwords_are_no_option():
+    with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD in the environment"):
+        MLflowConfig(tracking_uri="https://me:secret@host:5000")
+
+
+def test_it_is_found_by_its_name_and_sends_no_statistics():
+    program = (
+        "import os, sys\nfrom importlib.metadata import entry_points\n"
+        "(e,) = entry_points(group='rlhf.observer', name='mlflow')\nmodule = e.load()\n"
+        "assert 'mlflow' not in sys.modules\n"
+        "(cls,) = module.rlhf_register_observer()\nassert cls.name == 'mlflow'\nassert 'torch' not in sys.modules\n"
+        "assert os.environ['MLFLOW_DISABLE_TELEMETRY'] == 'true'\n"
+        "from mlflow.telemetry.utils import is_telemetry_disabled\nassert is_telemetry_disabled()"
+    )
+    assert rlhf_register_observer() == [MLflowObserver]
+    subprocess.run([sys.executable, "-c", program], check=True)
