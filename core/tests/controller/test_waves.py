@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
-from rlhf.errors import RolloutError
+from rlhf.errors import RolloutError, WorkerError
 from rlhf.interfaces import Env, Generator, Proof, Rollout
+from rlhf.requests import check_sampling
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
 
 
@@ -85,8 +87,8 @@ def settings(**changes):
     return RolloutSettings(**{**base, "max_tokens": 100, "deadline": 5.0, **changes})
 
 
-def run(main, the_rows, rollout=None, open_env=None, **changes):
-    generator = CountingGenerator()
+def run(main, the_rows, rollout=None, open_env=None, generator=None, **changes):
+    generator = generator or CountingGenerator()
     rollouts = Rollouts(rollout or Turns(), generator, PlainTemplate(), OneForAll(), main, open_env)
     return rollouts.run(the_rows, 0, settings(**changes)), generator
 
@@ -166,6 +168,67 @@ def test_a_rollout_that_hangs_meets_its_deadline_and_generation_does_not_count(m
     assert "took over stream.rollout_deadline = 0.05 s" in groups[0].trajectories[0].error
 
 
+class Breaks(CountingGenerator):
+    """As an engine does that is out of memory: with an error that is none of this project's."""
+
+    def generate(self, requests):
+        yield from list(super().generate(requests))[:1]
+        raise RuntimeError("out of memory")
+
+
+class LeavesOut(CountingGenerator):
+    def generate(self, requests):
+        yield from list(super().generate(requests))[1:]
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        (Breaks, r"generator 'counting' raised RuntimeError: out of memory \(.*test_waves.py:[0-9]+\)"),
+        (LeavesOut, "generator 'counting' was asked for 4 turns and handed out 3; it must give one for each request"),
+    ],
+)
+def test_a_generator_that_breaks_is_no_failed_sample(main, generator, message):
+    with pytest.raises(WorkerError, match=message):
+        run(main, rows(1, 1), generator=generator(), abort_on_failure=False)
+
+
+class Checks(CountingGenerator):
+    """As the real ones do: nothing of a wave is computed where a request of it is refused."""
+
+    def generate(self, requests):
+        for request in requests:
+            check_sampling(request.sampling)
+        return super().generate(requests)
+
+
+def test_a_request_that_no_generator_takes_fails_its_own_sample(main):
+    class Odd(Turns):
+        async def run(self, row, seed, ctx):
+            sampling = replace(ctx.sampling, stop=("",)) if ctx.index[1] else ctx.sampling
+            prompt = ctx.encode_prompt(row)
+            return [prompt, await ctx.generate([prompt], sampling)]
+
+    groups, _ = run(main, rows(1, 1), Odd(), generator=Checks(), abort_on_failure=False)
+    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
+    assert "sampling.stop is ('',)" in groups[0].trajectories[1].error
+
+
+def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):
+    """Which turns are computed together would depend on the clock: whether the others had asked already."""
+
+    class Branches(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            if ctx.index[0]:
+                return [prompt, await ctx.generate([prompt], ctx.sampling)]
+            return [prompt, *await asyncio.gather(*(ctx.generate([prompt], ctx.sampling, n) for n in (0, 1)))]
+
+    groups, _ = run(main, rows(1, 1), Branches(), abort_on_failure=False)
+    assert [[t.status for t in g.trajectories] for g in groups] == [["failed"] * 2, ["ok"] * 2]
+    assert "await one, then ask for the next" in groups[0].trajectories[0].error
+
+
 class Recording(Env):
     name = "recording"
     closed = 0
@@ -206,6 +269,26 @@ def test_environments_are_closed_once_also_after_an_error(main):
     groups, _ = run(main, rows(1), Opens(), Recording, samples=3, abort_on_failure=False)
     assert Recording.closed == 3
     assert all("step broke" in t.error for t in groups[0].trajectories)
+
+
+def test_an_environment_is_closed_whatever_closing_another_raises(main):
+    closed = []
+
+    class Numbered(Recording):
+        async def close(self):
+            closed.append(self)
+            if len(closed) == 1:
+                raise RuntimeError("the first does not close")
+
+    class OpensTwo(Turns):
+        async def run(self, row, seed, ctx):
+            await ctx.open_env()
+            await ctx.open_env()
+            return await super().run(row, seed, ctx)
+
+    groups, _ = run(main, rows(1), OpensTwo(), Numbered, samples=1, abort_on_failure=False)
+    assert len(set(closed)) == 2
+    assert "the first does not close" in groups[0].trajectories[0].error
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.waves import Waves
-from rlhf.errors import EnvError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
+from rlhf.errors import EnvError, ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
+from rlhf.requests import check_sampling
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 
-FATAL = (WorkerError, SyncError, TrainingError)
+FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
 
 
@@ -158,7 +159,7 @@ class _Context(RolloutContext):
     ) -> None:
         self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
         self._envs: list[Env] = []
-        self._closed = True
+        self._closed, self._generating = True, False
         self.clock: asyncio.Timeout | None = None
         self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
 
@@ -173,6 +174,12 @@ class _Context(RolloutContext):
         return self._run.template.encode_observation(text, self._closed)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        if self._generating:
+            raise RolloutError(
+                "the rollout asks for a turn while another of the same sample is being generated; await one, then ask "
+                "for the next"
+            )
+        check_sampling(sampling)  # here, so that it is this sample that fails and not all that are computed with it
         if self._settings.purpose == TRAINING:
             _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
@@ -185,9 +192,12 @@ class _Context(RolloutContext):
         sampling = _with_budget(sampling, room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
         request = GenerationRequest(ids, seed, sampling)
-        remaining = self._stop_clock()
-        turn = await self._waves.generate((*self._index, turn_number), request)
-        self._start_clock(remaining)
+        remaining, self._generating = self._stop_clock(), True
+        try:
+            turn = await self._waves.generate((*self._index, turn_number), request)
+        finally:
+            self._generating = False
+            self._start_clock(remaining)
         self._closed = bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
         return turn
 
@@ -211,11 +221,17 @@ class _Context(RolloutContext):
         return env
 
     async def close(self) -> None:
-        for env in self._envs:
-            with boundary(EnvError, f"close() of environment {env.name!r}"):
-                closing = env.close()
-                if closing is not None:
-                    await closing
+        """Every environment, whatever closing another raises."""
+        async with AsyncExitStack() as closing:
+            for env in reversed(self._envs):
+                closing.push_async_callback(_close, env)
+
+
+async def _close(env: Env) -> None:
+    with boundary(EnvError, f"close() of environment {env.name!r}"):
+        closing = env.close()
+        if closing is not None:
+            await closing
 
 
 def _check_distribution(asked: Sampling, run: Sampling) -> None:

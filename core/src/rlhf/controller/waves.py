@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlhf.controller.calls import cause
 from rlhf.controller.mainthread import MainThread
+from rlhf.errors import RlhfError, WorkerError
 from rlhf.interfaces import Generator
 from rlhf.types import GenerationRequest, Turn
 
@@ -91,9 +93,20 @@ class Waves:
             for position, turn in self._generator.generate([w.request for w in wave]):
                 self._main.from_main(lambda w=wave[position], t=turn: hand_over(w, t))  # type: ignore[misc]
 
+        broken: Exception | None = None
         try:
             await self._main.call(job)
-        except Exception as error:
-            for waiting in wave:
-                if not waiting.done.done():
-                    waiting.done.set_exception(error)
+        except RlhfError as error:
+            broken = error
+        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+            broken = WorkerError(f"generator {self._generator.name!r} raised {cause(error)}")
+            broken.__cause__ = error
+        left = [waiting for waiting in wave if not waiting.done.done()]
+        if left and broken is None:
+            broken = WorkerError(
+                f"generator {self._generator.name!r} was asked for {len(wave)} turns and handed out "
+                f"{len(wave) - len(left)}; it must give one for each request"
+            )
+        for waiting in left:
+            assert broken is not None
+            waiting.done.set_exception(broken)
