@@ -44,7 +44,7 @@ def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
     sys.stdout.write(to_toml(prepared.config))
     sys.stdout.write("\n# What this run would do\n")
     sys.stdout.write(f"# steps: {prepared.total_steps}, {prepared.data.rows_per_epoch} rows per epoch\n")
-    for note in prepared.data.notes:
+    for note in prepared.notes:
         sys.stdout.write(f"# {note}\n")
     for name, spec in prepared.specs.items():
         kind = "trained" if spec.role.trained else "frozen"

@@ -26,7 +26,7 @@ from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.modeling.precision import Precision
 from rlhf.observe.best import BestTracker
@@ -42,6 +42,10 @@ def train(config: RunFile, plugins: Plugins | None = None) -> Run:
     run = build(prepared)
     try:
         (online if prepared.online else offline)(run)
+    except StandstillError as cause:  # a signal asked for the end, and a plugin was in the way of the step's
+        run.progress.note(str(cause))
+        run.rescue()
+        run.status = "stopped"
     except Exception:
         run.rescue()
         raise
@@ -123,7 +127,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
     progress = Progress(prepared.total_steps)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
-    for note in (*hub.notes(), *data.notes):
+    for note in (*hub.notes(), *prepared.notes):
         progress.note(note)
 
     def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
@@ -168,6 +172,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     evaluations: list[Callable[[], Metrics]] = []
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher, progress.note)
+        answers.rollouts.main.stop = run.stop
         run.weights, run.phases, run.closers = answers.sync, answers.phases, answers.closers
         opened += answers.closers
         settings = evaluation_settings(config)

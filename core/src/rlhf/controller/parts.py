@@ -72,6 +72,7 @@ def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunPart
         config,
         algorithm,
         rollout_needs_env=rollout is not None and rollout.needs_env,
+        rollout_replays_env=rollout is not None and rollout.replays_env,
         reward_roles=[role for r in rewards for role in r.instance.roles()],
         generator=parts["generator"].resolved.cls if "generator" in parts else None,
         trainer=parts["trainer"].resolved.cls,

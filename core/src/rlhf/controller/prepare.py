@@ -17,6 +17,7 @@ from rlhf.components import Selection, select
 from rlhf.config_errors import raise_problems
 from rlhf.controller import lending
 from rlhf.controller.episodes import Episodes
+from rlhf.controller.notes import stream_notes
 from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
 from rlhf.controller.scoring import ActiveReward
@@ -61,6 +62,11 @@ class Prepared:
     @property
     def online(self) -> bool:
         return self.algorithm.data == "prompts"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the run should say before it starts."""
+        return (*self.data.notes, *stream_notes(self.config, self.algorithm))
 
 
 def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:

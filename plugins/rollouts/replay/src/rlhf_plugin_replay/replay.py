@@ -23,10 +23,14 @@ class Replay(Rollout):
 
     A sample that is not in the recording is a failed sample; with ``stream.on_failed_sample = "drop_group"`` groups
     that the recorded run had filtered out are left out again and refilled.
+
+    Rewards that an environment gave to turns are in the recording. ``[env]`` of the recorded run may stay: no
+    environment is opened, its ``credit`` says where those rewards go.
     """
 
     name = "replay"
     needs_generator = False
+    replays_env = True
 
     class Config(ComponentConfig):
         path: str

@@ -1,0 +1,73 @@
+"""Whole runs in an environment whose rewards stand at its turns: what is recorded, evaluated, replayed and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from rlhf_cli.main import main
+
+from tests.runs import Finished, Workshop, merged
+
+GAME: dict[str, Any] = {
+    "rollout": {"use": "multi_turn"},
+    "env": {"use": "number_game", "max_turns": 3, "credit": "step"},
+}
+
+
+def of_turns(sample: dict[str, Any]) -> float:
+    return math.fsum(turn["reward"] for turn in sample["turns"] if turn["sampled"])
+
+
+def test_each_reward_counts_once_and_the_filter_reads_all_of_them(shop: Workshop) -> None:
+    """What the source alone gives is never below 0: only with the game's costs does the filter reject anything."""
+    run = shop.train("reinforce_pp", "run", **GAME, stream={"filter": {"low": -0.6, "max_rounds": 9}})
+    samples = list(run.samples())
+    assert any(len([t for t in s["turns"] if t["sampled"]]) == 3 for s in samples)
+    for sample in samples:
+        (digits,) = sample["rewards"].values()
+        assert sample["reward"] == digits["value"]
+        assert sample["score"] == pytest.approx(digits["value"] + of_turns(sample), abs=1e-12)
+    for number, line in enumerate(run.lines(), 1):
+        text = (run.path / f"rollouts/step-{number:06d}.jsonl").read_text()
+        step = [json.loads(sample) for sample in text.splitlines()]
+        assert line["reward/steps"] == pytest.approx(math.fsum(map(of_turns, step)) / len(step), rel=1e-6)
+        assert line["reward/mean"] == pytest.approx(math.fsum(s["reward"] for s in step) / len(step))
+        for group in {s["group"] for s in step}:
+            scores = [s["score"] for s in step if s["group"] == group]
+            assert math.fsum(scores) / len(scores) > -0.6
+    assert sum(line["stream/filtered"] for line in run.lines()) > 0
+
+
+def test_a_replayed_run_learns_the_same_and_keeps_the_section(shop: Workshop) -> None:
+    first = shop.train("reinforce_pp", "recorded", **GAME)
+    replay = {"use": "replay", "path": str(first.path / "rollouts")}
+    again = shop.train("reinforce_pp", "replayed", **merged(GAME, {"rollout": replay}))
+    assert again.weights == first.weights
+    assert again.rollouts() == first.rollouts()
+    summed = shop.train("reinforce_pp", "summed", rollout=replay)
+    assert summed.weights != first.weights
+
+
+def test_an_evaluation_sums_them(shop: Workshop) -> None:
+    """So does `rlhf eval` of the same run file, which trains nothing."""
+    data = {"data": {"eval": [{"path": str(shop.data), "name": "held_out"}]}}
+    placed = shop.train("reinforce_pp", "placed", **GAME, **data, reward=None)
+    config = shop.config("reinforce_pp", "placed", **GAME, **data, reward=None)
+    assert placed.lines()[-1]["reward/mean"] == 0.0
+    told = placed.lines()[-1]["eval/reward"]
+    assert told < 0, "three wrong questions cost"
+    file = shop.arguments(config)[1]
+    out = shop.folder / "eval.json"
+    assert main(["eval", file, "--policy.model", str(placed.path / "model"), "--save", str(out)]) == 0
+    samples = [json.loads(line) for line in out.read_text().splitlines()]
+    assert math.fsum(s["reward"] for s in samples) / len(samples) == pytest.approx(told)
+
+
+def test_an_estimator_that_compares_sums_is_refused(shop: Workshop) -> None:
+    refused: Finished = shop.run("grpo", "run", **GAME)
+    assert refused.code == 2
+    assert "env.credit = 'step': advantage 'group_norm' compares the sums of whole trajectories" in refused.said
+    assert not refused.path.exists()
