@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from rlhf.controller.threads import Threads
 from rlhf.errors import StandstillError
 from rlhf.observe.signals import StopRequest
 
@@ -39,6 +40,7 @@ class MainThread:
         self._stuck = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(Threads())
         self._thread = threading.Thread(target=self.loop.run_forever, name="rlhf-rollouts", daemon=True)
         self._thread.start()
 
