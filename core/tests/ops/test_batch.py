@@ -81,6 +81,7 @@ def test_select_and_concat_are_inverse(order, cut):
     b = fabricate.batch(1).with_column("unit", "n", torch.arange(6))
     b = b.with_column("seq", "s", torch.arange(b.sequences))
     joined = concat([b.select(order[:cut]), b.select(order[cut:])])
+    assert joined.unit_B.tolist() == b.select(order).unit_B.tolist()
     back = joined.select([order.index(u) for u in range(6)])
     assert torch.equal(back.ids_N, b.ids_N)
     assert torch.equal(back.unit_B, b.unit_B)
@@ -102,7 +103,9 @@ def test_only_keeps_what_is_named():
         b.column("loss_mask")
 
 
-@pytest.mark.parametrize("units", [[], [UnitData([])], [UnitData([SequenceData([])])]])
+@pytest.mark.parametrize(
+    "units", [[], [UnitData([])], [UnitData([seq(1)]), UnitData([])], [UnitData([SequenceData([])])]]
+)
 def test_pack_refuses_what_has_no_tokens(units):
     with pytest.raises(ValueError, match="at least one unit"):
         pack(units)

@@ -105,6 +105,9 @@ def test_surrogate_by_hand():
     values, clipped = clipped_surrogate(torch.tensor([9.0, 9.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2, dual_clip=3.0)
     assert values.tolist() == pytest.approx([3.0, -1.2])
     assert clipped.tolist() == [True, True]
+    values, clipped = clipped_surrogate(torch.tensor([9.0, 2.0]), torch.tensor([-0.5, -0.5]), 0.2, 0.2, dual_clip=3.0)
+    assert values.tolist() == pytest.approx([1.5, 1.0]), "at most 3 times the size of the advantage"
+    assert clipped.tolist() == [True, False]
 
 
 def test_ratio_is_one_on_policy():
@@ -134,6 +137,9 @@ def test_presets_by_hand():
     assert weights(d, narrow, sequence) == pytest.approx([0.0, 0.0, 0.5, 2.0])
     mean = CorrectionConfig(level="sequence_mean", mode="truncate", low=0.9, high=2.0)
     assert weights(d, mean, sequence) == pytest.approx([2.0, 2.0, 0.9, 0.9])
+    out = CorrectionConfig(level="sequence_mean", mode="mask", high=2.0)
+    assert weights(d, out, sequence) == pytest.approx([0.0, 0.0, 0.5**0.5, 0.5**0.5])
+    assert weights(d, CorrectionConfig(level="token", mode="mask"), sequence) == pytest.approx([0.0, 1.0, 0.0, 2.0])
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,6 +157,23 @@ def test_weights_are_zero_or_within_the_band(d, what):
     config = CorrectionConfig(preset=what) if isinstance(what, str) else CorrectionConfig(level=what[0], mode=what[1])
     for w in weights(d, config):
         assert w == 0.0 or 0.5 - 1e-6 <= w <= 5.0 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "tis", "level": "token"}, "preset 'tis' already says level and mode"),
+        ({"preset": "tis", "mode": "mask"}, "preset 'tis' already says level and mode"),
+        ({"level": "token"}, "a correction needs both, or a preset"),
+        ({"mode": "mask"}, "a correction needs both, or a preset"),
+        ({"low": 0.4}, "no correction is on"),
+        ({"high": 4.0}, "no correction is on"),
+        ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 5.0\]"),
+    ],
+)
+def test_corrections_that_say_nothing_or_two_things_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectionConfig(**options)
 
 
 def test_a_log_ratio_that_is_not_a_number_weighs_nothing_and_leaves_its_sequence_alone():

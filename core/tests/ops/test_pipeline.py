@@ -154,25 +154,26 @@ def test_values_and_bootstrap(finish, end):
 
 
 def test_metrics_by_hand():
-    """Two groups, rewards (1, 0) and (2, 2), answers of 2, 3, 1 and 2 tokens, the third of which was cut."""
+    """Groups with rewards (1, 0), (2, 2) and (3, 3), answers of 2, 3, 1, 2, 1 and 1 tokens, of which one was cut."""
     samples = []
-    for number, (reward, n) in enumerate(zip((1.0, 0.0, 2.0, 2.0), (2, 3, 1, 2), strict=True)):
+    for number, (reward, n) in enumerate(zip((1.0, 0.0, 2.0, 2.0, 3.0, 3.0), (2, 3, 1, 2, 1, 1), strict=True)):
         answer = Turn([2] * n, True, [-1.0] * n, finish="length" if number == 2 else "stop")
         samples.append(Trajectory(ROW, [Turn([1], False), answer], divmod(number, 2), reward=reward))
-    _, metrics = credit(assemble([Group(ROW, 0, samples[:2]), Group(ROW, 1, samples[2:])]), Centered())
+    _, metrics = credit(assemble([Group(ROW, g, samples[2 * g : 2 * g + 2]) for g in range(3)]), Centered())
+    mean = 11 / 6
     assert metrics == pytest.approx(
         {
-            "reward/mean": 1.25,
-            "reward/std": 0.6875**0.5,  # of the population
-            "reward/shaped": 1.25,
-            "reward/after_baseline_std": 0.125**0.5,  # 0.5, -0.5, 0, 0
-            "reward/group_std": 0.5**0.5 / 2,
-            "reward/groups_all_equal": 0.5,
-            "length/mean": 2.0,
+            "reward/mean": mean,
+            "reward/std": ((1 + 0 + 4 + 4 + 9 + 9) / 6 - mean**2) ** 0.5,  # of the population
+            "reward/shaped": mean,
+            "reward/after_baseline_std": (0.5 / 6) ** 0.5,  # 0.5, -0.5 and four times 0
+            "reward/group_std": 0.5**0.5 / 3,
+            "reward/groups_all_equal": 2 / 3,
+            "length/mean": 10 / 6,
             "length/max": 3.0,
-            "length/truncated": 0.25,
-            "advantage/mean": -0.5 / 8,  # 0.5 at 2 tokens, -0.5 at 3, 0 at 3
-            "advantage/std": (5 * 0.25 / 8 - (0.5 / 8) ** 2) ** 0.5,
+            "length/truncated": 1 / 6,
+            "advantage/mean": -0.05,  # 0.5 at 2 tokens, -0.5 at 3, 0 at 5
+            "advantage/std": (5 * 0.25 / 10 - 0.05**2) ** 0.5,
             "advantage/abs_max": 0.5,
         }
     )

@@ -9,6 +9,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.returns import gae, return_to_go
+from rlhf.ops.value_scale import ValueScale
 from rlhf.policy_gradient import BOOTSTRAP, PolicyGradient
 from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
 from rlhf.testing import fabricate
@@ -147,7 +148,7 @@ def test_options_that_would_do_nothing_or_break_are_told_before_the_run(config, 
     assert not told if says is None else says in " ".join(told)
 
 
-@pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}])
+@pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}, {"normalise_values": True}])
 def test_options_of_a_critic_need_one(field):
     with pytest.raises(ConfigError, match="does not use; leave it out"):
         build(**field)
@@ -215,6 +216,50 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_poli
         (got,) = torch.autograd.grad((old.exp() * loss(x).terms["kl"]).sum(), logits, retain_graph=True)
         assert torch.allclose(got, 0.5 * exact, atol=1e-6) is unbiased
     assert build(kl=KLConfig(coef=0.1, where="loss", unbiased=True)).loss.unbiased
+
+
+def test_the_critic_learns_in_units_of_the_returns():
+    """Rewards of 100 and 300: whatever the critic says is taken by the scale so far, which is that of all returns."""
+    algorithm, plain = build(Critic, normalise_values=True), build(Critic)
+    seen = torch.zeros(0).double()
+    for step in range(2):
+        groups = fabricate.groups(step, multi_turn=False)
+        for g in groups:
+            for n, t in enumerate(g.trajectories):
+                t.reward = t.score = 100.0 + 200.0 * (n % 2)
+        batch = algorithm.assemble(groups)
+        said_N = fabricate.values("values", batch.tokens, step)
+        mean, std = (float(seen.mean()), float(seen.std(correction=0))) if step else (0.0, 1.0)
+        got, metrics = algorithm.credit(batch.with_column("tok", "old_values", said_N))
+        expected, said = plain.credit(batch.with_column("tok", "old_values", mean + std * said_N))
+        mask_N = batch.tok["loss_mask"]
+        assert torch.allclose(got.tok["advantages"], expected.tok["advantages"], rtol=1e-5)
+        assert metrics["value/explained_variance"] == pytest.approx(said["value/explained_variance"], abs=1e-5)
+        assert torch.equal(got.tok["old_values"][mask_N], said_N[mask_N])
+        seen = torch.cat([seen, expected.tok["returns"][mask_N].double()])
+        targets = (expected.tok["returns"][mask_N].double() - seen.mean()) / seen.std(correction=0)
+        assert torch.allclose(got.tok["returns"][mask_N].double(), targets, rtol=1e-5, atol=1e-6)
+        assert metrics["value/scale_std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-6)
+        assert step == 0 or 50 < metrics["value/scale_std"] < 150
+    again = build(Critic, normalise_values=True)
+    again.load_state_dict(algorithm.state_dict())
+    assert (again.scale.mean, again.scale.std) == (algorithm.scale.mean, algorithm.scale.std)
+    with pytest.raises(ValueError, match="keeps no state"):
+        build(Critic).load_state_dict(algorithm.state_dict())
+
+
+def test_the_scale_does_not_depend_on_how_returns_were_split():
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 7 + 3
+    whole, parts = ValueScale(), ValueScale()
+    whole.add(values)
+    for part in (values[:0], values[:1], values[1:60], values[60:]):
+        parts.add(part)
+    assert (parts.mean, parts.std) == (pytest.approx(whole.mean), pytest.approx(whole.std))
+    assert (whole.mean, whole.std) == (
+        pytest.approx(float(values.mean())),
+        pytest.approx(float(values.std(correction=0))),
+    )
+    assert ValueScale().std == 1.0
 
 
 class Columns(dict):

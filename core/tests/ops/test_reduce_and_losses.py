@@ -150,6 +150,11 @@ def case(call, columns=(), terms=None, live=None, b=None):
             (),
             "as many bools",
         ),
+        (
+            lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("token", x["logprobs"], x["logprobs"][:3] > 0)}),
+            (),
+            "as many bools",
+        ),
         (lambda x: x["logprobs"], (), r"returned Tensor, not LossOutput.*terms \['t'\]"),
         (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), "4 tokens, 3 sequences and 3 units.*plain values"),
         (
