@@ -55,7 +55,7 @@ def test_select_renumbers_units():
     assert c.role_B.tolist() == [0, 1]
     assert c.seq["s"].tolist() == [20, 30]
     assert c.unit["x"].tolist() == [2.5]
-    assert b.select([]).units == 0
+    assert (b.select([]).units, b.select([]).answers) == (0, 0)
 
 
 def test_keep_drops_sequences_and_the_units_that_lose_all_theirs():

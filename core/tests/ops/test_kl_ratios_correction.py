@@ -140,6 +140,8 @@ def test_presets_by_hand():
     out = CorrectionConfig(level="sequence_mean", mode="mask", high=2.0)
     assert weights(d, out, sequence) == pytest.approx([0.0, 0.0, 0.5**0.5, 0.5**0.5])
     assert weights(d, CorrectionConfig(level="token", mode="mask"), sequence) == pytest.approx([0.0, 1.0, 0.0, 2.0])
+    for end in ({"low": 1.0}, {"high": 1.0}):
+        assert weights([0.0], CorrectionConfig(preset="icepop", **end)) == [1.0], "its ends belong to the band"
 
 
 @settings(max_examples=150, deadline=None)

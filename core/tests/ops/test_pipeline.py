@@ -129,10 +129,10 @@ def test_whitening_is_weighted_by_tokens():
 
 
 def test_normalise_by_hand():
-    values, mask = torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([True, False, True])
+    values, mask = torch.tensor([1.0, float("nan"), 5.0]), torch.tensor([True, False, True])
     assert pipeline.normalise(values, mask, "whiten").tolist() == [-1.0, 0.0, 1.0]
-    assert pipeline.normalise(values, mask, "center").tolist() == [-1.0, 0.0, 1.0]
-    assert pipeline.normalise(values, mask, "none").tolist() == [1.0, 0.0, 3.0]
+    assert pipeline.normalise(values, mask, "center").tolist() == [-2.0, 0.0, 2.0]
+    assert pipeline.normalise(values, mask, "none").tolist() == [1.0, 0.0, 5.0]
     flat = pipeline.normalise(torch.tensor([2.0, 2.0]), torch.tensor([True, True]), "whiten")
     assert flat.tolist() == [0.0, 0.0]  # the variance is clamped, not divided by
     tiny = pipeline.normalise(torch.tensor([0.0, 2e-6]), torch.tensor([True, True]), "whiten")

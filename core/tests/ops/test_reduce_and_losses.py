@@ -163,6 +163,11 @@ def case(call, columns=(), terms=None, live=None, b=None):
             r"'m'.*\(level, values\).*Tensor",
         ),
         (
+            lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("token",)}),
+            (),
+            r"'m'.*\(level, values\).*tuple",
+        ),
+        (
             lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("row", x["logprobs"])}),
             (),
             "'token', 'sequence' or 'unit'",
@@ -179,6 +184,7 @@ def test_a_loss_that_breaks_its_declarations(call, columns, message):
     [
         ({"t": "token_mean"}, r'must give e.g. \{"policy": Reduce\("token_mean"\)\}'),
         (Reduce(), "must give"),
+        ({"t": Reduce(), "u": "token_mean"}, "must give"),
         ({"t": Reduce("mean")}, "no Reduce.'mean'.; allowed are token_mean, seq_mean_token_mean"),
     ],
 )
@@ -200,6 +206,21 @@ def test_live_columns_are_the_detached_output():
         return LossOutput({"t": x["logprobs"] - x["old"]})
 
     assert case(call, ("old", "gone"), live={"old": "logprobs"})[0] == 0.0
+
+
+def test_a_loss_reads_the_columns_that_it_declares_at_every_level():
+    b = batch().with_column("tok", "target", torch.arange(8.0)).with_column("seq", "first", torch.arange(4) * 10)
+
+    def call(x):
+        assert x["target"].tolist() == [1, 2, 4, 6], "under the mask"
+        assert x["first"].tolist() == [0, 10, 20, 30]
+        assert x["bonus"].tolist() == [0, 1, 2]
+        assert x.has("logprobs")
+        assert not x.has("undeclared")
+        return LossOutput({"t": x["logprobs"]})
+
+    b = b.with_column("unit", "undeclared", torch.zeros(3))
+    assert case(call, ("target", "first", "bonus"), b=b)[0] == 1.0
 
 
 def test_of_role_needs_every_unit_to_have_it():

@@ -64,6 +64,13 @@ def test_rewritten_context_is_a_second_sequence_of_the_same_unit():
 def test_tokens_nothing_depends_on_are_left_out():
     batch = assemble([group(trajectory(seen(1), said(2), seen(5, 5, 5), seen(6, fresh=True)))])
     assert batch.ids_N.tolist() == [1, 2]
+    empty = assemble([group(trajectory(seen(1), said(2), seen(5, 5), said()))])  # an empty answer chose nothing
+    assert empty.ids_N.tolist() == [1, 2]
+
+
+def test_only_sampled_turns_have_a_temperature():
+    batch = assemble([group(trajectory(seen(1, temperature=0.0), said(2, temperature=0.7)))])
+    assert batch.tok["temperature"].tolist() == pytest.approx([1.0, 0.7])
 
 
 def test_who_enters():
@@ -73,6 +80,8 @@ def test_who_enters():
     batch = assemble([group(trajectory(seen(1), said(2)), failed, unscored, empty)])
     assert batch.unit["sample"].tolist() == [0, 3]
     assert batch.unit["own_tokens"].tolist() == [1, 0]
+    other = assemble([group(empty, trajectory(seen(1), said(2)))])
+    assert other.tok["last_action"].tolist() == [False, False, False, True]
     assert assemble([group(failed, unscored)]) is None
     assert assemble([group(empty)]) is None
     assert assemble([]) is None
@@ -98,7 +107,7 @@ def test_step_rewards_count_once():
     }
     t = trajectory(seen(1), said(2, 3, reward=0.25), seen(4), said(5, 6, reward=4.0), reward=1.0, rewards=steps)
     assert not assemble([group(t)]).tok["step_reward"].any()
-    placed = assemble([group(t)], {"prm": 0.5})
+    placed = assemble([group(t)], {"prm": 0.5, "says_nothing_of_it": 1.0})
     assert placed.tok["step_reward"].tolist() == [0, 1.0, 0, 0, 0, -0.5]
     assert placed.unit["reward"].tolist() == [1.0]
     both = assemble([group(t)], {"prm": 0.5, "env": 2.0})
