@@ -75,6 +75,15 @@ def test_answers_of_an_offline_run_are_those_of_the_policy_of_now(shop: Workshop
     )
 
 
+def test_a_run_that_ends_before_its_policy_is_trained_is_refused(shop: Workshop) -> None:
+    warm_up: dict[str, Any] = {"algorithm": {"critic_warmup": 3}}
+    refused = shop.run("ppo", "run", **warm_up)
+    assert refused.code == 2
+    assert "ppo configured like this updates 'policy' in none of the run's 3 steps" in refused.said
+    assert not refused.path.exists(), "nothing was started"
+    assert shop.train("ppo", "run", **warm_up, run={"steps": 4}).lines()[3]["policy/grad_norm"] > 0
+
+
 def test_an_export_that_a_kill_came_before_is_made_by_the_resume(shop: Workshop) -> None:
     """The process died between the checkpoint of a step and the export of it."""
     config = {"run": {"steps": 5}, "checkpoint": {"every": 2, "export_every": 2}}

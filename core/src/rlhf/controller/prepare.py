@@ -99,6 +99,13 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
     trained = [name for name, role in roles.items() if role.trained]
+    idle = [
+        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
+        "(--run.steps), or have it trained from an earlier step on."
+        for name in trained
+        if not updates[name]
+    ]
+    raise_problems("this run trains less than it is for", idle)
     asked = [name for name in roles if section_of(config, name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
