@@ -214,6 +214,9 @@ class EvalSection(ComponentConfig):
     """An answer passes if its reward is at least this."""
     max_rows: Count | None = None
     """Use only the first rows."""
+    weights: Literal["exported", "live"] = "exported"
+    """What is evaluated where the trainer keeps a moving average: the average, which is what ``model/`` will hold, or
+    the weights that are trained."""
     metric: str | None = None
     """Metric of the best checkpoint; where absent the first of pass@1 and loss that exists."""
     mode: Literal["auto", "max", "min"] = "auto"

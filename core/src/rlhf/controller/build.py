@@ -26,6 +26,7 @@ from rlhf.controller.roles import Role
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
+from rlhf.controller.wearing import check_wearing, worn
 from rlhf.errors import ConfigError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.modeling.precision import Precision
@@ -196,6 +197,9 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         evaluations.append(lambda: evaluate_loss(algorithm, roles, examples))
     if rows:
         run.evaluate = lambda: {name: value for evaluate in evaluations for name, value in evaluate().items()}
+        trainer = prepared.parts.get("trainer.policy", prepared.parts["trainer"]).resolved.cls
+        if check_wearing(run, trainer, config.eval.weights):
+            run.evaluate = functools.partial(worn, run, run.evaluate)
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     if config.run.resume:
         _restore(run)

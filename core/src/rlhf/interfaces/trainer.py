@@ -125,6 +125,15 @@ class Trainer(Component):
         where adapters are trained and can be switched off."""
         return ("live",)
 
+    def wear(self, view: str) -> None:
+        """From now on ``live`` means ``view``, in every method and in the module itself, until ``wear("live")``: for an
+        evaluation of what will be exported. Meanwhile nothing is trained or saved. Called on every rank; a trainer with
+        other views than ``live`` has it."""
+        if view != "live":
+            raise CapabilityError(
+                f"trainer {self.name!r} cannot compute with its view {view!r} in place of the live one"
+            )
+
     def facts(self) -> TrainerFacts:
         """Asked of rank 0 once the model is loaded."""
         return TrainerFacts(views=self.views)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -64,6 +64,9 @@ class PackedTrainer(Trainer):
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self.borrowed: dict[str, OutputHead] = {}
         """By the role that lends it."""
+        self.worn = "live"
+        """The view that ``live`` means (:meth:`wear`)."""
+        self._clothes = ExitStack()
         self.updates = 0
         """Optimizer steps so far, skipped ones included and those that were planned and not taken."""
         self.skipped = 0
@@ -89,6 +92,13 @@ class PackedTrainer(Trainer):
     def precision_note(self) -> str:
         """Which arithmetic was chosen and why."""
         return self.precision.note
+
+    def wear(self, view: str) -> None:
+        self._clothes.close()
+        self.worn = "live"
+        if view != "live":
+            self._clothes.enter_context(self._view(view))
+        self.worn = view
 
     def facts(self) -> TrainerFacts:
         dtype, device = self.precision.name, str(self.device)
@@ -116,7 +126,7 @@ class PackedTrainer(Trainer):
     ) -> list[dict[str, Tensor]]:
         resolved = [self._head(o) for o in outputs]
         results = []
-        with self._view(view):
+        with self._view("live" if view == self.worn else view):
             for micro in micros:
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)

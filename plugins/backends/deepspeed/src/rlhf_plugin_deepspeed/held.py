@@ -103,6 +103,10 @@ class DividedModel(PackedTrainer):
         with self._guard("export"):
             barrier()
 
+    def wear(self, view: str) -> None:
+        with self._guard("wear"):
+            super().wear(view)
+
     def offload(self) -> None:
         """Optimizer state, its copy of the weights, the average and gradient buffers move to host memory. On a CPU they
         are there already."""

@@ -1,0 +1,117 @@
+"""Runs that keep a moving average of the weights: evaluated is what is exported, and training does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any
+
+import pytest
+from rlhf_cli.main import main
+
+from tests.runs import Finished, Workshop, merged
+from tests.test_combinations import COPYING, TEXT, scores
+
+
+def averaged(shop: Workshop, **changes: Any) -> dict[str, Any]:
+    base = {
+        "trainer": {"lr": 3e-2, "ema_decay": 0.7},
+        "reward": [{"use": f"file:{shop.file('text.py', TEXT)}"}],
+        "data": {"eval": str(shop.data)},
+        "eval": {"every": 1},
+    }
+    return merged(base, changes)
+
+
+def told_of(shop: Workshop, run: Finished, config: dict[str, Any]) -> float:
+    """What `rlhf eval` says of the model that a run exported."""
+    out = io.StringIO()
+    file = shop.arguments(merged(config, {"generator": None, "sync": None}))[1]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        assert main(["eval", file, "--policy.model", str(run.path / "model"), "--json"]) == 0
+    return json.loads(out.getvalue())["reward"]
+
+
+@pytest.mark.parametrize("stream", [{}, {"staleness": 1}, {"round": 2}], ids=str)
+def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, stream: dict[str, int]) -> None:
+    """In the generator that samples from the trainer's module, and in one that tensors are sent to."""
+    given = averaged(shop, stream=stream)
+    embedded = shop.train("rloo", "embedded", **given)
+    generator = {"use": f"file:{shop.file('copying.py', COPYING)}"}
+    copied = shop.train("rloo", "copied", generator=generator, sync={"canaries": 0}, **given)
+    assert scores(copied) == scores(embedded)
+    assert copied.weights == embedded.weights
+    told = told_of(shop, embedded, shop.config("rloo", "embedded", **given))
+    assert scores(embedded)[-1] == told
+    live = shop.train("rloo", "live", **merged(given, {"eval": {"weights": "live"}}))
+    assert scores(live) != scores(embedded)
+    assert live.weights == embedded.weights
+
+
+def test_training_does_not_notice(shop: Workshop) -> None:
+    evaluated = shop.train("rloo", "evaluated", **averaged(shop))
+    alone = shop.train("rloo", "alone", **averaged(shop, data={"eval": None}, eval=None))
+    assert evaluated.weights == alone.weights
+    assert evaluated.rollouts() == alone.rollouts()
+    assert (
+        evaluated.checkpoint()["roles/policy/model.safetensors"] == alone.checkpoint()["roles/policy/model.safetensors"]
+    )
+
+
+def test_a_loss_on_held_out_rows_is_that_of_the_exported_model(shop: Workshop) -> None:
+    given = averaged(shop, reward=None)
+    run = shop.train("sft", "run", **given)
+    exported = str(run.path / "model")
+    again = shop.train("sft", "again", **merged(given, {"policy": {"model": exported}, "eval": {"at_start": True}}))
+    assert again.lines()[0]["eval/loss"] == pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-6)
+    live = shop.train("sft", "live", **merged(given, {"eval": {"weights": "live"}}))
+    assert live.lines()[-1]["eval/loss"] != pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-3)
+
+
+BREAKS = """
+from pathlib import Path
+from rlhf_plugin_local.generator import TransformersGenerator
+
+
+class Breaks(TransformersGenerator):
+    name = "breaks"
+
+    def generate(self, requests):
+        if requests[0].sampling.temperature == 0 and self.version == 2 and Path({marker!r}).exists():
+            raise RuntimeError("broke while evaluating")
+        return super().generate(requests)
+"""
+
+
+def test_after_an_evaluation_that_breaks_the_trained_weights_are_saved(shop: Workshop) -> None:
+    marker = shop.folder / "marker"
+    given = averaged(shop, generator={"use": f"file:{shop.file('breaks.py', BREAKS.format(marker=str(marker)))}"})
+    marker.touch()
+    broken = shop.run("rloo", "broken", **given)
+    assert broken.code == 1
+    assert "generator 'breaks' raised RuntimeError: broke while evaluating" in broken.said
+    assert broken.last_checkpoint.name == "step-000002"
+    marker.unlink()
+    resumed, whole = shop.train("rloo", "broken", "--resume", **given), shop.train("rloo", "whole", **given)
+    assert resumed.weights == whole.weights
+    assert resumed.rollouts() == whole.rollouts()
+
+
+UNABLE = """
+from rlhf.interfaces import Trainer
+from rlhf_plugin_local.trainer import TorchTrainer
+
+
+class Unable(TorchTrainer):
+    name = "unable"
+    wear = Trainer.wear
+"""
+
+
+def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_first_step(shop: Workshop) -> None:
+    trainer = {"use": f"file:{shop.file('unable.py', UNABLE)}"}
+    refused = shop.run("rloo", "run", **averaged(shop, trainer=trainer))
+    assert refused.code == 2
+    assert "trainer 'unable' keeps an average that it cannot be evaluated with. Set --eval.weights live" in refused.said
+    shop.train("rloo", "live", **averaged(shop, trainer=trainer, eval={"weights": "live"}))
