@@ -161,13 +161,15 @@ def test_the_schedule_goes_on_past_planned_steps_that_were_not_taken():
     policy, critic = role(2, 40), role(1, 40)
     planned = [Update("policy", "loss", epochs=2, minibatches=3), Update("critic", "value_loss")]
     weighed = weigh(batch(), NLL().reduce())
-    for taken, missed in ((4, [2]), (6, [2]), (0, [2, 6])):
+    for taken, missed, changes in ((4, [2], 5), (6, [2], 11), (0, [2, 6], 12)):
         for _ in range(taken):
             policy.update(weighed, NLL(), Update("policy", "loss"))
         critic.update(weighed, NLL(), Update("critic", "loss"))
         catch_up(planned, {"policy": policy, "critic": critic})
         assert [w.skipped for w in policy.group.workers] == [missed, missed]  # on every rank
         assert critic.group.workers[0].skipped == []
+        assert policy.changes == changes, "a schedule that went on is a change, too"
+    assert critic.changes == 3
 
 
 def test_minibatches_cover_every_unit_once_per_epoch_in_a_seeded_order():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,6 +188,40 @@ def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(mad
     with pytest.raises(SyncError, match=r"canaries differ .* Stale in the generator: head\."):
         sync().push(1)
     assert "sync/canary" in sync(canaries=0).push(2)  # what was asked for: fingerprints only
+
+
+@pytest.mark.parametrize(
+    ("shift", "trainer_dtype", "generator_dtype", "tolerance", "passes"),
+    [
+        (5e-5, "fp32", "fp32", None, True),
+        (2e-4, "fp32", "fp32", None, False),
+        (0.04, "bf16", "fp32", None, True),
+        (0.04, "fp32", "bf16", None, True),
+        (0.06, "bf16", "bf16", None, False),
+        (0.06, "fp32", "fp32", 0.07, True),
+        (0.04, "bf16", "bf16", 0.03, False),
+        (float("nan"), "bf16", "bf16", 9.0, False),
+    ],
+)
+def test_how_far_a_canary_may_differ(made, monkeypatch, shift, trainer_dtype, generator_dtype, tolerance, passes):
+    """On average over a canary's tokens, of the worst canary of the worst engine."""
+    _, _, generator, sync, _ = made
+    prove, answer = generator.end_load, generator.logprobs
+
+    def engines(sequences):
+        right, [first, second] = answer(sequences)[0], answer(sequences)[0]
+        half = [x + (2 * shift if i % 2 else 0.0) for i, x in enumerate(second[:-1])]  # 22 of 23 tokens
+        return [right, [first, [*half, second[-1] + shift]], right]
+
+    monkeypatch.setattr(generator, "logprobs", engines)
+    monkeypatch.setattr(generator, "end_load", lambda: [replace(p, dtype=generator_dtype) for p in prove()])
+    made_sync = sync() if tolerance is None else sync(tolerance=tolerance)
+    monkeypatch.setattr(made_sync.policy, "facts", replace(made_sync.policy.facts, dtype=trainer_dtype))
+    if passes:
+        assert made_sync.push(1)["sync/canary"] == pytest.approx(shift, rel=0.01)
+    else:
+        with pytest.raises(SyncError, match=r"differ from the trainer's by .* on average; allowed are"):
+            made_sync.push(1)
 
 
 def test_retry_sends_once_more_and_warn_goes_on(made):
