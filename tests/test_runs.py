@@ -42,6 +42,7 @@ def policy(folder: Path) -> dict[str, torch.Tensor]:
 def test_an_algorithm_runs(shop: Workshop, algorithm: str, staleness: int) -> None:
     changes = {"stream": {"staleness": staleness}} if staleness else {}
     run = shop.train(algorithm, "run", **changes)
+    assert ("note: stream.staleness = 2: samples are 2 steps old" in run.said) == bool(staleness)
     lines = run.lines()
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(value) for line in lines for value in line.values())
