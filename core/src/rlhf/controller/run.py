@@ -1,74 +1,33 @@
-"""A run: the parts that the controllers use and what surrounds a step, from the first step to the last line."""
+"""A run: what surrounds a step, from the first one to the last line of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rlhf.checkpoint import CheckpointStore, read_json, write_json
+from rlhf.controller.built import Built
 from rlhf.controller.learn import Metrics
-from rlhf.controller.phases import Phases
-from rlhf.controller.reports import Reports
-from rlhf.controller.roles import Role
 from rlhf.controller.saves import Saves
-from rlhf.controller.stream import ReadyBatch, Stream
-from rlhf.controller.sync import WeightSync
-from rlhf.data.dataset import TrainData
+from rlhf.controller.stream import ReadyBatch
 from rlhf.data.rows import Example
-from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import TrainingError
-from rlhf.interfaces import Algorithm, Launcher, Observer, Reward, RunInfo
-from rlhf.observe.best import BestTracker
-from rlhf.observe.progress import Progress
-from rlhf.observe.rundir import RunDirectory
+from rlhf.interfaces import RunInfo
 from rlhf.observe.signals import StopRequest
 from rlhf.ops.batch import Batch
-from rlhf.runfile import RunFile
 from rlhf.serialise import write_groups
 
 
-@dataclass
-class Run:
-    """Made by :func:`rlhf.controller.build.build`."""
-
-    config: RunFile
-    meta: Mapping[str, Any]
-    """Goes into every checkpoint: what must agree for a resume to be the same run."""
-    algorithm: Algorithm
-    roles: dict[str, Role]
-    data: TrainData
-    launcher: Launcher
-    directory: RunDirectory
-    store: CheckpointStore
-    progress: Progress
-    total_steps: int
-    snapshots: frozenset[str] = frozenset()
-    stream: Stream | None = None
-    weights: WeightSync | None = None
-    """Takes the policy's weights to the generator, where there is one."""
-    phases: Phases | None = None
-    """Who has the devices that the generator shares, where there is one."""
-    rewards: Mapping[str, Reward] = field(default_factory=dict)
-    observers: Mapping[str, Observer] = field(default_factory=dict)
-    evaluate: Callable[[], Metrics] | None = None
-    best: BestTracker | None = None
-    first_step: int = 0
-    closers: list[Callable[[], None]] = field(default_factory=list)
+class Run(Built):
+    """Made by :func:`rlhf.controller.build.build`. A controller takes :meth:`steps` and ends each in :meth:`finish`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.seed = self.config.run.seed
-        self.trained_roles = tuple(name for name, role in self.roles.items() if role.spec.role.trained)
-        self.saved_roles = tuple(name for name in self.roles if name in (*self.trained_roles, *self.snapshots))
         self.stop = StopRequest()
-        self.updates = 0
-        """Steps that changed weights, those before a resume included."""
         self.done = 0
         """Finished steps, those before a resume included."""
         self.status = "failed"
-        self.reports = Reports(self.directory, self.progress, self.observers, self.store)
         self.saves = Saves(self)
         self._stopping = False
 
@@ -187,27 +146,6 @@ class Run:
         """After a failure: what was learnt since the last checkpoint is saved where that can be done."""
         self.saves.rescue()
 
-    def take_devices_back(self) -> None:
-        """Trainers learn, and save, with everything where it belongs."""
-        if self.phases is not None:
-            self.phases.begin_learning()
-
-    def writing(self, path: Path) -> AbstractContextManager[None]:
-        """Turn a full disk into an error that says what is left of the run."""
-        return self.store.writing(path)
-
-    def export(self, path: Path) -> None:
-        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` says what the
-        algorithm adds, and where rows were solutions in steps, what followed each step."""
-        policy = self.roles["policy"]
-        policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
-        own = self.algorithm.model_config()
-        if self.algorithm.data == "steps":
-            own = {STEP_SEPARATOR: self.config.data.step_separator, **own}
-        if own:
-            config = path / "config.json"
-            write_json(config, {**read_json(config), **own})
-
     def close(self) -> None:
         """Export the model of a finished run, say how it ended, release everything."""
         try:
@@ -219,7 +157,7 @@ class Run:
                         "stream/filtered, stream/failed_groups and */skipped in metrics.jsonl"
                     )
                 with self.writing(self.directory.model):
-                    self.directory.publish_model(self.export)
+                    self.directory.publish_model(self.saves.write_model)
         finally:
             with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
                 for closer in (self.directory.close, self.launcher.shutdown, *reversed(self.closers)):

@@ -3,19 +3,19 @@ checkpoint yet."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from rlhf.checkpoint import read_json, write_json
+from rlhf.controller.built import Built
 from rlhf.controller.state import State, collect_state, write_state
+from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import RlhfError
-
-if TYPE_CHECKING:
-    from rlhf.controller.run import Run
 
 
 class Saves:
-    """Writes the state of ``run`` into its store."""
+    """Writes what a run can go on from, and what it leaves."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Built) -> None:
         self._run = run
         self._intact: State | None = None
         """The state of the last finished step, as long as it is in no checkpoint."""
@@ -45,7 +45,20 @@ class Saves:
         if last or not done or every is None or done % every or path.exists():
             return
         with run.writing(path):
-            run.directory.export(done, run.export, section.keep)
+            run.directory.export(done, self.write_model, section.keep)
+
+    def write_model(self, path: Path) -> None:
+        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` says what the
+        algorithm adds, and where rows were solutions in steps, what followed each step."""
+        run = self._run
+        policy = run.roles["policy"]
+        policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
+        own = run.algorithm.model_config()
+        if run.algorithm.data == "steps":
+            own = {STEP_SEPARATOR: run.config.data.step_separator, **own}
+        if own:
+            config = path / "config.json"
+            write_json(config, {**read_json(config), **own})
 
     def rescue(self) -> None:
         """After a failure: save the last finished step where the weights are still its own, so that nothing is lost

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.checkpoint import read_json, write_json
 from rlhf.checkpoint.json_values import encode
+from rlhf.controller.built import Built
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Component
 from rlhf.serialise import read_groups, write_groups
 from rlhf.types import Group
-
-if TYPE_CHECKING:
-    from rlhf.controller.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class State:
     ready: list[Group]
 
 
-def stateful(run: Run) -> dict[str, Component]:
+def stateful(run: Built) -> dict[str, Component]:
     """Every component whose state is in the checkpoint, by a stable name."""
     parts: dict[str, Component] = {"algorithm": run.algorithm}
     parts |= {f"algorithm.{slot}": part for slot, part in run.algorithm.parts.items()}
@@ -39,7 +37,7 @@ def stateful(run: Run) -> dict[str, Component]:
     return parts | {f"observer.{name}": observer for name, observer in run.observers.items()}
 
 
-def collect_state(run: Run, step: int) -> State:
+def collect_state(run: Built, step: int) -> State:
     """The state of now, to be written now or, while the weights stay what they are, later."""
     components = {name: component.state_dict() for name, component in stateful(run).items()}
     values: dict[str, Any] = {"step": step, "updates": run.updates, "components": components}
@@ -52,7 +50,7 @@ def collect_state(run: Run, step: int) -> State:
     return State(step, encode(values), [g for b in run.stream.ready for g in b.groups] if run.stream else [])
 
 
-def write_state(run: Run, step: int, folder: Path, state: State | None = None) -> None:
+def write_state(run: Built, step: int, folder: Path, state: State | None = None) -> None:
     """Everything that the run needs to go on after ``step`` finished steps as if it had never stopped: the weights of
     now, and ``state``, by default that of now."""
     for name in run.saved_roles:
@@ -65,7 +63,7 @@ def write_state(run: Run, step: int, folder: Path, state: State | None = None) -
     write_json(folder / "state.json", state.values)
 
 
-def read_state(run: Run, folder: Path) -> int:
+def read_state(run: Built, folder: Path) -> int:
     """Restore :func:`write_state`. Returns the number of finished steps."""
     state = read_json(folder / "state.json")
     for name in run.saved_roles:
