@@ -86,8 +86,16 @@ def evaluate(
         sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
     assert total is not None
     sums["loss"] = (float(total.detach()), 0.0)
-    for name, metric in () if FILLER in batch.unit else result.metrics.items():
-        sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
+    if FILLER not in batch.unit:
+        sums |= _metric_sums(loss, x, result)
+    return total, sums
+
+
+def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tuple[float, float]]:
+    """{metric: (sum, count)} of what the loss reports beside its terms. TrainingError where the sizes do not fit."""
+    sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
+    sums = {}
+    for name, metric in result.metrics.items():
         if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "
@@ -104,7 +112,7 @@ def evaluate(
             continue
         counted = values[where[0]] if where else values
         sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
-    return total, sums
+    return sums
 
 
 def _sizes(x: LossInput) -> str:
