@@ -15,41 +15,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf.ops.batch import Batch
 from rlhf.ops.loss_value import finish_sums
-from rlhf.testing import fabricate
 from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, layouts, norm, same_bits
-from rlhf.testing.contract import Contract, Nonconformance, expect, missing
-from rlhf.testing.loss_case import EXTREME, LossCase, Padded
-from rlhf.types import DataForm
+from rlhf.testing.contract import Nonconformance, expect, missing
+from rlhf.testing.loss_case import EXTREME, LossCase, LossSubject, Padded
 
 
-class LossContract(Contract):
+class LossContract(LossSubject):
     """Checks a loss without any model: its outputs are leaf tensors, and gradients are taken with respect to them."""
-
-    kind = "loss"
-    loss: Any = None
-    data: DataForm = "prompts"
-    """``pairs``: units of two sequences with roles 0 and 1."""
-    coef: Mapping[str, float] = {}
-    """Coefficients the algorithm passes (``Update.coef``)."""
-    levels: Mapping[str, str] = {}
-    """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token."""
-
-    def column(self, name: str, size: int, seed: int) -> Tensor:
-        """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""
-        return fabricate.values(name, size, seed)
-
-    def assembled(self, batch: Batch, seed: int) -> Batch:
-        """The fabricated units as the loss's algorithm lays them out; override to add what ``prepare`` reads and drops
-        (sequences of another role, their masks and columns)."""
-        return batch
 
     def case(self, config: Any, seed: int = 0, **options: Any) -> LossCase:
         """An optimizer batch with leaf outputs for one config."""

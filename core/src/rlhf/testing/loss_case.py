@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import padded
+from rlhf.testing.contract import Contract
 from rlhf.testing.recording import Recording
-from rlhf.types import Head
-
-if TYPE_CHECKING:
-    from rlhf.testing.loss import LossContract
+from rlhf.types import DataForm, Head
 
 LEAF = "leaf/"
 
@@ -46,12 +44,34 @@ class Run:
     sums: dict[str, tuple[float, float]]
 
 
+class LossSubject(Contract):
+    """The loss under test, and what a batch for it holds."""
+
+    kind = "loss"
+    loss: Any = None
+    data: DataForm = "prompts"
+    """``pairs``: units of two sequences with roles 0 and 1."""
+    coef: Mapping[str, float] = {}
+    """Coefficients the algorithm passes (``Update.coef``)."""
+    levels: Mapping[str, str] = {}
+    """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token."""
+
+    def column(self, name: str, size: int, seed: int) -> Tensor:
+        """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""
+        return fabricate.values(name, size, seed)
+
+    def assembled(self, batch: Batch, seed: int) -> Batch:
+        """The fabricated units as the loss's algorithm lays them out; override to add what ``prepare`` reads and drops
+        (sequences of another role, their masks and columns)."""
+        return batch
+
+
 class LossCase:
     """A fabricated optimizer batch, prepared and weighed by the loss under test."""
 
     def __init__(
         self,
-        suite: LossContract,
+        suite: LossSubject,
         loss: Loss,
         seed: int,
         *,
