@@ -15,6 +15,7 @@ def loss(**config):
 
 class TestKTO(AlgorithmContract):
     algorithm = KTO
+    configs = (KTO.Config(), KTO.Config(snapshot_every=1))
     parts = {"loss": loss(desirable_weight=1.3)}
 
 

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import TrainingError
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.types import Row
+from rlhf.types import Row, Snapshot, Update
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
 
 
@@ -298,3 +299,13 @@ def test_the_reference_cannot_be_computed_ahead_where_answers_are_mismatched():
         ("twin_ref_logprobs", False),
     ]
     assert [a.per_row for a in make(loss_type="vanilla").annotations(0)] == [True]
+
+
+@pytest.mark.parametrize("algorithm", [KTO, KTOPair])
+def test_the_reference_follows_the_policy_behind_the_update(algorithm):
+    built = algorithm(algorithm.Config(snapshot_every=2, snapshot_share=0.6), {"loss": KTOLoss()})
+    kinds = [[type(u) for u in built.updates(step)] for step in range(4)]
+    assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
+    assert built.updates(1)[1] == Snapshot("reference", "policy", 0.6)
+    with pytest.raises(ValidationError, match="every snapshot_every steps, which is not set"):
+        algorithm.Config(snapshot_share=0.5)

@@ -6,14 +6,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rlhf.interfaces import Algorithm, Slot
-from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Update
+from pydantic import Field, model_validator
+from rlhf.interfaces import Algorithm, ComponentConfig, Slot
+from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Snapshot, Update
 
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 
 if TYPE_CHECKING:
     from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch, UnitData
+
+
+class KTOConfig(ComponentConfig):
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    snapshot_share: float = Field(default=1.0, gt=0, le=1)
+    """With ``snapshot_every``: the policy's share of the new reference (arXiv:2404.09656); what is left is the old
+    one's."""
+
+    @model_validator(mode="after")
+    def _read(self) -> KTOConfig:
+        if self.snapshot_share < 1 and self.snapshot_every is None:
+            raise ValueError(
+                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: "
+                "set it, or leave this out"
+            )
+        return self
 
 
 class KTO(Algorithm):
@@ -30,6 +48,7 @@ class KTO(Algorithm):
     source = "Ethayarajh et al. 2024, arXiv:2402.01306"
     data: ClassVar[DataForm] = "labels"
     slots = {"loss": Slot("loss", "kto")}
+    Config = KTOConfig
 
     _left_out = 0
     _without_twin = 0
@@ -94,8 +113,12 @@ class KTO(Algorithm):
         }
         return batch, {name: float(count) for name, count in counts.items() if count}
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
-        return [Update("policy", "loss")]
+    def updates(self, step: int) -> list[Update | Snapshot]:
+        """The snapshot comes last: the next step's columns are the new reference's."""
+        every = self.config.snapshot_every
+        due = every is not None and (step + 1) % every == 0
+        snapshot = [Snapshot("reference", "policy", self.config.snapshot_share)] if due else []
+        return [Update("policy", "loss"), *snapshot]
 
 
 class KTOPair(KTO):
