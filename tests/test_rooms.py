@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -108,6 +108,11 @@ def room(path: Path) -> str:
     return path.relative_to(CORE).parts[0].removesuffix(".py")
 
 
+def module_name(path: Path) -> str:
+    parts = ("rlhf", *path.relative_to(CORE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def rooms_imported(found: Import) -> list[str]:
     """Rooms of core that an import reaches: ``from rlhf import errors`` and ``import rlhf.errors`` are the same."""
     parts = found.module.split(".")
@@ -176,6 +181,57 @@ def test_only_the_controller_imports_the_controller():
         if not i.typing and "controller" in rooms_imported(i)
     ]
     assert bad == []
+
+
+def modules_imported(found: Import, modules: Collection[str]) -> set[str]:
+    """Files that an import reaches: ``from a import b`` is one of ``a.b`` where that is a file, else of ``a``."""
+    named = [f"{found.module}.{name}" for name in found.names]
+    reached = {name if name in modules else found.module for name in named} or {found.module}
+    return reached & {*modules}
+
+
+def circles(arrows: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
+    """Sets of modules that reach each other, however far around."""
+
+    def reached_from(module: str) -> set[str]:
+        reached, waiting = set[str](), [module]
+        while waiting:
+            new = {*arrows[waiting.pop()]} - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    reached = {module: reached_from(module) for module in arrows}
+    return sorted({tuple(sorted(b for b in reached[a] if a in reached[b])) for a in arrows} - {()})
+
+
+def test_circles_are_found_however_far_around():
+    arrows = {"a": "b", "b": "cd", "c": "a", "d": "e", "e": "d", "f": "a", "g": ""}
+    assert circles(arrows) == [("a", "b", "c"), ("d", "e")]
+    assert circles({"a": "bc", "b": "c", "c": ""}) == []
+
+
+def test_no_files_of_core_import_each_other_in_a_circle():
+    """Not for annotations either, nor inside of functions: a file stands on those that it imports. (Importing a file
+    of a package is no import of the package's ``__init__`` here.)"""
+    modules = {module_name(path): path for path in python_files(CORE)}
+    arrows = {
+        name: {other for i in imports(path) for other in modules_imported(i, modules)} - {name}
+        for name, path in modules.items()
+    }
+    assert arrows["rlhf.interfaces.loss"] >= {"rlhf.types", "rlhf.ops.losses"}  # the second for annotations
+    assert arrows["rlhf.plugins"] >= {"rlhf.plugins.pickling", "rlhf.plugins.registry"}
+    assert circles(arrows) == []
+
+
+def test_rooms_of_core_stand_on_each_other_in_one_order():
+    """A room is a folder, or a file beside them. What an annotation names may lie above."""
+    arrows: dict[str, set[str]] = {}
+    for path in python_files(CORE):
+        below = {name for i in imports(path) if not i.typing for name in rooms_imported(i)}
+        arrows.setdefault(room(path), set()).update(below - {room(path)})
+    assert arrows["controller"] >= {"data", "modeling", "ops"}
+    assert circles(arrows) == []
 
 
 def test_core_names_no_algorithm():
