@@ -203,3 +203,27 @@ def test_sequences_that_no_head_reads_are_not_computed(size):
     whole = Bigram()._logprobs(batch).detach() * batch.tok["loss_mask"]
     assert torch.equal(got, whole)
     assert sum(w.computed for w in group.workers) == (6 if size == 1 else 3 + 3 + 3)  # the shortest unit repeated
+
+
+def test_what_no_head_reads_at_all_is_computed_whole():
+    """An algorithm may ask for an output under a mask that this batch's rows do not have."""
+    data = pack([UnitData([SequenceData([10, 11], {"loss_mask": [False, False]})]) for _ in range(2)])
+    role_ = role(1, 64)
+    assert role_.annotate(data, [Annotation("policy", "logprobs", "lp")]).tok["lp"].tolist() == [0.0] * 4
+    assert role_.group.workers[0].computed == 4
+
+
+def test_live_weights_of_a_role_that_is_another_ones_base_are_the_base():
+    class Noting(Ranks):
+        views = ()
+
+        def call(self, method, per_rank):
+            self.views += tuple(view for _, _, view in per_rank) if method == "forward" else ()
+            return super().call(method, per_rank)
+
+    group = Noting(1)
+    reference = Role(ModelSpec(RoleSpec("reference"), "m"), group, 64, view="base")
+    asked = [Annotation("reference", "logprobs", "a"), Annotation("reference", "logprobs", "b", view="ema")]
+    made = reference.annotate(batch(), asked)
+    assert group.views == ("base", "ema")
+    assert {"a", "b"} <= set(made.tok)
