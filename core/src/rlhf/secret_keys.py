@@ -19,6 +19,11 @@ _VALUE = re.compile(
 )
 
 
+def names_secret(key: str) -> bool:
+    """Whether text under this name is taken for a secret."""
+    return _KEY.search(key.replace("-", "_")) is not None
+
+
 def find_secrets(data: Any, path: str = "") -> Iterator[str]:
     """Dotted paths of what looks like a secret: by the key's name, or by the form of the value.
 
@@ -33,7 +38,7 @@ def find_secrets(data: Any, path: str = "") -> Iterator[str]:
         return
     for key, value in items:
         here = f"{path}.{key}" if path else str(key)
-        named = isinstance(key, str) and _KEY.search(key.replace("-", "_"))
+        named = isinstance(key, str) and names_secret(key)
         if isinstance(value, str) and value and (named or _VALUE.search(value)):
             yield here
         else:

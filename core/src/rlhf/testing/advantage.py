@@ -14,13 +14,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf.testing.compare import same_bits
+from rlhf.testing.compare import generators_left_alone, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, expect, missing
 
 TOLERANCE = 1e-5
@@ -69,7 +69,10 @@ class AdvantageContract(Contract):
     def cases(self, seed: int = 0, scale: float = 1.0) -> Iterable[tuple[str, Any, Any, Credit]]:
         for config in self.grid():
             estimator = self.build(config)
-            samples = max(4, estimator.group_min)
+            least = estimator.group_min
+            count = isinstance(least, int) and not isinstance(least, bool) and least >= 1
+            expect(count, f"{self.about(config)} group_min is {least!r}; allowed is an integer of at least 1")
+            samples = max(4, least)
             yield self.about(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
 
     # ------------------------------------------------------------------------------------- checks
@@ -78,11 +81,9 @@ class AdvantageContract(Contract):
         """``baseline`` gives float64 [N], ``returns`` two [N, A]; inputs are left alone; equal calls agree."""
         for about, _, e, c in self.cases():
             before = c.rows(torch.arange(len(c.r_N)))
-            r_N, (adv_NA, _) = e.baseline(c.r_N, c.group_N), self._returns(e, c)
-            expect(
-                r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
-                f"{about} baseline() must give float64 {tuple(c.r_N.shape)}, got {r_N.dtype} {tuple(r_N.shape)}",
-            )
+            with generators_left_alone(about):
+                _baseline(e, c)
+                adv_NA = self._returns(e, c)[0]
             for name in ("r_N", "group_N", "R_NA", "mask_NA", "values_NA", "boot_N"):
                 old, new = getattr(before, name), getattr(c, name)
                 expect(old is None or same_bits(old, new), f"{about} {name} was changed in place")
@@ -95,7 +96,6 @@ class AdvantageContract(Contract):
             expect(isinstance(e.needs_values, bool), f"{about} needs_values is {e.needs_values!r}, not True or False")
             allowed = ("none", "center", "whiten")
             expect(e.normalise in allowed, f"{about} normalise is {e.normalise!r}; allowed are {allowed}")
-            expect(int(e.group_min) >= 1, f"{about} group_min is {e.group_min!r}; it must be at least 1")
             try:
                 self._returns(e, c)
                 if e.needs_values:
@@ -135,8 +135,8 @@ class AdvantageContract(Contract):
             order = torch.randperm(len(c.r_N), generator=torch.Generator().manual_seed(1))
             p = c.rows(order)
             _close(
-                e.baseline(c.r_N, c.group_N)[order],
-                e.baseline(p.r_N, p.group_N),
+                _baseline(e, c)[order],
+                _baseline(e, p),
                 f"{about} baseline() depends on the order of the trajectories: take the statistic by group_N",
             )
             whole, shuffled = self._returns(e, c), self._returns(e, p)
@@ -159,7 +159,7 @@ class AdvantageContract(Contract):
         for about, _, e, c in self.cases():
             first_N = c.group_N == c.group_N[0]
             others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
-            ours, theirs = (e.baseline(r_N, c.group_N)[first_N].double() for r_N in (c.r_N, others))
+            ours, theirs = (_baseline(e, replace(c, r_N=r_N))[first_N] for r_N in (c.r_N, others))
             scale = (ours @ theirs) / (ours @ ours).clamp(min=1e-30)
             _close(
                 theirs,
@@ -175,7 +175,7 @@ class AdvantageContract(Contract):
                 continue
             for value in (0.0, 1.0, -3.7, 1e4):
                 r_N = torch.full_like(c.r_N, value)
-                got = e.baseline(r_N, c.group_N).abs().max().item()
+                got = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
                 expect(
                     got <= 1e-9 * max(1.0, abs(value)),
                     f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {got:.3g}, not 0",
@@ -188,7 +188,7 @@ class AdvantageContract(Contract):
                 size = max(1, e.group_min)
                 small = c.rows(torch.arange(size))
                 for part in (c, small):
-                    r_N = e.baseline(part.r_N, part.group_N)
+                    r_N = _baseline(e, part)
                     expect(bool(torch.isfinite(r_N).all()), f"{about} baseline() is not finite: {r_N.tolist()}")
                     for values in self._returns(e, part):
                         own = values[part.mask_NA]
@@ -205,7 +205,7 @@ class AdvantageContract(Contract):
         for about, config, e, c in self.cases():
             if has_baseline:
                 stated = self.statement_baseline(c.r_N, c.group_N, config)
-                _close(e.baseline(c.r_N, c.group_N), stated, f"{about} baseline() differs from the statement")
+                _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
             if has_returns:
                 double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
                 stated_pair = self.statement_returns(c.R_NA.double(), c.mask_NA, double[0], double[1], config)
@@ -224,6 +224,16 @@ class AdvantageContract(Contract):
 
     def _returns(self, estimator: Any, c: Credit) -> tuple[Tensor, Tensor]:
         return _pair(estimator, c, estimator.returns(c.R_NA, c.mask_NA, c.values_NA, c.boot_N))
+
+
+def _baseline(estimator: Any, c: Credit) -> Tensor:
+    """What ``baseline`` gave, as it must be."""
+    r_N = estimator.baseline(c.r_N, c.group_N)
+    expect(
+        isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
+        f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",
+    )
+    return r_N
 
 
 def _pair(estimator: Any, c: Credit, got: Any) -> tuple[Tensor, Tensor]:

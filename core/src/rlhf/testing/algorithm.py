@@ -20,11 +20,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from rlhf.config_errors import describe
 from rlhf.ops.batch import Batch
 from rlhf.testing import fabricate
 from rlhf.testing.algorithm_step import Step, model_step
-from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, layouts, same_bits
+from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, check_state, expect
 from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
 
@@ -54,7 +56,11 @@ class AlgorithmContract(Contract):
             cls = Plugins.discover().resolve(slot.kind, slot.use).cls
         except Exception as error:
             raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error}") from error
-        return cls(cls.Config.model_validate(dict(slot.defaults)))
+        try:
+            return cls(cls.Config.model_validate(dict(slot.defaults)))
+        except ValidationError as error:
+            wrong = "; ".join(describe(error, cls.Config, f"slots[{name!r}].defaults", {}))
+            raise Nonconformance(f"{self.about()} {wrong}") from error
 
     def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
         """What ``assemble`` is given: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
@@ -108,7 +114,9 @@ class AlgorithmContract(Contract):
             about, algorithm = self.about(config), self.build(config)
             trains = 0
             for number in range(self.steps):
-                step = self.step(config, number, algorithm=algorithm, data=self.data(algorithm, seed=number))
+                data = self.data(algorithm, seed=number)
+                with generators_left_alone(about):
+                    step = self.step(config, number, algorithm=algorithm, data=data)
                 trains += sum(isinstance(u, Update) for u in step.updates)
                 for name, run in step.runs.items():
                     bad = finite(run.gradients)

@@ -63,7 +63,8 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
         _named(trainers, each.to, "needs().lent names", "the roles are").borrow_head(each.role, head)
     batch = algorithm.assemble(data)
     expect(
-        isinstance(batch, Batch), f"assemble() returned {type(batch).__name__} for data with something to learn from"
+        isinstance(batch, Batch),
+        f"assemble() returned {type(batch).__name__} for data with something to learn from",
     )
     wanted = algorithm.annotations(number)
     batch = annotate(trainers, batch, wanted, "annotations()")
@@ -71,8 +72,14 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
     before = {*batch.tok, *batch.seq, *batch.unit}
     if poison:
         batch = poisoned(batch, over)
-    batch, metrics = algorithm.credit(batch)
-    step = Step(batch, {*batch.tok, *batch.seq, *batch.unit} - before, algorithm.updates(number), dict(metrics))
+    credited = algorithm.credit(batch)
+    pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
+    expect(pair, f"credit() must return (batch, metrics), got {_shown(credited)}")
+    batch, metrics = credited
+    updates = algorithm.updates(number)
+    listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
+    expect(listed, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
+    step = Step(batch, {*batch.tok, *batch.seq, *batch.unit} - before, list(updates), dict(metrics))
     for update in step.updates:
         if isinstance(update, Snapshot):
             continue
@@ -81,7 +88,9 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
         learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
         step.runs[f"{update.role}/{update.loss}"] = learned
         step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
-    step.finished = dict(algorithm.finish(number, step.metrics))
+    finished = algorithm.finish(number, step.metrics)
+    expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_shown(finished)}")
+    step.finished = dict(finished)
     return step
 
 
@@ -131,6 +140,10 @@ def poisoned(batch: Batch, over: Mapping[str, str]) -> Batch:
         spoil = values.is_floating_point() and name != "temperature"
         tok[name] = torch.where(where_N, values, torch.full_like(values, float("nan"))) if spoil else values
     return replace(batch, tok=tok)
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 def _named(table: dict[str, Any], name: str, what: str, there: str) -> Any:

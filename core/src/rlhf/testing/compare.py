@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ GRADIENT = 1e-5
 zero by construction, so the loss itself has no meaningful relative error."""
 LOSS = 1e-6
 """Loss difference over ``sum |weight * value|``: the size of what was added, not of what is left."""
+
+_ODD = 0x5EED0DD
+"""A seed that nobody takes."""
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -39,6 +43,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _bytes(a: Tensor) -> Tensor:
     return a.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def generators_left_alone(about: str) -> Iterator[None]:
+    """Fails where what is done inside draws from, or seeds, a generator of random numbers that the process shares: the
+    dropout of a model, for one, draws from torch's."""
+    before = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(_ODD)  # that somebody seeds again what he seeded alike is noticed too
+    random.seed(_ODD)
+    torchs, pythons = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+        moved = [] if torch.equal(torchs, torch.get_rng_state()) else ["torch's"]
+        moved += [] if pythons == random.getstate() else ["random's"]
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+    expect(
+        not moved,
+        f"{about} draws from or seeds {' and '.join(moved)} generator of the whole process. Give what is random one of "
+        "its own: torch.Generator().manual_seed(n), random.Random(n)",
+    )
 
 
 def finite(a: Mapping[str, Tensor]) -> list[str]:

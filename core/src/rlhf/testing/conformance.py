@@ -9,13 +9,14 @@ import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf.errors import PluginInvalid
 from rlhf.plugins.resolved import FILE, IN_PROCESS
 from rlhf.testing.contract import Contract
+from rlhf.testing.hearing import DECOY, Hearing
 
 SUITES: dict[str, tuple[str, str]] = {
     kind: (f"rlhf.testing.{kind}", f"{kind.title()}Contract")
@@ -81,12 +82,22 @@ def run(resolved: Selected, progress: Callable[[CheckResult], None] = lambda res
     packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
     made = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
     instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
-    results = []
+    results, hearing = [], Hearing()
     for name, check in _checks(instance):
-        result = _run(name, check, resolved.cls)
-        progress(result)
-        results.append(result)
+        with hearing():
+            result = _run(name, check, resolved.cls)
+        results.append(replace(result, detail=hearing.hide(result.detail)))
+        progress(results[-1])
+    results.append(_secrets(hearing))
+    progress(results[-1])
     return results
+
+
+def _secrets(hearing: Hearing) -> CheckResult:
+    if not hearing.told:
+        return CheckResult("secrets", True, "Nothing that is printed or raised holds a secret of the environment.")
+    names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.told))
+    return CheckResult("secrets", False, f"what it prints or raises shows {names}: logs are kept and passed on")
 
 
 def _checks(instance: Contract) -> Iterator[tuple[str, Callable[[], None]]]:

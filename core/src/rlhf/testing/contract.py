@@ -6,9 +6,9 @@ A suite is a plain class with ``test_`` methods. pytest collects a subclass whos
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
+import math
+import numbers
 import re
 import types
 import typing
@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.secret_keys import names_secret
+from rlhf.testing.members import misspelled, taken_fields, uncallable
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 _MUTABLE = (list, dict, set, bytearray)
@@ -71,8 +73,9 @@ class Contract:
         return self.cls(config)
 
     def about(self, config: Any = None) -> str:
-        shown = "" if config is None else f" with {config!r}"
-        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{shown}:"
+        """Who is spoken of, for messages: the class, and what of the config is not at its default."""
+        changed = "" if config is None else ", ".join(not_default(config))
+        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{changed and f' with {changed}'}:"
 
     # -------------------------------------------------------------------------- checks of every kind
 
@@ -91,6 +94,8 @@ class Contract:
                 f"{cls.__name__}.{ours} is nothing that kind {self.kind} has, so nobody calls it. Did you mean "
                 f"{theirs!r}?"
             )
+        for problem in uncallable(cls, base):
+            raise Nonconformance(problem)
         doc = cls.__dict__.get("__doc__")
         expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
 
@@ -114,6 +119,8 @@ class Contract:
         cls = self.cls.Config
         expect(issubclass(cls, ComponentConfig), f"{cls.__qualname__} must subclass rlhf.interfaces.ComponentConfig")
         check_fields(cls)
+        for name, taker in taken_fields(self.cls, self.kind).items():
+            raise Nonconformance(f"{cls.__qualname__}.{name} cannot be set: {taker} takes the name. Choose another")
         for config in self.grid():
             check_config(config)
 
@@ -123,17 +130,25 @@ class Contract:
             check_state(self.build(config), self.build(config), self.about(config))
 
 
-def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
-    """[(a public name that ``cls`` defines, the member of the interface ``base`` that it leaves at its default and that
-    is written nearly so)]: ``step_finish``, where ``step_finished`` is what the runtime calls."""
-    optional = [
-        n
-        for n in dir(base)
-        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
-    ]
-    own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
-    found = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
-    return [(n, match[0]) for n, match in found if match]
+def not_default(config: BaseModel, path: str = "") -> list[str]:
+    """``kl.coef = 0.1`` for each field of a config, nested ones included, that is not at its default."""
+    found = []
+    for name, info in type(config).model_fields.items():
+        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(usual):
+            found += not_default(value, f"{path}{name}.")
+        elif value != usual:
+            found.append(f"{path}{name} = {value!r}")
+    return found
+
+
+def no_number(value: Any) -> str:
+    """Empty for a finite number; else what was got, and what to write."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+        return ""
+    hint = " Write float(...)." if isinstance(value, bool | str) else ""
+    hint = " Write .item()." if hasattr(value, "item") else hint
+    return f"{value!r} ({type(value).__name__}); allowed is a finite number.{hint}"
 
 
 def check_state(component: Component, fresh: Component, about: str) -> None:
@@ -177,6 +192,11 @@ def check_fields(cls: type[BaseModel], path: str = "") -> None:
             bool((info.description or "").strip()),
             f"{where} is not documented: put a string literal below the field; "
             "the tables and `plugins show` are made of them",
+        )
+        expect(
+            not names_secret(name),
+            f"{where} is called like a secret, and run files, which are copied and logged, hold none: read an "
+            "environment variable, whose name may be an option (api_key_env)",
         )
         for part in _parts(info.annotation):
             if isinstance(part, type) and issubclass(part, _MUTABLE):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 from rlhf.interfaces.env import Env
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
-from rlhf.testing.contract import Contract, Nonconformance, expect
+from rlhf.testing.contract import Contract, Nonconformance, expect, no_number
 from rlhf.testing.leaks import leaks
 from rlhf.types import EnvStep, Sampling
 
@@ -51,13 +50,13 @@ class EnvContract(Contract):
     def open(self, config: Any, index: int, seed: int) -> Episode:
         return Episode(self, self.about(config), self.build(config), self.row(index), seed)
 
-    def play(self, config: Any, index: int, seed: int) -> Answers:
-        """A whole episode: the first observation and every step."""
+    def play(self, config: Any, index: int, seed: int, first: int = 0) -> Answers:
+        """A whole episode: the first observation and every step; ``first`` is the action it begins with."""
         episode = self.open(config, index, seed)
         for turn in range(self.max_turns):
             if episode.done:
                 break
-            episode.act(self.actions[turn % len(self.actions)])
+            episode.act(self.actions[(first + turn) % len(self.actions)])
         episode.close()
         return episode.answers
 
@@ -76,11 +75,12 @@ class EnvContract(Contract):
         )
 
     def test_episodes(self) -> None:
-        """Observations are texts, steps are EnvSteps with finite rewards; the row is left alone."""
+        """Observations are texts, steps are EnvSteps with finite rewards, whichever action comes first; the row is left
+        alone."""
         for config in self.grid():
             for index in range(len(self.rows)):
-                for seed in (0, 1):
-                    self.play(config, index, seed)
+                for first in range(len(self.actions)):
+                    self.play(config, index, first % 2, first)
 
     def test_replay(self) -> None:
         """Equal row, seed and actions give equal answers, whatever else was drawn or is open beside it."""
@@ -169,10 +169,13 @@ class Episode:
         about = f"{self.about} the answer to {action[:20]!r}"
         expect(isinstance(step, EnvStep), f"{about} must be an EnvStep, got {step!r}")
         expect(isinstance(step.observation, str), f"{about}: the observation is {step.observation!r}, not a text")
-        number = isinstance(step.reward, (int, float)) and math.isfinite(step.reward)
-        expect(number, f"{about}: the reward is {step.reward!r}; it must be a finite number")
-        expect(isinstance(step.done, bool), f"{about}: done is {step.done!r}, not True or False")
-        expect(step.sampling is None or isinstance(step.sampling, Sampling), f"{about}: sampling is {step.sampling!r}")
+        expect(not (wrong := no_number(step.reward)), f"{about}: the reward is {wrong}")
+        expect(isinstance(step.done, bool), f"{about}: done is {step.done!r}, not True or False. Write bool(...)")
+        expect(
+            step.sampling is None or isinstance(step.sampling, Sampling),
+            f"{about}: sampling is {step.sampling!r}; allowed is None, or a Sampling such as "
+            "dataclasses.replace(self.sampling, max_new_tokens=8)",
+        )
         try:
             json.dumps(dict(step.info))
         except (TypeError, ValueError) as error:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import tempfile
@@ -19,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf.interfaces.observer import RunInfo
+from rlhf.interfaces.observer import Observer, RunInfo
 from rlhf.testing import fabricate
 from rlhf.testing.contract import Contract, Nonconformance, expect
 
+EVENTS = ("run_started", "rollouts_finished", "step_finished", "checkpoint_saved", "run_ended")
 METRICS = {"policy/loss": 0.25, "reward/mean": -1.0, "time/step": 1.5, "step": 1.0}
 
 
@@ -74,9 +76,21 @@ class ObserverContract(Contract):
             result = getattr(observer, event)(*arguments)
         except Exception as error:
             raise Nonconformance(f"{self.about()} {event}() raised {type(error).__name__}: {error}") from error
+        if inspect.iscoroutine(result):
+            result.close()
+            raise Nonconformance(f"{self.about()} {event}() is `async def`: nobody awaits it. Events are plain `def`")
         expect(result is None, f"{self.about()} {event}() returned {result!r}; return values of events are not read")
 
     # ------------------------------------------------------------------------------------- checks
+
+    def test_listens(self) -> None:
+        """What it defines is called: one of its methods at least is an event."""
+        own = sorted(n for n, member in vars(self.cls).items() if not n.startswith("_") and inspect.isfunction(member))
+        hears = any(getattr(self.cls, event) is not getattr(Observer, event) for event in EVENTS)
+        expect(
+            hears or not own,
+            f"{self.about()} listens to nothing: nobody calls {', '.join(own)}; events are {', '.join(EVENTS)}",
+        )
 
     def test_runs(self) -> None:
         """Online, offline, without any step, stopped and failed runs are all heard to their end."""

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from rlhf.interfaces import RewardContext, Tokens
+from rlhf.interfaces import Component, Reward, RewardContext, Tokens
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
-from rlhf.testing.contract import Contract, expect, missing
+from rlhf.testing.contract import Contract, Nonconformance, expect, missing, no_number
 from rlhf.types import Group, Head, RewardResult, RoleSpec
 
 Case = tuple[Mapping[str, Any], str, float | None]
@@ -55,9 +56,12 @@ class RewardContract(Contract):
         return [single, several]
 
     def ready(self, config: Any) -> Any:
-        """An instance after ``setup``. Its roles answer with a fixed number per sequence of tokens, its heads read
-        fixed outputs after each prefix; tokens are the bytes of texts."""
+        """An instance after ``setup``; where ``score`` is plain ``def``, without it, as in a worker. Its roles answer
+        with a fixed number per sequence of tokens, its heads read fixed outputs after each prefix; tokens are the bytes
+        of texts."""
         reward = self.build(config)
+        if self.in_worker:
+            return reward
         roles = {r.name: r for r in reward.roles()}
 
         def declared(role: str) -> RoleSpec:
@@ -66,6 +70,8 @@ class RewardContract(Contract):
             return roles[role]
 
         async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
+            tokens = all(not isinstance(sequence, str) and all(type(i) is int for i in sequence) for sequence in ids)
+            expect(tokens, f"{self.about(config)} gives role {role!r} {ids!r:.80}, not lists of token ids (Turn.ids)")
             return [_number(declared(role).name, sequence) for sequence in ids]
 
         async def read(
@@ -78,8 +84,22 @@ class RewardContract(Contract):
         call(reward.setup, RewardContext(ask[0], 0, ask[1], tokens, self.credit), limit=self.limit)
         return reward
 
+    @property
+    def in_worker(self) -> bool:
+        """Whether ``score`` runs in worker processes."""
+        return not inspect.iscoroutinefunction(self.cls.score)
+
     def score(self, reward: Any, group: Group) -> list[RewardResult]:
-        return call(reward.score, group, limit=self.limit)
+        try:
+            return call(reward.score, group, limit=self.limit)
+        except (AttributeError, TypeError) as error:
+            if self.in_worker and isinstance(error, AttributeError) and self.cls.setup is not Reward.setup:
+                why = "score() is plain `def` and runs in a worker process, where setup() is not called"
+            elif not reward.roles() and "'NoneType' object is not callable" in str(error):
+                why = "roles() declares none, and without one RewardContext has neither score_with_role nor read_role"
+            else:
+                raise
+            raise Nonconformance(f"{self.about()} score() raises {type(error).__name__}: {error}. {why}") from error
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -101,11 +121,8 @@ class RewardContract(Contract):
         expect(isinstance(result, RewardResult), f"{about} must be a RewardResult, got {result!r}")
         for name in ("value", "score"):
             value = getattr(result, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            expect(
-                value is None or number,
-                f"{about}: {name} is {value!r}; allowed are finite numbers, and None for 'not applicable'",
-            )
+            wrong = "" if value is None else no_number(value)
+            expect(not wrong, f"{about}: {name} is {wrong} None says 'not applicable'")
         turns = group.trajectories[n].turns
         for turn, token, value in result.steps:
             there = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
@@ -115,6 +132,16 @@ class RewardContract(Contract):
             json.dumps(result.info)
         except (TypeError, ValueError) as error:
             expect(False, f"{about}: info goes into the rollouts file and must be JSON: {error}")
+
+    def test_place(self) -> None:
+        """A plain ``def score``, which runs in worker processes, needs no model and keeps no state."""
+        if not self.in_worker:
+            return
+        why = "but its score() is plain `def`, which runs in several worker processes that have no models and share "
+        why += "nothing; write `async def score`"
+        for config in self.grid():
+            expect(not self.build(config).roles(), f"{self.about(config)} declares roles, {why}")
+        expect(self.cls.state_dict is Component.state_dict, f"{self.about()} has a state_dict, {why}")
 
     def test_leaves_the_group_alone(self) -> None:
         """Scoring changes neither the group nor its row."""

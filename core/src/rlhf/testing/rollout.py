@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +79,8 @@ class ScriptedContext(RolloutContext):
         return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        given = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)
+        expect(given, f"ctx.generate() takes the turns so far, a list of Turn, got {turns!r:.60}")
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         context = tuple(i for t in turns[start:] for i in t.ids)
         room = min(sampling.max_new_tokens, self.max_tokens - len(context))
@@ -116,6 +120,9 @@ class RolloutContract(Contract):
     kind = "rollout"
     rollout: Any = None
     columns = {"prompt": "What is 2 + 2?", "answer": "4"}
+    discards: bool = False
+    """True for a rollout that means to drop some of what it samples (best of n, a judge's verdict): what is dropped is
+    neither trained on nor recorded."""
     limit: float = 30.0
     """Seconds for one sample."""
 
@@ -126,13 +133,15 @@ class RolloutContract(Contract):
         async def sample() -> tuple[list[Turn] | None, Exception | None]:
             try:
                 row = fabricate.row(self.columns)
-                return list(await asyncio.wait_for(rollout.run(row, 3, context), self.limit)), None
+                return _turns(await asyncio.wait_for(rollout.run(row, 3, context), self.limit)), None
             except Exception as error:
                 return None, error
             finally:
                 await context.finish()
 
         turns, error = asyncio.run(sample())
+        if isinstance(error, Nonconformance):
+            raise Nonconformance(f"{self.about(config)} {error}") from error
         if isinstance(error, TimeoutError):
             raise Nonconformance(f"{self.about(config)} one scripted sample took longer than {self.limit} s")
         return context, turns, error
@@ -171,10 +180,12 @@ class RolloutContract(Contract):
                 continue
             sampled = [n for n, t in enumerate(turns) if t.sampled]
             expect(
-                len(sampled) == len(context.calls),
-                f"{about} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory",
+                self.discards or len(sampled) == len(context.calls),
+                f"{about} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory: the "
+                "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
+                'conformance = {"discards": True} in its class, or discards = True in its suite',
             )
-            for n, made in zip(sampled, context.calls, strict=True):
+            for n, made in zip(sampled, _kept(turns, sampled, context.calls), strict=True):
                 turn = turns[n]
                 for name in ("ids", "logprobs", "versions", "finish", "temperature"):
                     got, want = getattr(turn, name), getattr(made.turn, name)
@@ -251,3 +262,28 @@ class RolloutContract(Contract):
                 f"{about} the environment gave {want} in all, the turns hold {got}: "
                 "turn.reward = step.reward, on the turn that was answered",
             )
+
+
+def _turns(given: Any) -> list[Turn]:
+    """What ``run`` returned, as it must be."""
+    turns = list(given) if isinstance(given, list | tuple) else []
+    for value in turns:
+        if inspect.iscoroutine(value):
+            value.close()
+            raise Nonconformance("run() returned what ctx.generate() gave without awaiting it: await ctx.generate(...)")
+    if not turns or not all(isinstance(turn, Turn) for turn in turns):
+        shown = f"{[type(t).__name__ for t in turns]}" if turns else f"{type(given).__name__} {given!r:.60}"
+        raise Nonconformance(
+            f"run() must return the sample's turns, a list of Turn that starts with its prompt; got {shown}"
+        )
+    return turns
+
+
+def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
+    """The call that each sampled turn came from: the first, in their order, that gave these tokens."""
+    left, found = list(calls), []
+    for n in sampled:
+        same = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]
+        found.append(same[0] if same else left[0])
+        left.remove(found[-1])
+    return found
