@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 from rlhf.interfaces import ComponentConfig, Loss
@@ -12,6 +12,7 @@ from rlhf_plugin_distill.divergence import HIDDEN, Divergence, divergence_head
 
 if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
+    from torch import Tensor
 
 
 class DistillConfig(ComponentConfig):
@@ -36,6 +37,13 @@ class DistillConfig(ComponentConfig):
         return self
 
 
+def made_up(suite: Any, name: str, size: int, seed: int) -> Tensor:
+    """A teacher's hidden states, for the conformance suite (``column`` of :class:`rlhf.testing.loss.LossContract`)."""
+    from rlhf.testing import fabricate
+
+    return fabricate.values(name, size * fabricate.HIDDEN, seed).view(size, fabricate.HIDDEN)
+
+
 class Distill(Loss):
     """(1 - alpha) CE + alpha D(teacher, student) at a temperature, where tokens under the loss mask are predicted.
 
@@ -49,6 +57,7 @@ class Distill(Loss):
     name = "distill"
     source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
     Config = DistillConfig
+    conformance = {"data": "demonstrations", "column": made_up}
 
     def outputs(self) -> tuple[str | Head, ...]:
         head = divergence_head(self.config.divergence, self.config.beta or 0.5, self.config.temperature)

@@ -1,0 +1,18 @@
+"""`rlhf plugins check NAME` passes for what is shipped: the suites with what a class itself supplies, no test file."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.plugins import Entry, Plugins
+from rlhf.testing import conformance
+
+LIGHT = ("advantage", "loss", "reward", "env", "rollout", "adapter")
+"""Kinds without models or services; the suites of the others are in their own tests, and take minutes."""
+PLUGINS = Plugins.discover()
+
+
+@pytest.mark.parametrize("entry", [e for kind in LIGHT for e in PLUGINS.list(kind)], ids=lambda e: f"{e.kind}-{e.name}")
+def test_what_is_shipped_passes_its_check(entry: Entry) -> None:
+    results = conformance.run(PLUGINS.resolve(entry.kind, f"{entry.distribution}/{entry.name}"))
+    assert [(r.name, r.detail) for r in results if not r.passed] == []
+    assert sum(not r.skipped for r in results) >= 2
