@@ -143,8 +143,11 @@ def _how(layout: Layout, name: str, part: str) -> str:
         "process": "before it holds a model",
         "allocator": _allocator(layout.machine.device),
     }
-    lent = f" + {text(role.borrowed)} of heads that others lend" if role.borrowed and part == "weights" else ""
-    return on.get(part, "") + lent
+    more = ""
+    if part == "weights":
+        more += f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
+        more += f" + {text(role.borrowed)} of heads that others lend" if role.borrowed else ""
+    return on.get(part, "") + more
 
 
 def _product(count: int, each: float, ranks: int, layer_ranks: int = 1) -> str:
