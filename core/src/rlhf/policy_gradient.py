@@ -21,6 +21,7 @@ from rlhf.ops.heads import VALUES
 from rlhf.ops.kl import KLController
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
+from rlhf.ops.value_scale import ValueScale
 from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
 
@@ -58,8 +59,10 @@ class PolicyGradient(Algorithm):
         self._taught: int | None = None
         """Samples of the batch in work that are trained on; None before it is known."""
         self._measured_kl: float | None = None
+        self.scale = ValueScale() if self.config.normalise_values else None
+        """Units in which the critic is trained; None: those of rewards."""
         if not self.advantage.needs_values:
-            for field in ("critic_warmup", "bootstrap_truncated"):
+            for field in ("critic_warmup", "bootstrap_truncated", "normalise_values"):
                 if getattr(self.config, field):
                     raise ConfigError(
                         f"algorithm.{field} = {getattr(self.config, field)} needs a critic, which the advantage "
@@ -132,14 +135,18 @@ class PolicyGradient(Algorithm):
         """The published order; override it to reorder the stages of :mod:`rlhf.ops.pipeline`."""
         kl: KLConfig = self.config.kl
         penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
+        said_N = batch.tok["old_values"] if self.scale is not None else None
         batch, metrics = pipeline.credit(
-            batch,
+            batch if self.scale is None else self.scale.values(batch),
             self.advantage,
             kl=penalty,
             shapers=self.config.shaping.shapers(),
             reward_clip=self.config.reward_clip,
         )
         self._samples, self._measured_kl = batch.units, metrics.get("kl/reference")
+        if self.scale is not None and said_N is not None:
+            batch = self.scale.targets(batch, said_N)
+            metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
         return self._without_masked(batch), metrics
 
     def _without_masked(self, batch: Batch) -> Batch:
@@ -162,13 +169,16 @@ class PolicyGradient(Algorithm):
         return {"kl/coef": used}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
+        kept: dict[str, Any] = {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
+        return kept if self.scale is None else {**kept, "values": self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rest = dict(state)
         if self.kl.adaptive:
-            self.kl.load_state_dict(state["kl"])
-        else:
-            super().load_state_dict(state)
+            self.kl.load_state_dict(rest.pop("kl"))
+        if self.scale is not None:
+            self.scale.load_state_dict(rest.pop("values"))
+        super().load_state_dict(rest)
 
     # ------------------------------------------------------------------------------------- derived
 

@@ -129,6 +129,9 @@ class PolicyGradientConfig(ComponentConfig):
     """The first N steps train the critic only: exactly N."""
     bootstrap_truncated: bool = False
     """Samples cut off by their token budget end in the critic's value instead of 0."""
+    normalise_values: bool = False
+    """The critic learns returns less their running mean, divided by their running deviation, so that neither its rate
+    nor its clip depends on the size of rewards (Yu et al. 2022, arXiv:2103.01955)."""
     mask_truncated: bool = False
     """Samples cut off by their token budget are not trained on: overlong filtering (Yu et al. 2025, arXiv:2503.14476,
     section 3.4). Their rewards still enter their group's baseline and the metrics."""

@@ -6,9 +6,12 @@ import json
 import re
 
 import pytest
+from rlhf.data.template import Template
 from rlhf.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
-from rlhf.errors import ConfigError, ModelError
+from rlhf.data_section import DataSection
+from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.testing.tiny import tiny_tokenizer
+from rlhf.types import Row
 
 
 def refused(path) -> str:
@@ -69,3 +72,38 @@ def test_a_text_that_is_not_one_token(tmp_path, text, shown):
     tokens = tokens_of(load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+"))))
     with pytest.raises(ConfigError, match=rf"^the label: {text!r} must be one token .* but is {shown}\. Choose"):
         tokens.single(text, "the label")
+
+
+def test_a_named_chat_template_takes_the_place_of_the_tokenizers_own(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role[0] + '|' + m.content + eos_token }}{% endfor %}", encoding="utf-8"
+    )
+    row = Row({"prompt": "a+b"}, "data", 0)
+    for name, theirs in (("none", None), ("default", "default")):
+        tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path / name, chars="abu|+", chat_template=theirs)))
+        template = Template(tokenizer, DataSection(chat_template=str(file)))
+        assert tokenizer.decode(template.encode_prompt(row).ids) == "u|a+b<eos>"
+        assert tokenizer.chat_template == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"chat_template": "gone.jinja"},
+            r"cannot read '.*gone.jinja'.*It is the path of a file with a Jinja template",
+        ),
+        ({"chat_template": "empty.jinja"}, "empty.jinja is empty"),
+        ({"chat_template": "broken.jinja"}, "unexpected char"),
+        ({"chat_template": "empty.jinja", "template": "plain"}, "does nothing with data.template = 'plain'"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path, options, message):
+    (tmp_path / "empty.jinja").write_text(" \n")
+    (tmp_path / "broken.jinja").write_text("{% ? %}")
+    section = DataSection(**{**options, "chat_template": str(tmp_path / options["chat_template"])})
+    with pytest.raises((ConfigError, DataError), match=message):
+        Template(load_tokenizer(str(tiny_tokenizer(tmp_path / "m"))), section).encode_prompt(
+            Row({"prompt": "a"}, "d", 0)
+        )

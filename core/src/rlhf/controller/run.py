@@ -14,6 +14,7 @@ from rlhf.data.rows import Example
 from rlhf.errors import TrainingError
 from rlhf.interfaces import RunInfo
 from rlhf.observe.signals import StopRequest
+from rlhf.observe.sources import source_metrics
 from rlhf.ops.batch import Batch
 from rlhf.serialise import write_groups
 
@@ -114,6 +115,7 @@ class Run(Built):
         if ready is not None:
             metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
             metrics["stream/version"] = float(ready.version)
+            metrics |= source_metrics(ready.groups)
             if self.config.checkpoint.save_rollouts:
                 with self.writing(path := self.directory.rollouts(done)):
                     write_groups(path, ready.groups, self.data.template.prompt_of)

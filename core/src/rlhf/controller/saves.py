@@ -11,6 +11,9 @@ from rlhf.controller.state import State, collect_state, write_state
 from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import RlhfError
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Read by transformers and vLLM before what the tokenizer's config says."""
+
 
 class Saves:
     """Writes what a run can go on from, and what it leaves."""
@@ -49,10 +52,13 @@ class Saves:
 
     def write_model(self, path: Path) -> None:
         """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` says what the
-        algorithm adds, and where rows were solutions in steps, what followed each step."""
+        algorithm adds, and where rows were solutions in steps, what followed each step; a chat template that the run
+        file names takes the place of the tokenizer's own."""
         run = self._run
         policy = run.roles["policy"]
         policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
+        if run.config.data.chat_template is not None:
+            (path / CHAT_TEMPLATE_FILE).write_text(run.data.template.tokenizer.chat_template, encoding="utf-8")
         own = run.algorithm.model_config()
         if run.algorithm.data == "steps":
             own = {STEP_SEPARATOR: run.config.data.step_separator, **own}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlhf.data.cells import Cells, Message
@@ -21,11 +22,15 @@ TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 class Prompts:
     """How the prompts of a run's rows become tokens; a pure function of the row.
 
+    Where the section names a chat template, the tokenizer is given it.
+
     Raises ConfigError where the section asks for what the tokenizer or the kind of template does not have.
     """
 
     def __init__(self, tokenizer: Any, section: DataSection) -> None:
         self.tokenizer, self.section = tokenizer, section
+        if section.chat_template is not None:
+            tokenizer.chat_template = named_template(section)
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """Of rows that have none of their own."""
@@ -181,12 +186,34 @@ class Prompts:
         return self._frame
 
 
+def named_template(section: DataSection) -> str:
+    """The text of ``data.chat_template``.
+
+    Raises ConfigError: rows are plain text, the file is not there, cannot be read, or is empty.
+    """
+    path = Path(section.chat_template or "").expanduser()
+    if section.template == "plain":
+        raise ConfigError(
+            f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
+            "such as chat_template.jinja beside a model."
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"data.chat_template: {path} is empty")
+    return text
+
+
 def _uses_chat(tokenizer: Any, section: DataSection) -> bool:
     has = bool(tokenizer.chat_template)
     if section.template == "chat" and not has:
         raise ConfigError(
-            "data.template = 'chat', but the tokenizer has no chat template. Set tokenizer.chat_template and save it "
-            'with the model, or use data.template = "plain".'
+            "data.template = 'chat', but the tokenizer has no chat template. Name a file with one as "
+            'data.chat_template, or use data.template = "plain".'
         )
     chat = has and section.template != "plain"
     only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}

@@ -49,6 +49,7 @@ class RewardResult:
     steps: tuple[tuple[int, int, float], ...] = ()
     """((turn, token in turn, value), ...): process rewards."""
     info: dict[str, Any] = field(default_factory=dict)
+    """Anything of JSON: kept with the sample; the means of its numbers are metrics, ``reward/SOURCE/info/KEY``."""
 
 
 Status = Literal["ok", "truncated", "failed"]

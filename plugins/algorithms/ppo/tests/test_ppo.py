@@ -14,6 +14,7 @@ class TestPPO(AlgorithmContract):
         PPO.Config(kl=KLConfig(coef=0.1, target=0.05), bootstrap_truncated=True),
         PPO.Config(epochs=2, minibatches=2, kl=KLConfig(coef=0.1, where="loss")),
         PPO.Config(critic_warmup=1),
+        PPO.Config(normalise_values=True, bootstrap_truncated=True),
     )
 
 

@@ -1,0 +1,35 @@
+"""What each source of rewards gave in a step: several of them add up to one number that says little of any."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rlhf.types import Group
+
+ENV = "env"
+
+
+def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """``reward/SOURCE/mean`` and ``/std`` (population) of the values before their weights, over the samples to which
+    the source applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is
+    1 or 0). Rewards that an environment gave to a sample's turns are added up and stand under ``reward/env``."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    infos: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        turns = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+        if turns:
+            values[ENV].append(math.fsum(turns))
+        for source, result in trajectory.rewards.items():
+            if result.value is not None:
+                values[source].append(result.value)
+            for key, value in result.info.items():
+                if isinstance(value, bool | int | float) and math.isfinite(value):
+                    infos[f"{source}/info/{key}"].append(float(value))
+    metrics = {}
+    for source, given in values.items():
+        mean = math.fsum(given) / len(given)
+        metrics[f"reward/{source}/mean"] = mean
+        metrics[f"reward/{source}/std"] = math.sqrt(math.fsum((v - mean) ** 2 for v in given) / len(given))
+    return metrics | {f"reward/{name}": math.fsum(given) / len(given) for name, given in infos.items()}

@@ -1,0 +1,84 @@
+"""Options of a step in whole runs: each source of rewards, a named chat template, a reference that follows, masks."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.data.tokenizer import load_tokenizer
+
+from tests.runs import Finished, Workshop
+
+STYLE = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+
+class Style(Reward):
+    name = "style"
+
+    async def score(self, group):
+        return [
+            RewardResult(None if n == 0 else float(n), info={"long": len(t.answer) > 3, "text": t.answer})
+            for n, t in enumerate(group.trajectories)
+        ]
+"""
+TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+OPENING = "{% if add_generation_prompt %}a:{% endif %}"
+
+
+def test_each_source_of_rewards_is_reported_by_itself(shop: Workshop) -> None:
+    rewards = shop.config("grpo", "run")["reward"]
+    rewards.append({"use": f"file:{shop.file('style.py', STYLE)}", "weight": 0.25})
+    run = shop.train("grpo", "run", reward=rewards)
+    samples = list(run.samples())
+    for number, line in enumerate(run.lines()):
+        own = samples[12 * number : 12 * (number + 1)]
+        mean = sum(s["rewards"]["reward"]["value"] for s in own) / 12
+        assert line["reward/reward/mean"] == pytest.approx(mean)
+        assert (line["reward/style/mean"], line["reward/style/std"]) == (1.5, 0.5)
+        assert line["reward/mean"] == pytest.approx(mean + 0.25 * 1.5 * 2 / 3)
+        assert line["reward/style/info/long"] == sum(s["rewards"]["style"]["info"]["long"] for s in own) / 12
+        assert "reward/style/info/text" not in line
+
+
+def test_a_named_chat_template_is_trained_with_and_exported(shop: Workshop) -> None:
+    file = shop.file("own.jinja", TEMPLATE + OPENING)
+    plain = shop.train("sft", "plain", run={"steps": 1})
+    run = shop.train("sft", "run", run={"steps": 1}, data={"chat_template": str(file)})
+    assert run.lines()[0]["policy/nll"] != plain.lines()[0]["policy/nll"]
+    tokenizer = load_tokenizer(str(run.path / "model"))
+    messages = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "u:1+1=<eos>a:"
+    assert not load_tokenizer(str(plain.path / "model")).chat_template
+
+
+def kl(run: Finished) -> list[float]:
+    return [line["policy/kl_reference"] for line in run.lines()]
+
+
+def test_a_reference_follows_the_policy(shop: Workshop) -> None:
+    """Copied after the second step, it is the policy in the third, as it was in the first."""
+    still, follows = {"coef": 0.1, "where": "loss", "unbiased": True}, {"snapshot_every": 2}
+    one = kl(shop.train("grpo", "one", algorithm={"kl": still}))
+    two = kl(shop.train("grpo", "two", algorithm={"kl": still | follows}))
+    half = kl(shop.train("grpo", "half", algorithm={"kl": still | follows | {"snapshot_share": 0.5}}))
+    assert one[:2] == two[:2] == half[:2]
+    assert one[0] == pytest.approx(0, abs=1e-9)
+    assert two[2] == pytest.approx(0, abs=1e-9)
+    assert one[1] > 1e-6
+    assert 1e-7 < half[2] < one[2]
+
+
+def test_truncated_samples_are_not_trained_on(shop: Workshop) -> None:
+    """Answers of an untrained model rarely end by themselves: what is left is what the loss's metrics are of."""
+    masked = {"mask_truncated": True, "loss": {"top_entropy": 0.5, "stale_mask": 0.1}}
+    run = shop.train("rloo", "run", algorithm=masked, sampling={"samples_per_prompt": 6, "max_new_tokens": 12})
+    lines = run.lines()
+    assert any(0 < line["length/truncated"] < 1 for line in lines)
+    assert all(("policy/loss" in line) == (line["length/truncated"] < 1) for line in lines)
+    assert all("empty" not in line for line in lines)
+
+
+def test_the_critic_may_learn_in_units_of_the_returns(shop: Workshop) -> None:
+    lines = shop.train("ppo", "run", algorithm={"normalise_values": True}).lines()
+    assert all(line["value/scale_std"] > 0 for line in lines)
+    assert lines[0]["critic/return"] == pytest.approx(0, abs=1e-6), "of the first batch, by its own mean"
