@@ -68,6 +68,8 @@ class DataSection(ComponentConfig):
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat``: the tokenizer's chat template (an error where it has none); ``plain``: text as it is; ``auto``: chat
     where the tokenizer has a template."""
+    chat_template: str | None = None
+    """A file with the chat template (Jinja) to use in place of the tokenizer's own; it goes with every export."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template, e.g. ``enable_thinking = false``."""
     system: str | None = None
