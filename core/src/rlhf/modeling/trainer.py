@@ -177,7 +177,8 @@ class PackedTrainer(Trainer):
         live: Mapping[str, str],
         last: bool,
     ) -> Sums:
-        seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, self._micros)
+        number = self._micros * self.spec.world_size + self.spec.rank  # as they are dealt: no two drop the same
+        seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, number)
         self._micros += 1
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

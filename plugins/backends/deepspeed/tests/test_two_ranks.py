@@ -13,6 +13,7 @@ import pytest
 import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss
+from rlhf.ops.batch import Batch
 from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.optimizer import build_optimizer
@@ -101,6 +102,22 @@ def test_scores_evaluation_and_coverage(ranks, reference, stage):
     want = reference.trainer.evaluate([batch(9)], TokenLoss(), {}, {})["loss"][0]
     assert found[0]["evaluated"] + found[1]["evaluated"] == pytest.approx(want, rel=1e-3)
     assert found[0]["coverage"] == found[1]["coverage"] == reference.trainer.coverage()
+
+
+def test_no_two_ranks_drop_the_same(ranks):
+    """The masks are those of one rank that computes all micro-batches, in the order in which they are dealt."""
+    dealt = shares(batch(0), 2)
+    assert ranks("dropout") == [len(dealt[0]), len(dealt[1])]
+    found = load_file(ranks.folder / "gradients-dropout.safetensors")
+    config = TorchTrainer.Config(lora={"rank": 2, "dropout": 0.5}, device="cpu")
+
+    def alone(micros: list[Batch]) -> dict[str, torch.Tensor]:
+        one = TorchTrainer(config, spec(ranks.folder))
+        one.accumulate(micros, TokenLoss(), {}, {})
+        return one.gradients()
+
+    assert apart(found, alone([micro for pair in zip(*dealt, strict=True) for micro in pair])) < GRADIENT
+    assert apart(found, alone([*dealt[0], *dealt[1]])) > 0.1, "another order has other masks"
 
 
 def test_roles_of_one_process_have_second_copies(ranks):

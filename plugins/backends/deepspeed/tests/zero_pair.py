@@ -89,6 +89,15 @@ for variant, options in VARIANTS.items():
         return {"steps": done}
 
 
+@case("dropout")
+def dropout() -> Any:
+    """Gradients of several micro-batches a rank, under a mask each."""
+    one = trainer(here(), stage=2, lora={"rank": 2, "dropout": 0.5})
+    one.accumulate(mine(0), TokenLoss(), {}, {})
+    keep("gradients-dropout", one.gradients())
+    return len(mine(0))
+
+
 @case("critic")
 def critic() -> Any:
     """A scalar head that is not the embedding, on both ranks in stage 3, with a filler on one."""
