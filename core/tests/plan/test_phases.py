@@ -12,7 +12,7 @@ from rlhf.plan import engines as engine_parts
 from rlhf.plan.busy import forwarding, left, left_by_training, training
 from rlhf.plan.engines import sampling
 from rlhf.plan.heap import LARGE
-from rlhf.plan.phases import resting
+from rlhf.plan.phases import loading, resting
 from rlhf.testing.tiny import tiny_model
 
 GIB = 2**30
@@ -65,6 +65,44 @@ def test_a_precomputed_role_is_gone_before_the_others_come(shape):
     assert set(moments["precompute"].rows) == {"reference", "process"}
     assert moments["precompute"].rows["reference"].keys() >= {"weights", "working"}
     assert all("reference" not in moments[phase].rows for phase in ("load", "train"))
+
+
+def test_making_buffers_takes_more_than_the_weights(shape):
+    """A second copy of what is trained, and communication buffers, which stay; states come with the first step."""
+    count = shape.parameters
+    flat = Sharding(optimizer_ranks=2, making_bytes=4.0, buffers=1000)
+    assert loading(policy(shape, sharding=flat), "cpu") == {"weights": 4 * count, "working": 4 * count + 1000}
+    frozen = policy(shape, sharding=replace(flat, buffers=0), trained=False)
+    assert loading(frozen, "cpu") == {"weights": 4 * count, "working": 0}
+    few = policy(shape, sharding=replace(flat, adapter_rank=2))
+    assert loading(few, "cpu")["working"] == 4 * few.trained_parameters + 1000
+    roles = (policy(shape, sharding=flat), replace(policy(shape, sharding=flat, micro_tokens=1024), name="critic"))
+    moment = only(Layout(roles, None, CPU))["load"]
+    assert sorted(p["working"] for name, p in moment.rows.items() if name != "process") == [1000, 4 * count + 1000]
+    assert all("optimizer" not in parts for parts in moment.rows.values())
+
+
+def test_a_divided_model_is_mapped_whole_and_then_computes_once(shape):
+    """On CPUs; what is gathered ahead of its use is not there in the first pass. A scalar head is not checked."""
+    count = shape.parameters
+    divided = Sharding(
+        weight_ranks=4, loading_ranks=4, making_bytes=1.0, reads_whole=True, gathered=10**9, in_flight=10**9
+    )
+    gathers = loading(policy(shape, sharding=divided), "cuda")
+    assert gathers == {"weights": count, "working": count + 4 * count}
+    few = replace(divided, gathered=0)
+    made = count + 4 * shape.widest
+    assert made < 4 * count
+    assert loading(policy(shape, sharding=few), "cpu") == {"weights": count, "working": 4 * count}
+    assert loading(policy(shape, sharding=few), "cuda") == {"weights": count, "working": made}
+    critic = replace(shape, outputs=1)
+    assert loading(policy(critic, sharding=few), "cuda") == {"weights": count, "working": count}
+
+
+def test_a_second_copy_of_the_weights_is_held_beside_the_first(shape):
+    twice, once = (Sharding(weight_ranks=8, second_ranks=n) for n in (2, 0))
+    more, less = (resting(policy(shape, sharding=s))[0]["weights"] for s in (twice, once))
+    assert (more, less) == (int(4 * shape.parameters * (1 / 8 + 1 / 2)), int(4 * shape.parameters / 8))
 
 
 def test_one_trains_while_the_other_rests(shape):

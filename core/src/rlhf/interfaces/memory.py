@@ -31,6 +31,13 @@ class Sharding:
     """A moving average of the weights."""
     loading_ranks: int = 1
     """Ranks that the weights are divided over while the model is loaded; 1: every rank has all of them for a moment."""
+    reads_whole: bool = False
+    """Where they are divided then: in host memory every rank maps the whole file meanwhile."""
+    making_bytes: float = 0.0
+    """Bytes per trained parameter of what is there beside the weights while the trainer makes its buffers of them, and
+    goes then."""
+    second_ranks: int = 0
+    """Ranks that a second copy of the weights is divided over; 0: there is none."""
     keeps_gradients: bool = False
     """Gradient buffers exist between steps too."""
     host_weights: bool = False

@@ -35,8 +35,9 @@ def element(bf16: bool) -> int:
 
 
 def weights(parameters: int, sharding: Sharding) -> int:
-    """P x bytes per weight / ranks that share a copy."""
-    return int(parameters * sharding.weight_bytes / sharding.weight_ranks)
+    """P x bytes per weight / ranks that share a copy, of each copy."""
+    copies = 1 / sharding.weight_ranks + (1 / sharding.second_ranks if sharding.second_ranks else 0)
+    return int(parameters * sharding.weight_bytes * copies)
 
 
 def gradients(trained: int, sharding: Sharding) -> int:
@@ -50,13 +51,13 @@ def optimizer(trained: int, sharding: Sharding) -> int:
     return int(trained * each / sharding.optimizer_ranks)
 
 
-def gathered(shape: ModelShape, sharding: Sharding) -> Size:
+def gathered(shape: ModelShape, sharding: Sharding, *, ahead: bool = True) -> Size:
     """Weights of others that a rank holds while it computes: what the trainer keeps gathered, and the largest part; and
-    copies of what is on its way."""
+    copies of what is on its way, where weights are gathered ``ahead`` of their use: not in the first pass."""
     if sharding.weight_ranks == 1 and not sharding.host_weights:
         return Size()
     most = min(shape.parameters, sharding.gathered + shape.widest)
-    coming = sharding.in_flight if sharding.weight_ranks > 1 else 0
+    coming = sharding.in_flight if ahead and sharding.weight_ranks > 1 else 0
     return Size(int((most + coming) * sharding.weight_bytes), int(min(most, shape.small) * sharding.weight_bytes))
 
 

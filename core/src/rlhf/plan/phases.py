@@ -14,6 +14,8 @@ from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, devi
 PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
 """precompute: frozen roles read all rows, then go; load: models are read; generate: samples are drawn and scored; sync:
 weights go to engines that hold their own; forward: the batch is annotated; train: forward, backward and step."""
+LOADED = ("weights", "working")
+"""Parts that rest on a device from loading on; states and gradients come with the first step."""
 STEP = PHASES[2:]
 """Those that come again with every step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
@@ -75,10 +77,16 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
 
 
 def loading(role: RoleLayout, device: str) -> Parts:
-    """While its model is read: all weights that one rank holds for a moment."""
+    """While its model is read: all weights that one rank holds for a moment, and the larger of what it maps of the file
+    and of what it needs to make its buffers. A divided language model computes once, for its head to be checked."""
     s, shape = role.sharding, role.shape
-    read = shape.read if shape.read and device == "cpu" else shape.parameters
-    return {"weights": int(read * s.weight_bytes / s.loading_ranks)}
+    on_cpu = device == "cpu"
+    read = shape.read if shape.read and on_cpu else shape.parameters
+    made = int(role.trained_parameters * s.making_bytes) + s.buffers
+    if shape.outputs == shape.vocabulary:
+        made += formulas.gathered(shape, s, ahead=False).all
+    mapped = int(shape.parameters * s.weight_bytes) if s.reads_whole and on_cpu else 0
+    return {"weights": int(read * s.weight_bytes / s.loading_ranks), "working": max(mapped, made)}
 
 
 # --------------------------------------------------------------------------------------- a device
@@ -192,7 +200,7 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     aside = phase == "generate" and _shares_with_engines(layout, role.name)
     parts, host = resting(role, aside=aside)
     if phase == "load":
-        return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k == "weights"}), host
+        return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k in LOADED}), host
     if busy and phase == "train":
         added, away = training(role, machine.device)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away
