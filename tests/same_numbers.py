@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rlhf.config import load
-from rlhf.controller.build import launch_roles
+from rlhf.controller.launching import launch_roles
 from rlhf.controller.learn import learn
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.controller.roles import Role

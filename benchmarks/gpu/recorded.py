@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from ours_gradients import demonstrations, groups
-from rlhf.controller.build import launch_roles
+from rlhf.controller.launching import launch_roles
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.controller.roles import Role
 from rlhf.ops.batch import Batch

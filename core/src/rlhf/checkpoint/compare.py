@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rlhf.errors import CheckpointError
 
 Severity = Literal["refuse", "report"]
 
-_IGNORED = ("run.output", "run.resume", "run.name", "config_hash")
+_IGNORED = ("run.output", "run.resume", "run.name")
 """Where a run lives and what it is called are not what it computes."""
 
 _REPORTED = (
@@ -47,19 +46,12 @@ class Difference:
         return f"{self.key}: was {self.before!r}, now {self.now!r}"
 
 
-def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved run file, independent of the order of its keys."""
-    flat = {key: value for key, value in sorted(_flatten(config).items()) if key not in _IGNORED}
-    return hashlib.sha256(json_values.dumps(flat, "config").encode()).hexdigest()
-
-
 def describe(
     config: Mapping[str, Any],
     plugins: Sequence[Mapping[str, Any]],
     *,
     threads: int | None,
     device: str,
-    layout: Collection[str] = (),
 ) -> dict[str, Any]:
     """The ``meta`` of a checkpoint: which run this is.
 
@@ -68,25 +60,25 @@ def describe(
         plugins: {"kind", "name", "distribution", "version"} of each component in use; for files "sha256".
         threads: torch threads of the process that trains.
         device: ``cpu``, or the accelerator's name.
-        layout: options of the trainers that may differ (``Trainer.layout``).
     """
     return {
-        "layout": sorted(layout),
-        "config_hash": config_hash(config),
         "config": json_values.encode(dict(config), "config"),
         "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
         "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
     }
 
 
-def compare(meta: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collection[str] = ()) -> list[Difference]:
     """All differences between a checkpoint's ``meta`` and the run that wants to continue, both of :func:`describe`.
 
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
     device, versions and schedules are reported. Keys that this release does not know are refused.
+
+    Args:
+        layout: options of the run's trainers that are reported, too (``Trainer.layout``).
     """
     places = ("trainer.options", "*.trainer", "roles.*.trainer")
-    options = [f"{place}.{name}" for place in places for name in current.get("layout", ())]
+    options = [f"{place}.{name}" for place in places for name in layout]
     reported = (*_REPORTED, *options)
     found = _differences(
         meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,16 +13,16 @@ import torch
 from rlhf import hub
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.config import to_toml
-from rlhf.controller.answering import answering, evaluation_settings, training_settings
+from rlhf.controller.answering import Answering, answering, evaluation_settings, training_settings
 from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf.controller.launching import launch_roles
 from rlhf.controller.learn import Metrics
-from rlhf.controller.lending import lend
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
-from rlhf.controller.parts import base_of, section_of
-from rlhf.controller.precompute import precompute
+from rlhf.controller.precompute import BATCHES, precompute
 from rlhf.controller.prepare import Prepared, on_processor, prepare
 from rlhf.controller.roles import Role
+from rlhf.controller.rollouts import Rollouts
 from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
@@ -35,6 +35,7 @@ from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
+from rlhf.types import Row
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
@@ -67,49 +68,6 @@ def build(prepared: Prepared) -> Run:
         raise
 
 
-def launch_roles(
-    prepared: Prepared,
-    launcher: Launcher,
-    precomputed: Callable[[ModelSpec, Callable[[], Role]], Role] | None = None,
-) -> dict[str, Role]:
-    """Load every role's model where the launcher puts it.
-
-    Args:
-        precomputed: (spec, what loads its model) -> the role, for those of which the run file asks it. They come first,
-            so that their models are gone when others are loaded.
-    """
-    config = prepared.config
-    found: dict[str, Role] = {}
-    launcher.place(prepared.places, prepared.plugins)
-    if "generator" in prepared.parts:
-        launcher.choose_link(prepared.parts["generator"].resolved.cls, config.sync.transport)
-    for name in sorted(prepared.specs, key=lambda name: not section_of(config, name).precompute):
-        load = functools.partial(_launch_role, name, prepared, launcher)
-        if section_of(config, name).precompute and precomputed is not None:
-            found[name] = precomputed(prepared.specs[name], load)
-        else:
-            found[name] = _base_of(name, prepared, found) or load()
-    roles = {name: found[name] for name in prepared.specs}
-    lend(prepared.algorithm.needs().lent, roles)
-    return roles
-
-
-def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
-    trainer, spec = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"]), prepared.specs[name]
-    group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
-    usual: int = group.call("token_budget", [()] * group.size)[0]
-    return Role(spec, group, section_of(prepared.config, name).micro_tokens or usual)
-
-
-def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
-    """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
-    declared = {each: spec.role for each, spec in prepared.specs.items()}
-    source = roles.get(base_of(prepared.config, declared, prepared.places, name) or "")
-    if source is None or name in prepared.snapshots or "base" not in source.facts.views:
-        return None
-    return Role(prepared.specs[name], source.group, source.budget, view="base")
-
-
 def _build(prepared: Prepared, directory: RunDirectory) -> Run:
     launcher: Launcher = prepared.parts["launcher"].build()
     launcher.reports = directory.path
@@ -125,40 +83,23 @@ def _build(prepared: Prepared, directory: RunDirectory) -> Run:
 
 def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, opened: list[Callable[[], None]]) -> Run:
     """``opened`` gets what must be called where the run comes to nothing."""
-    config, algorithm, data = prepared.config, prepared.algorithm, prepared.data
+    config, data = prepared.config, prepared.data
     progress = Progress(prepared.total_steps)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in (*hub.notes(), *prepared.notes):
         progress.note(note)
-
-    def remember(spec: ModelSpec, load: Callable[[], Role]) -> Role:
-        path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
-        size = 8 * config.data.batch_size
-        return precompute(spec, path, algorithm, lambda: data.every_example(size), load, progress.note, store.writing)
-
-    rows = data.eval_rows()[: config.eval.max_rows]
-    least = algorithm.needs().rows_min
-    if rows and not prepared.online and len(rows) < least:
-        raise ConfigError(
-            f"{algorithm.name} needs at least {least} rows to evaluate on, got {len(rows)} from data.eval. Add rows, "
-            "or leave data.eval out."
-        )
-    for start in directory.starts()[-1:]:
+    rows = _eval_rows(prepared)
+    for start in directory.starts()[-1:]:  # what dtype = "auto" meant is not measured again by a resume
         if found := start.get("on_processor"):
             prepared.specs = on_processor(prepared.specs, Precision(**found))
-    roles = launch_roles(prepared, launcher, remember)
+    roles = launch_roles(prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress))
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
+    settings = config.model_dump(mode="json")
     run = Run(
         config=config,
-        meta=describe(
-            config.model_dump(mode="json"),
-            plugins,
-            threads=torch.get_num_threads(),
-            device=policy.device,
-            layout=prepared.parts["trainer"].resolved.cls.layout,
-        ),
-        algorithm=algorithm,
+        meta=describe(settings, plugins, threads=torch.get_num_threads(), device=policy.device),
+        algorithm=prepared.algorithm,
         roles=roles,
         data=data,
         launcher=launcher,
@@ -170,39 +111,19 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
     )
-    evaluations: list[Callable[[], Metrics]] = []
+    answers = None
     if prepared.rollout is not None:
         answers = answering(prepared, roles, launcher, progress.note)
         answers.rollouts.main.stop = run.stop
         run.weights, run.phases, run.closers = answers.sync, answers.phases, answers.closers
         opened += answers.closers
-        settings = evaluation_settings(config)
-        evaluations.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
         if prepared.online:
-            run.stream = Stream(
-                data,
-                answers.rollouts,
-                training_settings(config, algorithm.needs().given),
-                batch_size=config.data.batch_size,
-                total_steps=prepared.total_steps,
-                staleness=config.stream.staleness,
-                round=config.stream.round,
-                filter=config.stream.filter,
-                on_failed_sample=config.stream.on_failed_sample,
-                group_min=algorithm.needs().group_min,
-                scored=algorithm.needs().reward,
-            )
-    if rows and not prepared.online:
-        examples = data.examples(rows)
-        evaluations.append(lambda: evaluate_loss(algorithm, roles, examples))
+            run.stream = _stream(prepared, answers.rollouts)
     if rows:
-        run.evaluate = lambda: {name: value for evaluate in evaluations for name, value in evaluate().items()}
-        trainer = prepared.parts.get("trainer.policy", prepared.parts["trainer"]).resolved.cls
-        if check_wearing(run, trainer, config.eval.weights):
-            run.evaluate = functools.partial(worn, run, run.evaluate)
+        run.evaluate = _evaluation(run, prepared, rows, answers)
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     if config.run.resume:
-        _restore(run)
+        _restore(run, prepared.parts["trainer"].resolved.cls.layout)
     if run.weights is not None:
         run.sync(run.first_step)
     with run.writing(directory.path):
@@ -216,6 +137,68 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     return run
 
 
+def _eval_rows(prepared: Prepared) -> list[Row]:
+    """The rows to evaluate on. ConfigError where the loss cannot be computed of so few."""
+    rows = prepared.data.eval_rows()[: prepared.config.eval.max_rows]
+    least = prepared.algorithm.needs().rows_min
+    if rows and not prepared.online and len(rows) < least:
+        raise ConfigError(
+            f"{prepared.algorithm.name} needs at least {least} rows to evaluate on, got {len(rows)} from data.eval. "
+            "Add rows, or leave data.eval out."
+        )
+    return rows
+
+
+def _precomputed(
+    prepared: Prepared,
+    directory: RunDirectory,
+    store: CheckpointStore,
+    progress: Progress,
+    spec: ModelSpec,
+    load: Callable[[], Role],
+) -> Role:
+    """A role whose annotations of all rows are made before the first step, or were by the run that is resumed."""
+    path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
+    data, size = prepared.data, BATCHES * prepared.config.data.batch_size
+    examples = functools.partial(data.every_example, size)
+    return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing)
+
+
+def _stream(prepared: Prepared, rollouts: Rollouts) -> Stream:
+    """The training batches of an online run."""
+    config, needs = prepared.config, prepared.algorithm.needs()
+    return Stream(
+        prepared.data,
+        rollouts,
+        training_settings(config, needs.given),
+        batch_size=config.data.batch_size,
+        total_steps=prepared.total_steps,
+        staleness=config.stream.staleness,
+        round=config.stream.round,
+        filter=config.stream.filter,
+        on_failed_sample=config.stream.on_failed_sample,
+        group_min=needs.group_min,
+        scored=needs.reward,
+    )
+
+
+def _evaluation(run: Run, prepared: Prepared, rows: list[Row], answers: Answering | None) -> Callable[[], Metrics]:
+    """What an evaluation computes: the metrics of the policy's answers to ``rows``, and of an offline run its loss."""
+    config, parts = prepared.config, list[Callable[[], Metrics]]()
+    if answers is not None:
+        settings = evaluation_settings(config)
+        parts.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
+    if not prepared.online:
+        examples = prepared.data.examples(rows)
+        parts.append(lambda: evaluate_loss(prepared.algorithm, run.roles, examples))
+
+    def evaluate() -> Metrics:
+        return {name: value for part in parts for name, value in part().items()}
+
+    trainer = prepared.parts.get("trainer.policy", prepared.parts["trainer"]).resolved.cls
+    return functools.partial(worn, run, evaluate) if check_wearing(run, trainer, config.eval.weights) else evaluate
+
+
 def _measured(prepared: Prepared) -> dict[str, Any]:
     """What a resume must not measure or look up again."""
     found = prepared.specs["policy"].on_processor
@@ -223,8 +206,12 @@ def _measured(prepared: Prepared) -> dict[str, Any]:
     return measured | ({"hub": pins} if (pins := hub.pins()) else {})
 
 
-def _restore(run: Run) -> None:
-    """Continue from the newest complete checkpoint, or from the start where none was saved before the run died."""
+def _restore(run: Run, layout: Collection[str]) -> None:
+    """Continue from the newest complete checkpoint, or from the start where none was saved before the run died.
+
+    Args:
+        layout: ``Trainer.layout``.
+    """
     run.store.clean()
     newest = run.store.newest()
     if newest is None:
@@ -232,7 +219,7 @@ def _restore(run: Run) -> None:
         with run.writing(run.directory.path):
             run.directory.cut(None)
         return
-    for line in require_same_run(compare(newest.meta, run.meta), newest.path):
+    for line in require_same_run(compare(newest.meta, run.meta, layout), newest.path):
         run.progress.note(line)
     checkpoint = run.store.open(newest.step)
     run.first_step = read_state(run, checkpoint.path)

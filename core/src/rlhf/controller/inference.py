@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rlhf.components import select
 from rlhf.controller.answering import Answering, answering, evaluation_settings
-from rlhf.controller.build import launch_roles
 from rlhf.controller.evaluate import evaluate_rollouts
+from rlhf.controller.launching import launch_roles
 from rlhf.controller.learn import Metrics
 from rlhf.controller.prepare import Prepared, prepare
 from rlhf.data_section import DataSection

@@ -26,6 +26,9 @@ from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 
+BATCHES = 8
+"""As many batches' rows the role is given at once."""
+
 _KEY = 16  # bytes; two of 2^40 sequences share one with a probability of 2^-49
 
 

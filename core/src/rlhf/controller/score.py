@@ -16,7 +16,7 @@ import torch
 from rlhf.checkpoint.partial import PartialFile
 from rlhf.components import resolved_run
 from rlhf.controller.answering import scorer_of
-from rlhf.controller.build import launch_roles
+from rlhf.controller.launching import launch_roles
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.parts import active_reward, model_of, model_spec, places_of, run_parts
 from rlhf.controller.prepare import Prepared, on_processor
