@@ -254,3 +254,20 @@ def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
 
 def test_an_async_env_has_no_limit() -> None:
     assert Episodes(in_process(Counter), None, section()).limit is None
+
+
+def test_a_row_that_cannot_be_sent_to_a_worker_is_the_environments_failure(plain) -> None:
+    async def scenario():
+        episodes = Episodes(plain, None, section(deadline=5.0))
+        try:
+            episode = episodes.open()
+            with pytest.raises(EnvError, match=r"asking its worker process for reset\(\) raised"):
+                await episode.reset(row(start=lambda: 0), 0)
+            await episode.close()
+            again = episodes.open()
+            assert await again.reset(row(start=1), 0) == "start 1"
+            await again.close()
+        finally:
+            episodes.close()
+
+    asyncio.run(scenario())

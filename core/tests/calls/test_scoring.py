@@ -416,3 +416,13 @@ def test_a_reward_that_cannot_start_stops_setup(from_file) -> None:
     instance = object.__new__(resolved.cls)
     with pytest.raises(RewardError, match=r"starting raised AttributeError.*missing"):
         score([ActiveReward("bad", resolved, instance, ComponentConfig())], None)
+
+
+def test_a_row_that_cannot_be_sent_to_a_worker_is_the_rewards_failure(sync, make_group) -> None:
+    """Not an error of Python's that ends the run without a word about reward and row."""
+    group = make_group("a", made_by=lambda: 0)
+    score([sync], group)
+    assert group.trajectories[0].status == "failed"
+    assert "reward 'sync' (" in group.trajectories[0].error
+    assert "asking its worker process raised" in group.trajectories[0].error
+    assert "row 7 of source 'unit'" in group.trajectories[0].error

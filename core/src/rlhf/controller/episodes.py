@@ -10,7 +10,7 @@ from rlhf.controller.calls import DeadlineExpired, cause, within
 from rlhf.controller.results import InvalidResult, check_observation, check_step, step_from_json
 from rlhf.controller.worker import Worker
 from rlhf.controller.worker_pool import WorkerPool
-from rlhf.errors import EnvError, PluginInvalid
+from rlhf.errors import EnvError, PluginInvalid, boundary
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
 from rlhf.sections import EnvSection
@@ -73,7 +73,8 @@ class Episode(Env):
         if self._env is not None or self._worker is not None or self._closed:
             raise EnvError(f"{self._resolved}: reset() was called twice; an episode is opened afresh for every sample")
         if self._pool is not None:
-            self._worker = await self._pool.acquire()
+            with boundary(EnvError, f"{self._resolved}: starting its worker process"):
+                self._worker = await self._pool.acquire()
             opening: str = await self._remote("reset", row, seed, self.sampling)
             return opening
         try:
@@ -121,7 +122,8 @@ class Episode(Env):
     async def _remote(self, method: str, *arguments: Any) -> Any:
         assert self._worker is not None
         try:
-            return await self._worker.call(method, *arguments, deadline=self._section.deadline)
+            with boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()"):
+                return await self._worker.call(method, *arguments, deadline=self._section.deadline)
         except BaseException:
             self._failed = True
             raise

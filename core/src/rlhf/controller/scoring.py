@@ -171,8 +171,9 @@ class Scorer:
 
     async def _attempt(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         if reward.in_worker:
-            async with self._pools[reward.name].worker() as worker:
-                return results_from_json(await worker.call("score", group, deadline=reward.deadline))
+            with boundary(RewardError, f"{reward}: asking its worker process"):  # a row that cannot be sent, no process
+                async with self._pools[reward.name].worker() as worker:
+                    return results_from_json(await worker.call("score", group, deadline=reward.deadline))
         try:
             answer: Any = reward.instance.score(group)
             return check_results(await within(answer, reward.deadline), group.trajectories)
