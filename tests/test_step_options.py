@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from rlhf.data.tokenizer import load_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from tests.runs import Finished, Workshop
 
@@ -82,3 +85,22 @@ def test_the_critic_may_learn_in_units_of_the_returns(shop: Workshop) -> None:
     lines = shop.train("ppo", "run", algorithm={"normalise_values": True}).lines()
     assert all(line["value/scale_std"] > 0 for line in lines)
     assert lines[0]["critic/return"] == pytest.approx(0, abs=1e-6), "of the first batch, by its own mean"
+
+
+def test_the_critic_is_exported_and_starts_another_run(shop: Workshop) -> None:
+    run = shop.train("ppo", "run", checkpoint={"export_trained": True})
+    critic = run.path / "model-critic"
+    saved = load_file(run.last_checkpoint / "roles" / "critic" / "model.safetensors")
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    assert model.config.num_labels == 1
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+    load_tokenizer(str(critic))
+    again = shop.train("ppo", "again", critic={"model": str(critic)})
+    assert again.lines()[0]["value/mean"] != run.lines()[0]["value/mean"]
+    assert not (again.path / "model-critic").exists()
+
+
+def test_where_only_the_policy_is_trained_there_is_nothing_more_to_export(shop: Workshop) -> None:
+    run = shop.run("grpo", "run", checkpoint={"export_trained": True})
+    assert run.code == 2
+    assert "checkpoint.export_trained: 'grpo' configured like this trains no role beside the policy" in run.said

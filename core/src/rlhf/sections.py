@@ -234,5 +234,7 @@ class CheckpointSection(ComponentConfig):
     """Save where evaluation finds a new best, and never rotate that one away."""
     export_every: Count | None = None
     """Steps between Hugging Face exports to ``exports/step-N``; the final one is ``model/``."""
+    export_trained: bool = False
+    """At the end export the other trained roles too: the critic to ``model-critic/``, to start another run from."""
     save_rollouts: bool = True
     """Write the samples of every step to ``rollouts/``."""

@@ -116,6 +116,11 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
         problems.append("data.train: no training data is named. Set --data FILE.")
     roles = (*needs.roles, *reward_roles)
     held = {r.name for r in roles}
+    if run.checkpoint.export_trained and {r.name for r in roles if r.trained} <= {"policy"}:
+        problems.append(
+            f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role beside the policy, "
+            "which is exported in any case. Remove it."
+        )
     frozen = {
         r.name for r in roles if not r.trained and r.name != "policy"
     }  # a policy that only answers trains elsewhere

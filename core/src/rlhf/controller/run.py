@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from rlhf.controller.built import Built
@@ -160,6 +161,10 @@ class Run(Built):
                     )
                 with self.writing(self.directory.model):
                     self.directory.publish_model(self.saves.write_model)
+                others = [name for name in self.trained_roles if name != "policy"]
+                for name in others if self.config.checkpoint.export_trained else ():
+                    with self.writing(self.directory.model_of(name)):
+                        self.directory.publish_model(partial(self.saves.write_role, name), name)
         finally:
             with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
                 for closer in (self.directory.close, self.launcher.shutdown, *reversed(self.closers)):

@@ -55,16 +55,20 @@ class Saves:
         algorithm adds, and where rows were solutions in steps, what followed each step; a chat template that the run
         file names takes the place of the tokenizer's own."""
         run = self._run
-        policy = run.roles["policy"]
-        policy.every("export", path, "ema" if "ema" in policy.facts.views else "live")
-        if run.config.data.chat_template is not None:
-            (path / CHAT_TEMPLATE_FILE).write_text(run.data.template.tokenizer.chat_template, encoding="utf-8")
+        self.write_role("policy", path)
         own = run.algorithm.model_config()
         if run.algorithm.data == "steps":
             own = {STEP_SEPARATOR: run.config.data.step_separator, **own}
         if own:
             config = path / "config.json"
             write_json(config, {**read_json(config), **own})
+
+    def write_role(self, name: str, path: Path) -> None:
+        """A trained role in Hugging Face format."""
+        run, role = self._run, self._run.roles[name]
+        role.every("export", path, "ema" if "ema" in role.facts.views else "live")
+        if run.config.data.chat_template is not None:
+            (path / CHAT_TEMPLATE_FILE).write_text(run.data.template.tokenizer.chat_template, encoding="utf-8")
 
     def rescue(self) -> None:
         """After a failure: save the last finished step where the weights are still its own, so that nothing is lost

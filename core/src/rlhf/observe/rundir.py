@@ -141,10 +141,15 @@ class RunDirectory:
                 _remove(path)
         return self.exports(step)
 
-    def publish_model(self, write: Callable[[Path], None]) -> Path:
-        """Let ``write`` fill ``model/``: whole or absent."""
-        publish_folder(self.model, write)
-        return self.model
+    def model_of(self, role: str) -> Path:
+        """Folder for the final model of a role other than the policy."""
+        return self.path / f"model-{role}"
+
+    def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> Path:
+        """Let ``write`` fill ``model/``, or a role's own folder: whole or absent."""
+        folder = self.model if role is None else self.model_of(role)
+        publish_folder(folder, write)
+        return folder
 
     def keep_batch(self, reason: str, batch: Batch) -> Path:
         """Keep the batch of a skipped optimizer step for study, as safetensors: ``tok.<column>``, ``seq.<column>``,
