@@ -76,10 +76,10 @@ def evaluate(
     sums: dict[str, tuple[float, float]] = {}
     for term, reduce in terms.items():
         values, w = result.terms[term], _weights(x, batch, over, term, LEVEL[reduce.how])
-        if values.shape != w.shape:
+        if not isinstance(values, Tensor) or values.shape != w.shape or not values.is_floating_point():
             raise TrainingError(
                 f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
-                f"got {tuple(values.shape)}{_sizes(x)}"
+                f"got {_got(values)}{_sizes(x)}"
             )
         part = (w * values.float()).sum()
         total = part if total is None else total + part
@@ -103,16 +103,23 @@ def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tupl
             )
         level, values, *where = metric
         expected = sizes[level]
-        if values.shape != (expected,) or any(w.shape != (expected,) or w.dtype != torch.bool for w in where):
+        bools = all(isinstance(w, Tensor) and w.shape == (expected,) and w.dtype == torch.bool for w in where)
+        if not isinstance(values, Tensor) or values.shape != (expected,) or not bools:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and as many bools where "
-                "it says which of them count"
+                f"it says which of them count; got {_got(values)}"
             )
         if where and not bool(where[0].any()):
             continue
         counted = values[where[0]] if where else values
         sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
     return sums
+
+
+def _got(values: object) -> str:
+    if not isinstance(values, Tensor):
+        return f"{type(values).__name__} {values!r:.60}"
+    return f"{tuple(values.shape)}{'' if values.is_floating_point() else f' of {values.dtype}'}"
 
 
 def _sizes(x: LossInput) -> str:

@@ -15,16 +15,28 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf.ops.heads import BUILTIN
 from rlhf.ops.loss_value import finish_sums
-from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, layouts, norm, same_bits
+from rlhf.testing.compare import (
+    GRADIENT,
+    LOSS,
+    distance,
+    finite,
+    generators_left_alone,
+    layouts,
+    norm,
+    same_bits,
+)
 from rlhf.testing.contract import Nonconformance, expect, missing
 from rlhf.testing.loss_case import EXTREME, LossCase, LossSubject, Padded
+from rlhf.testing.loss_heads import check_declared, check_head
 
 
 class LossContract(LossSubject):
@@ -47,19 +59,25 @@ class LossContract(LossSubject):
         """The declared outputs, columns and terms are enough, over the grid of configs; the call is pure."""
         for config, case in self.cases():
             about = self.about(config)
-            declared = (case.loss.outputs(), case.loss.columns(), case.loss.reduce())
-            again = self.build(config)
-            expect(
-                declared == (again.outputs(), again.columns(), again.reduce()),
-                f"{about} outputs(), columns() and reduce() must be functions of the config alone",
-            )
             before = {k: v.clone() for k, v in case.batch.tok.items()}
             state = copy.deepcopy(case.loss.state_dict())
-            first, second = case.run(case.whole()), case.run(case.whole())
+            with generators_left_alone(about):
+                first, second = case.run(case.whole()), case.run(case.whole())
+            expect(math.isfinite(first.total), f"{about} the loss is {first.total} on ordinary values")
             expect(first.total == second.total, f"{about} two calls on the same input give different values")
             expect(state == case.loss.state_dict(), f"{about} calling the loss changed its state: __call__ is pure")
             for name, old in before.items():
                 expect(same_bits(old, case.batch.tok[name]), f"{about} the call changed the column {name!r} in place")
+
+    def test_heads(self) -> None:
+        """Outputs and columns are named once, in tuples; a head of its own gives float32 values of each token alone."""
+        for config in self.grid():
+            about, loss = self.about(config), self.build(config)
+            check_declared(about, loss, self.build(config))
+            case = self.case(config)
+            for head in case.heads:
+                if head.name not in BUILTIN and head.over != "last_token":
+                    check_head(about, case, head)
 
     def test_masked_positions(self) -> None:
         """NaN and other token ids at masked positions change nothing, bit for bit."""

@@ -16,7 +16,7 @@ from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import padded
-from rlhf.testing.contract import Contract
+from rlhf.testing.contract import Contract, expect
 from rlhf.testing.recording import Recording
 from rlhf.types import DataForm, Head
 
@@ -166,7 +166,12 @@ class LossCase:
         for part in parts:
             micro = batch.select(part)
             outputs = self.outputs(micro)
-            value, metrics = evaluate(recorder, micro.only(names), outputs, self.suite.coef, {})  # type: ignore[arg-type]
+            given = micro.only(names)
+            watched = {**outputs, **given.seq, **given.unit}  # token columns are copied for every x[name]
+            versions = {name: values._version for name, values in watched.items()}
+            value, metrics = evaluate(recorder, given, outputs, self.suite.coef, {})  # type: ignore[arg-type]
+            changed = [name for name, version in versions.items() if watched[name]._version != version]
+            expect(not changed, f"{self.suite.about()} the call changes {changed} in place, which others read too")
             for name, gradient in self.gradients_of(value).items():
                 gradients[name] += gradient
             total += float(value.detach())

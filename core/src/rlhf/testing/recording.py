@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.losses import LossInput
 from rlhf.ops.reduce import WEIGHT
@@ -41,6 +43,12 @@ class Recording:
         if not isinstance(result, LossOutput) or set(result.terms) != set(reduces):
             return result  # evaluate() refuses it with the reason
         for term, values in result.terms.items():
+            if not isinstance(values, torch.Tensor):
+                return result  # evaluate() refuses it
+            if values.dtype in (torch.float16, torch.bfloat16):
+                raise Nonconformance(
+                    f"the term {term!r} comes in {values.dtype}: what the loss reads is float32, and so are its terms"
+                )
             weight = batch.column(WEIGHT + term)
             how = reduces[term].how
             if how == "seq_mean":
