@@ -21,8 +21,8 @@ def notes(algorithm: str, *flags: tuple[str, str]) -> list[str]:
 def test_samples_of_an_older_policy_without_a_correction_are_named_with_what_to_set():
     assert notes("grpo", OLD) == [
         "stream.staleness = 2: samples are 2 steps old when they are trained on, and no importance weight corrects for "
-        "it: the loss takes them for samples of the policy that its step begins with. Set --algorithm.loss.correction.preset tis or "
-        "--stream.staleness 0."
+        "it: the loss takes them for samples of the policy that its step begins with. Set "
+        "--algorithm.loss.correction.preset tis or --stream.staleness 0."
     ]
     (of_rounds,) = notes("rloo", ("stream.round", "2"))
     assert of_rounds.startswith("stream.round = 2: samples are up to 1 step old when they are trained on")

@@ -26,8 +26,8 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
         return []
     options = [f"--algorithm.{path}.preset tis" for path in _corrections(algorithm)]
     return [
-        f"{age} when they are trained on, and no importance weight corrects for it: the loss takes them for samples of the policy "
-        f"that its step begins with. Set {' or '.join([*options, f'--stream.{back}'])}."
+        f"{age} when they are trained on, and no importance weight corrects for it: the loss takes them for samples of "
+        f"the policy that its step begins with. Set {' or '.join([*options, f'--stream.{back}'])}."
     ]
 
 
