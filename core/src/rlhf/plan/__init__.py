@@ -5,12 +5,13 @@ A run file and flags become a :class:`Layout` of plain values (``resolving``), a
 """
 
 from rlhf.plan.changes import Nearest, nearest
+from rlhf.plan.layers import LayerShape
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf.plan.machines import target
 from rlhf.plan.phases import PARTS, PHASES, GroupPlan, Moment, sum_of
 from rlhf.plan.report import as_json, describe, summary, verdict
 from rlhf.plan.resolving import resolve
-from rlhf.plan.shape import LayerShape, ModelShape, read_shape
+from rlhf.plan.shape import ModelShape, read_shape
 from rlhf.plan.sizes import parse, text
 from rlhf.plan.verdicts import Plan, Shortage, make_plan
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from rlhf.interfaces.memory import Sharding
 from rlhf.plan.heap import Size, tensors, total
-from rlhf.plan.shape import LayerShape, ModelShape
+from rlhf.plan.layers import LayerShape
+from rlhf.plan.shape import ModelShape
 
 FP32 = 4
 MIB = 2**20

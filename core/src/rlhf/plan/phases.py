@@ -82,7 +82,7 @@ def loading(role: RoleLayout, device: str) -> Parts:
     s, shape = role.sharding, role.shape
     on_cpu = device == "cpu"
     read = shape.read if shape.read and on_cpu else shape.parameters
-    made = int(role.trained_parameters * s.making_bytes) + s.buffers
+    made = int(role.trained_parameters * s.making_bytes) + (s.buffers if s.making_bytes else 0)
     if shape.outputs == shape.vocabulary:
         made += formulas.gathered(shape, s, ahead=False).all
     mapped = int(shape.parameters * s.weight_bytes) if s.reads_whole and on_cpu else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,31 +11,8 @@ from typing import Any
 
 from rlhf.errors import ModelError
 from rlhf.plan.heap import LARGE
+from rlhf.plan.layers import LayerShape, cached, first, layer_shape
 from rlhf.published import model_folder
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One decoder layer; widths in elements per token."""
-
-    parameters: int
-    query: int
-    """All query heads together."""
-    key: int
-    """All key heads together."""
-    value: int
-    heads: int
-    """Query heads: attention probabilities per pair of tokens."""
-    ffn: int
-    """Width of the feed-forward layer; of a mixture of experts: of all experts that one token goes through."""
-    gated: bool
-    """gate, up and down matrices; else two matrices."""
-    routed: int = 0
-    """Copies of a token's hidden state that go to experts; 0: no experts."""
-    normed: bool = False
-    """Queries and keys have a norm of their own."""
-    norms: int = 2
-    """Norms of whole hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +39,25 @@ class ModelShape:
     softcap: bool
     """Attention scores are soft-capped, so they exist as matrices."""
     linear: tuple[tuple[str, int, int], ...]
-    """Where adapters go: (last part of the name, inputs + outputs summed over the layers with it, how many)."""
+    """Where adapters go: (last part of the name, inputs + outputs summed over all with it, how many)."""
     small: int = 0
     """Parameters in tensors below 32 MiB in fp32 (:data:`rlhf.plan.heap.LARGE`)."""
     positions: int | None = None
     """Longest sequence that the model is made for, where its config says."""
+    projected: int = 0
+    """Width of embedding and head, where it is not the layers'; else 0."""
     read: int = 0
     """Parameters of the whole model, where this is a part of one; else 0."""
 
     @property
     def embedding(self) -> int:
         """Parameters of the token embedding."""
-        return self.vocabulary * self.hidden
+        return self.vocabulary * (self.projected or self.hidden)
 
     @property
     def head(self) -> int:
         """Parameters of the head, of its own or shared with the embedding."""
-        return self.outputs * self.hidden
+        return self.outputs * (self.projected or self.hidden)
 
     @property
     def widest(self) -> int:
@@ -138,30 +118,32 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
         raise ModelError(f"cannot plan with the model {path!r}: {type(cause).__name__}: {cause}\n{EXPECTED}") from cause
     text = config.get_text_config()
     layers = _decoder_layers(module, int(text.num_hidden_layers), path)
-    vocabulary, hidden = int(text.vocab_size), int(text.hidden_size)
-    shapes = tuple(_layer(layer, text, number) for number, layer in enumerate(layers))
-    outputs = _outputs(head, vocabulary)
+    embedding, own_head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    tied = own_head is not None and own_head.weight is embedding
+    hidden, (vocabulary, width) = int(text.hidden_size), embedding.shape
+    shapes = tuple(layer_shape(layer, text) for layer in layers)
+    outputs = _outputs(head, int(vocabulary))
     total = sum(p.numel() for p in module.parameters())
-    tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
     if head != "lm":
-        total += outputs * hidden - (0 if tied else _numel(module.get_output_embeddings()))
+        total += outputs * width - (0 if tied else _numel(own_head)) + _biases(head, outputs, config)
     kinds = getattr(text, "layer_types", None) or ["attention"] * len(shapes)
     return ModelShape(
         path,
         str(config.model_type),
-        total,
+        int(total),
         hidden,
-        vocabulary,
+        int(vocabulary),
         outputs,
         tied,
         shapes,
-        sum(_cache(shape, kind, text) for shape, kind in zip(shapes, kinds, strict=True)),
-        1 if _first(text, "kv_lora_rank") else max(1, shapes[0].key * shapes[0].heads // shapes[0].query),
+        sum(cached(shape, kind, text) for shape, kind in zip(shapes, kinds, strict=True)),
+        1 if first(text, "kv_lora_rank") else max(1, shapes[0].key * shapes[0].heads // shapes[0].query),
         type(layers[0]).__name__ in LAYERS,
         bool(getattr(text, "attn_logit_softcapping", None)),
-        _linear(module, layers),
+        _linear(module, own_head),
         sum(p.numel() for p in module.parameters() if p.numel() * 4 < LARGE),
         getattr(text, "max_position_embeddings", None),
+        int(width) if width != hidden else 0,
     )
 
 
@@ -170,6 +152,11 @@ def _outputs(head: str, vocabulary: int) -> int:
         return vocabulary
     kind, _, count = head.partition(":")
     return int(count) if kind == "classes" else 1
+
+
+def _biases(head: str, outputs: int, config: Any) -> int:
+    """A classifier of tokens that was saved as one has biases (:mod:`rlhf.modeling.model`)."""
+    return outputs if any("TokenClassification" in name for name in config.architectures or ()) else 0
 
 
 def _numel(module: Any) -> int:
@@ -186,60 +173,15 @@ def _decoder_layers(module: Any, count: int, path: str) -> list[Any]:
     return list(max(found, key=_numel))
 
 
-def _first(config: Any, *names: str) -> int | None:
-    """The first of these fields that is a number."""
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int | float) and value:
-            return int(value)
-    return None
-
-
-def _layer(layer: Any, config: Any, number: int) -> LayerShape:
-    hidden = int(config.hidden_size)
-    heads = _first(config, "num_attention_heads") or 1
-    key_heads = _first(config, "num_key_value_heads") or heads
-    size = _first(config, "head_dim") or hidden // heads
-    query, key, value = heads * size, key_heads * size, key_heads * size
-    if _first(config, "kv_lora_rank"):  # latent attention computes with whole heads, and caches less
-        size = (_first(config, "qk_nope_head_dim") or 0) + (_first(config, "qk_rope_head_dim") or 0)
-        query, key, value = heads * size, heads * size, heads * (_first(config, "v_head_dim") or size)
-    matrices = {n: p for n, p in layer.named_parameters() if p.ndim >= 2}
-    feed = sum(p.numel() for n, p in matrices.items() if "attn" not in n and "attention" not in n)
-    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-    ffn = _first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
-    chosen = 0
-    if experts and any("expert" in n for n in matrices):
-        chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk") or 1
-        one = _first(config, "moe_intermediate_size") or ffn
-        shared = sum(p.shape[-1] for n, p in matrices.items() if "shared" in n and "down_proj" in n)
-        gated = feed > 2.5 * experts * hidden * one
-        ffn = chosen * one + int(shared)
-    else:
-        gated = feed > 2.5 * hidden * ffn
-    normed = any("q_norm" in n for n, _ in layer.named_parameters())
-    norms = sum("norm" in n and n.endswith("weight") and p.numel() == hidden for n, p in layer.named_parameters())
-    total = sum(p.numel() for p in layer.parameters())
-    return LayerShape(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms))
-
-
-def _cache(layer: LayerShape, kind: str, config: Any) -> int:
-    """Elements per token; a layer without attention over all tokens (linear, recurrent) keeps none."""
-    if "attention" not in kind or "linear" in kind:
-        return 0
-    latent = _first(config, "kv_lora_rank")
-    if latent:
-        return latent + (_first(config, "qk_rope_head_dim") or 0)
-    return layer.key + layer.value
-
-
-def _linear(module: Any, layers: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
+def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int], ...]:
+    """Every linear layer but the head and routers that are one by class (:mod:`rlhf.modeling.adapters`)."""
     from torch import nn
 
-    found: dict[str, tuple[int, int]] = {}
-    for layer in layers:
-        for name, part in layer.named_modules():
-            if isinstance(part, nn.Linear):
-                size, count = found.get(name.rpartition(".")[2], (0, 0))
-                found[name.rpartition(".")[2]] = (size + part.in_features + part.out_features, count + 1)
-    return tuple((name, size, count) for name, (size, count) in sorted(found.items()))
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and layer is not head and "Router" not in type(layer).__name__:
+            last = name.rpartition(".")[2]
+            sizes[last] += layer.in_features + layer.out_features
+            counts[last] += 1
+    return tuple((name, sizes[name], counts[name]) for name in sorted(sizes))
