@@ -33,15 +33,16 @@ def learn(
 ) -> tuple[Batch, Metrics]:
     """Annotate the batch, turn rewards into credit, train every role the algorithm names.
 
-    Returns the batch with every column that was added on the way, and the metrics of the step.
-    ``keep_skipped(reason, minibatch)`` is called for every optimizer step whose gradient was not finite: the weights
-    stayed as they were, and the batch is kept for study.
+    Args:
+        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient was not finite: weights
+            stay as they were, and the batch is kept for study.
+
+    Returns: (the batch with every column that was added on the way, the metrics of the step).
     """
-    what = f"algorithm {algorithm.name!r}"
     wanted = algorithm.annotations(step)
     for name in dict.fromkeys(a.role for a in wanted):
         batch = roles[name].annotate(batch, [a for a in wanted if a.role == name])
-    with boundary(TrainingError, what):
+    with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step)
     for update in updates:

@@ -21,7 +21,11 @@ from rlhf.types import Annotation, Head, Update
 
 
 class Role:
-    """What the controller calls a model by. ``budget`` is the token budget of a micro-batch."""
+    """What the controller calls a model by.
+
+    A batch is cut into one *share* for each group of ranks that divide the model's layers (mostly: for each rank), a
+    share into micro-batches of at most ``budget`` tokens (a longer unit is one by itself).
+    """
 
     changes = 0
     """How often its weights were asked to change: optimizer steps and snapshots."""
@@ -64,9 +68,9 @@ class Role:
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
-        micros = [[slim.select(units) for units in rank] for rank in shares]
+        micros = [[slim.select(units) for units in share] for share in shares]
         view = self.view if view == "live" else view
-        results = self._begin("forward", [(rank, list(heads), view) for rank in micros])
+        results = self._begin("forward", [(share, list(heads), view) for share in micros])
 
         def outputs() -> dict[str, Tensor]:
             found = results()
@@ -76,10 +80,10 @@ class Role:
 
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
         """One optimizer step on ``batch``, whose weight columns are already there."""
-        shares, arguments = self._shares(batch, loss), (loss, dict(update.coef), dict(update.live))
+        per_share = self._with_loss(batch, loss, update)
         self.changes += 1
         self.taken += 1
-        results = self._call("update", [(micros, *arguments) for micros in shares])
+        results = self._call("update", per_share)
         return add_sums(sums for sums, _ in results), results[0][1]
 
     def catch_up(self, planned: int) -> None:
@@ -92,18 +96,16 @@ class Role:
 
     def evaluate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
         """The metric sums of an optimizer batch, without learning from it."""
-        arguments = (loss, dict(update.coef), dict(update.live))
-        return add_sums(self._call("evaluate", [(micros, *arguments) for micros in self._shares(batch, loss)]))
+        return add_sums(self._call("evaluate", self._with_loss(batch, loss, update)))
 
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
         """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
-        arguments = (loss, dict(update.coef), dict(update.live))
-        self._call("accumulate", [(micros, *arguments) for micros in self._shares(batch, loss)])
+        self._call("accumulate", self._with_loss(batch, loss, update))
         found: dict[str, Tensor] = {}
-        for rank in self.group.call("gradients", [()] * self.group.size):
+        for rank in self.every("gradients"):
             for name, value in rank.items():
                 found[name] = found[name] + value if name in found else value.clone()
-        self.group.call("zero_grad", [()] * self.group.size)
+        self.every("zero_grad")
         return found
 
     def every(self, method: str, *arguments: Any) -> list[Any]:
@@ -120,7 +122,13 @@ class Role:
         results = self.group.begin(method, [arguments for arguments in per_share for _ in range(each)])
         return lambda: results()[::each]
 
+    def _with_loss(self, batch: Batch, loss: Loss, update: Update) -> list[tuple[Any, ...]]:
+        """(micro-batches, loss, coefficients, live columns) of each share."""
+        return [(micros, loss, dict(update.coef), dict(update.live)) for micros in self._shares(batch, loss)]
+
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
+        """The micro-batches of each share, with the columns that the loss reads. Fillers, which give every rank equally
+        many, count for nothing."""
         heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
         slim = batch.only(required_columns(loss, heads))
         if self.facts.wants_token_share:
@@ -130,10 +138,10 @@ class Role:
         repeated = fillers(shares)
         return [
             [
-                _without_weight(slim.select(units), [units.index(u) for u in repeated[r][m]])
-                for m, units in enumerate(rank)
+                _without_weight(slim.select(units), [units.index(u) for u in repeated[s][m]])
+                for m, units in enumerate(share)
             ]
-            for r, rank in enumerate(shares)
+            for s, share in enumerate(shares)
         ]
 
     def _plan(self, batch: Batch) -> Plan:
@@ -179,14 +187,14 @@ def _spread_over(mask_N: Tensor, values: Tensor) -> Tensor:
 
 
 def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Tensor]]], head: Head) -> Tensor:
-    """Put the micro-batches' outputs back in the batch's order."""
+    """[N, ...], or [B] for outputs of whole sequences: the micro-batches' outputs, back in the batch's order."""
     per_sequence = head.over == "last_token"
     sizes_B = torch.ones_like(batch.lens_B) if per_sequence else batch.lens_B
     size_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_B, sizes_B)
     start_U = torch.cumsum(size_U, 0) - size_U
     joined: Tensor | None = None
-    for rank, outputs in zip(shares, results, strict=True):
-        for units, micro in zip(rank, outputs, strict=True):
+    for share, outputs in zip(shares, results, strict=True):
+        for units, micro in zip(share, outputs, strict=True):
             values = micro[head.name]
             index = spans(start_U[units], size_U[units])
             if joined is None:
