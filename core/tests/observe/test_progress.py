@@ -84,6 +84,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(mo
     assert out.getvalue() == "note: loading\n"
 
 
+def test_rewards_at_tokens_are_part_of_what_is_shown():
+    """An environment may give all there is at its turns; 0 would be shown for good."""
+    out = io.StringIO()
+    progress = Progress(1, stream=out)
+    progress.step(1, {"reward/mean": 0.0, "reward/steps": 0.75, "reward/total": 0.75})
+    progress.close()
+    assert out.getvalue().splitlines()[0].split()[1] == "reward=0.75"
+
+
 def test_bar_in_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")

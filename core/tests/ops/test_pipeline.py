@@ -115,6 +115,7 @@ def test_step_rewards_lie_outside_the_group_baseline():
     assert "reward/steps" not in credit(batch, Centered())[1]
     batch, metrics = credit(batch.with_column("tok", "step_reward", step), Centered())
     assert metrics["reward/steps"] == 5.0 / 2, "the mean over both trajectories"
+    assert metrics["reward/total"] == 0.5 + 2.5
     assert own(batch, 0) == [5.5, 0.5]
     assert own(batch, 1) == [-0.5] * 3
 

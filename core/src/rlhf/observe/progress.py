@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward/mean",),
+    "reward": ("reward/total", "reward/mean"),
     "kl": ("kl/reference", "policy/kl_reference", "policy/kl_old"),
     "length": ("length/mean",),
     "loss": ("policy/loss", "loss"),

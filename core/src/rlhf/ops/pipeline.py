@@ -163,12 +163,15 @@ def normalise(values_N: Tensor, mask_N: Tensor, how: Literal["none", "center", "
 
 
 def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
-    """Raw, shaped and final rewards; how many groups have anything to tell apart; ``reward/steps``, where step rewards
-    are placed at tokens, the mean of their sum over a trajectory."""
+    """Raw, shaped and final rewards; how many groups have anything to tell apart. Where step rewards are placed at
+    tokens, ``reward/steps``, the mean of their sum over a trajectory, and ``reward/total``, with ``reward/mean``."""
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
     placed_A = batch.tok["step_reward"][batch.tok["loss_mask"]] if "step_reward" in batch.tok else torch.zeros(0)
-    steps = {"reward/steps": float(placed_A.double().sum()) / batch.units} if bool(placed_A.any()) else {}
+    steps: Metrics = {}
+    if bool(placed_A.any()):
+        placed = float(placed_A.double().sum()) / batch.units
+        steps = {"reward/steps": placed, "reward/total": _mean(raw_U) + placed}
     return steps | {
         "reward/mean": _mean(raw_U),
         "reward/std": _std(raw_U),
