@@ -169,6 +169,9 @@ def test_a_wrong_answer_fails_the_whole_group(make_group, make, message: str) ->
         (0.5, "float 0.5; allowed: a RewardResult"),
         (None, "NoneType None; allowed: a RewardResult"),
         (RewardResult(1.0, steps=((0, 0, 1.0),)), "a step reward for turn 0; allowed: the sampled turns [1]"),
+        (RewardResult(1.0, steps=((2, 0, 1.0),)), "a step reward for turn 2; allowed: the sampled turns [1]"),
+        (RewardResult(1.0, steps=((-1, 0, 1.0),)), "a step reward for turn -1; allowed: the sampled turns [1]"),
+        (RewardResult(1.0, steps=((1, -1, 1.0),)), "a step reward for token -1 of turn 1, which has 3 tokens"),
         (RewardResult(1.0, steps=((1, 3, 1.0),)), "a step reward for token 3 of turn 1, which has 3 tokens"),
         (RewardResult(1.0, steps=((1, 0, math.nan),)), "a step reward with value (nan)"),
         (RewardResult(1.0, steps=((1, 1.0),)), "allowed: (turn, token in turn, value)"),
@@ -185,6 +188,22 @@ def test_an_invalid_result_fails_its_sample_only(make_group, result, message: st
     assert message in bad.error
     assert bad.error.endswith("sample 1 of row 7 of source 'unit'")
     assert counts.failed == 1
+
+
+def test_a_sample_that_one_source_fails_on_has_no_reward_of_the_others(make_group) -> None:
+    group = make_group("a", "b", turn_rewards=(0.5, 0.25))
+    counts = score([active(giving(values(1.0, 2.0)), "sound"), active(giving(values(3.0, math.nan)), "broken")], group)
+    good, bad = group.trajectories
+    assert (good.reward, good.score) == (4.75, 4.75)
+    assert (bad.status, bad.reward, bad.score) == ("failed", None, None)
+    assert bad.rewards["sound"].value == 2.0, "what was said of it is kept for study"
+    assert (counts.failed, counts.not_applicable) == (1, 0)
+
+
+def test_what_a_reward_notes_may_hold_no_number(make_group) -> None:
+    group = make_group("a")
+    score([active(giving(lambda g: [RewardResult(1.0, info={"ratio": math.inf})]))], group)
+    assert (group.trajectories[0].status, group.trajectories[0].reward) == ("ok", 1.0)
 
 
 def test_a_tensor_is_refused_with_what_to_write(make_group) -> None:

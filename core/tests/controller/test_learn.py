@@ -108,6 +108,24 @@ def test_each_minibatch_is_weighed_by_itself_after_a_prepass_with_the_weights_of
         assert sorted(int(m.ids_N[i]) for m in epoch for i in (0, 3)) == [0, 1, 2, 3], "every unit once"
 
 
+def test_what_goes_wrong_before_an_optimizer_step_names_the_loss_or_the_algorithm():
+    class Refusing(Plain):
+        def prepare(self, batch):
+            raise ValueError("no pairs")
+
+    role = Told()
+    with pytest.raises(TrainingError, match=r"loss 'plain'.*no pairs"):
+        train(batch(), Refusing(), {"policy": role}, Update("policy", "plain"), 0, 0, print)
+    assert role.trained == []
+
+    def credit(batch):
+        raise ValueError("no rewards")
+
+    broken = SimpleNamespace(name="broken", annotations=lambda step: [], credit=credit)
+    with pytest.raises(TrainingError, match=r"algorithm 'broken'.*no rewards"):
+        learn(batch(), broken, {}, 0, 0)
+
+
 def test_a_column_is_left_out_by_a_single_optimizer_step_only():
     live = {"old_logprobs": "logprobs"}
     for changes in ({"epochs": 2}, {"minibatches": 2}):

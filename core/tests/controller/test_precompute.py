@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.controller.precompute import precompute, problems_of
+from rlhf.controller.precompute import keys, precompute, problems_of
 from rlhf.controller.roles import Role
 from rlhf.data.rows import Example
 from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import ENTROPY, LOGPROBS
 from rlhf.types import Annotation, Needs, RoleSpec, Row
 
 SPEC = ModelSpec(RoleSpec("reference"), "nowhere")
@@ -170,3 +171,21 @@ def test_trained_and_replaced_roles_are_refused():
     assert "trains it" in problems_of(["reference"], Reads(), {"reference"}, set())[0]
     assert "replaces its weights on the way" in problems_of(["reference"], Reads(), set(), {"reference"})[0]
     assert problems_of(["reference"], Reads(), {"policy"}, set()) == []
+
+
+def test_a_value_is_found_again_by_all_that_it_was_computed_from():
+    def one(mask=(False, True, True), ids=(5, 6, 7), **columns):
+        tok = {"loss_mask": list(mask), "unread": [1.0, 2.0, 3.0], **columns}
+        return pack([UnitData([SequenceData(ids, tok)])])
+
+    plain = keys(one(), LOGPROBS, "live")
+    assert plain == keys(one(unread=[4.0, 4.0, 4.0]), LOGPROBS, "live"), "what the head does not read"
+    others = [
+        keys(one(ids=(5, 6, 8)), LOGPROBS, "live"),
+        keys(one(mask=(False, False, True)), LOGPROBS, "live"),
+        keys(one(temperature=[1.0, 0.5, 0.5]), LOGPROBS, "live"),
+        keys(one(temperature=[1.0, 0.7, 0.7]), LOGPROBS, "live"),
+        keys(one(), LOGPROBS, "ema"),
+        keys(one(), ENTROPY, "live"),
+    ]
+    assert len({tuple(key) for key in (plain, *others)}) == 7

@@ -227,3 +227,17 @@ def test_live_weights_of_a_role_that_is_another_ones_base_are_the_base():
     made = reference.annotate(batch(), asked)
     assert group.views == ("base", "ema")
     assert {"a", "b"} <= set(made.tok)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("budget", [1, 8, 1000])
+def test_outputs_of_sequences_come_back_in_the_batchs_order(ranks, budget):
+    class Last(Bigram):
+        def forward(self, micros, heads, view):
+            return [{"scores": m.ids_N[m.starts_B + m.lens_B - 1].float()} for m in micros]
+
+    data, group = pairs(), Ranks(ranks)
+    group.workers = [Last() for _ in range(ranks)]
+    scored = Role(ModelSpec(RoleSpec("policy", head="scalar"), "m"), group, budget)
+    made = scored.annotate(data, [Annotation("policy", "scores", "score")]).seq["score"]
+    assert made.tolist() == data.ids_N[torch.cumsum(data.lens_B, 0) - 1].tolist()

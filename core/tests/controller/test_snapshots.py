@@ -39,6 +39,8 @@ class Weights:
     def every(self, method, sent):
         assert method == "load_buckets"
         for bucket in sent:
+            if isinstance(bucket, Bucket):  # mixed: it is already in the precision that is overwritten
+                assert all(tensor.dtype == self.tensors[name].dtype for name, tensor in bucket.tensors)
             bucket = bucket if isinstance(bucket, Bucket) else made_by[bucket[0]].value(bucket)
             assert bucket.received() == dict(zip(dict(bucket.tensors), bucket.fingerprints, strict=True))
             for name, tensor in bucket.tensors:

@@ -220,8 +220,26 @@ def test_how_far_a_canary_may_differ(made, monkeypatch, shift, trainer_dtype, ge
     if passes:
         assert made_sync.push(1)["sync/canary"] == pytest.approx(shift, rel=0.01)
     else:
-        with pytest.raises(SyncError, match=r"differ from the trainer's by .* on average; allowed are"):
+        with pytest.raises(
+            SyncError, match=r"differ from the trainer's by .* on average; allowed are .*No single tensor"
+        ):
             made_sync.push(1)
+
+
+def test_buckets_are_as_large_as_the_run_file_says(made, monkeypatch):
+    trainer, _, _, sync, _ = made
+    limits, ship = [], trainer.ship
+    monkeypatch.setattr(trainer, "ship", lambda view, limit: limits.append((view, limit)) or ship(view, limit))
+    sync(bucket_mb=3).push(1)
+    assert limits == [("live", 3 * 1024 * 1024)]
+
+
+def test_of_many_lost_tensors_eight_are_named(made):
+    trainer, group, _, sync, _ = made
+    trainer.live |= {f"layer{i}": torch.zeros(1) for i in range(10)}
+    group.lost = lambda bucket: Bucket(bucket.tensors[:3], bucket.fingerprints[:3])
+    with pytest.raises(SyncError, match=r"did not receive layer0, (layer\d, ){6}layer7 and 2 more"):
+        sync().push(1)
 
 
 def test_retry_sends_once_more_and_warn_goes_on(made):
