@@ -47,6 +47,7 @@ MISSING = {
     "eval": ("--model", "./nodel", "--data", "rows.jsonl", "--reward", "file:reward.py"),
     "score": ("--model", "./nodel", "--data", "rows.jsonl", "--reward", "file:reward.py", "-o", "scored.jsonl"),
     "data": ("preview", "--algo", "sft", "--model", "./nodel", "--data", "rows.jsonl"),
+    "train": ("--algo", "sft", "--model", "./nodel", "--data", "rows.jsonl"),
 }
 
 

@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rlhf.config import load
     from rlhf.plugins import Plugins
+    from rlhf.published import look_for_models
 
     config = load(args.run_file, overrides(args))
+    look_for_models(config)
     plugins = Plugins.discover()
     if args.dry_run:
         return _dry_run(config, plugins)

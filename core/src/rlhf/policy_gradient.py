@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, PluginInvalid
 from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import ComponentConfig
@@ -49,6 +49,7 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(config, parts)
+        self._check()
         kl: KLConfig = self.config.kl
         self.kl = KLController(kl.coef, kl.target, kl.horizon)
         self.advantage: Advantage = self.parts["advantage"]
@@ -68,6 +69,22 @@ class PolicyGradient(Algorithm):
                         f"algorithm.{field} = {getattr(self.config, field)} needs a critic, which the advantage "
                         f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
                     )
+
+    def _check(self) -> None:
+        """What a subclass may have lost of its base. Raises PluginInvalid."""
+        if not isinstance(self.config, PolicyGradientConfig):
+            raise PluginInvalid(
+                f"algorithm {self.name!r}: {type(self).__name__}.Config must subclass "
+                "rlhf.policy_gradient_config.PolicyGradientConfig: its options (kl, epochs, ...) are read here"
+            )
+        reads_values = "advantage" in self.parts and self.parts["advantage"].needs_values
+        for slot in ("advantage", "loss", *(["value_loss"] if reads_values else [])):
+            if slot not in self.parts:
+                raise PluginInvalid(
+                    f"algorithm {self.name!r} has no slot {slot!r}; its slots are {sorted(self.slots)}. Write "
+                    f'{type(self).__name__}.slots = PolicyGradient.slots | {{"advantage": Slot("advantage", NAME), '
+                    '"loss": Slot("loss", NAME)}'
+                )
 
     # ------------------------------------------------------------------------------------ declared
 

@@ -440,6 +440,28 @@ def first_failure(cls: type) -> str:
     return next(iter(failures("algorithm", cls).values()))
 
 
+def test_algorithms_that_lost_something_of_their_base():
+    class NoSlots(PolicyGradient):
+        """No parts."""
+
+        name = "no_slots"
+
+    class OtherConfig(Good):
+        """Not the options of the base."""
+
+        class Config(ComponentConfig):
+            """Own."""
+
+    class NoValueLoss(Good):
+        """A critic that nothing trains."""
+
+        slots = {"advantage": Slot("advantage", "gae"), "loss": Slot("loss", "ppo")}
+
+    assert "'no_slots' has no slot 'advantage'; its slots are ['value_loss']" in first_failure(NoSlots)
+    assert "OtherConfig.Config must subclass rlhf.policy_gradient_config.PolicyGra" in first_failure(OtherConfig)
+    assert "has no slot 'value_loss'; its slots are ['advantage', 'loss']" in first_failure(NoValueLoss)
+
+
 def test_slots_whose_defaults_their_plugin_does_not_have():
     class WrongDefault(Good):
         """A typo."""
