@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlhf.controller.drawing import evaluation_sampling, training_sampling
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.reading import read_role, score_with_role
@@ -16,7 +17,7 @@ from rlhf.data.tokenizer import Decoder, tokens_of
 from rlhf.errors import RolloutError
 from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Launcher, ReadRole, ScoreWithRole
 from rlhf.runfile import RunFile
-from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf.types import GenerationRequest, Turn
 
 if TYPE_CHECKING:
     from rlhf.controller.prepare import Prepared
@@ -114,9 +115,8 @@ def training_settings(config: RunFile, given: float = 0.0) -> RolloutSettings:
         given: ``Needs.given`` of the algorithm.
     """
     s = config.sampling
-    drawn = Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
     return RolloutSettings(
-        drawn,
+        training_sampling(config),
         s.samples_per_prompt,
         "sample",
         config.run.seed,
@@ -129,10 +129,8 @@ def training_settings(config: RunFile, given: float = 0.0) -> RolloutSettings:
 
 def evaluation_settings(config: RunFile) -> RolloutSettings:
     """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
-    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
-    drawn = Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
     return RolloutSettings(
-        drawn,
+        evaluation_sampling(config),
         config.eval.samples,
         "eval",
         config.run.seed,

@@ -80,7 +80,7 @@ def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunPart
     )
     for name in roles:
         if own := section_of(config, name).trainer:
-            where = f"{name}.trainer" if name in _NAMED else f"roles.{name}.trainer"
+            where = where_trainer(name)
             merged = Choice(use=config.trainer.use, options={**config.trainer.options, **own})
             parts[f"trainer.{name}"] = select(plugins, "trainer", merged, where, config.origins)
     return RunParts(config, algorithm, parts, rewards, roles, rollout, used)
@@ -102,6 +102,11 @@ def places_of(made: RunParts, device: str) -> dict[str, Place]:
         places[GENERATOR] = divided(place, generator.name, footprint)
         check_workers(places, device)
     return places
+
+
+def where_trainer(role: str) -> str:
+    """The section of a role's own trainer options."""
+    return f"{role}.trainer" if role in _NAMED else f"roles.{role}.trainer"
 
 
 def section_of(config: RunFile, role: str) -> ModelSection:

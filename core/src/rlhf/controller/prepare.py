@@ -20,10 +20,12 @@ from rlhf.controller.episodes import Episodes
 from rlhf.controller.notes import stream_notes
 from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
+from rlhf.controller.preflight import check_parts, idle_options
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
+from rlhf.errors import ConfigError
 from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import Precision, choose_device, choose_precision
@@ -79,6 +81,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     """
     use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
     made = run_parts(config, plugins, scored)
+    raise_problems("these options do nothing", idle_options(made))
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
     rollout, env = made.rollout, parts.get("env")
     algorithm.max_tokens = config.data.max_tokens
@@ -113,7 +116,14 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
     if any(spec.dtype == "auto" for spec in specs.values()):
         specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
+    check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
+    rows = data.eval_rows()[: config.eval.max_rows] if made.algorithm.data != "prompts" else ()
+    if rows and len(rows) < algorithm.needs().rows_min:
+        raise ConfigError(
+            f"{algorithm.name} needs at least {algorithm.needs().rows_min} rows to evaluate on, got {len(rows)} from "
+            "data.eval. Add rows, or leave data.eval out."
+        )
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,

@@ -54,6 +54,7 @@ class TrainData:
         self.bad_rows = 0
         """Training rows left out so far as nothing can be learnt from them."""
         self.eval_dropped = self.eval_bad_rows = 0
+        self._held_out: list[Row] | None = None
         self._why = Verdict()
         self._examples: dict[tuple[str, int], Example] = {}
 
@@ -106,6 +107,8 @@ class TrainData:
 
         Raises DataError: a row that does not, where such rows are not left out; or none does.
         """
+        if self._held_out is not None:
+            return list(self._held_out)
         kept: list[Row] = []
         self.eval_dropped = self.eval_bad_rows = 0
         for row in (source[i] for source in self._eval for i in range(len(source))):
@@ -119,7 +122,8 @@ class TrainData:
                 f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
                 f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
             )
-        return kept
+        self._held_out = kept
+        return list(kept)
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
         """Whether a row can be used, and as which tokens; counts nothing.

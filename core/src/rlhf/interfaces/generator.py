@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.memory import Footprint
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import GenerationRequest, Sampling, Turn
 
 if TYPE_CHECKING:
     from rlhf.sync.bucket import Bucket
@@ -86,6 +86,23 @@ class Generator(Component):
 
     refresh: Callable[[], object] | None = None
     """Set by the controller: brings the weights of now again, for an engine that was replaced."""
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        """Refuse before anything starts what the constructor, or any request of the run, would be refused for, as far
+        as it shows without the model. The default checks ``samplings``.
+
+        Args:
+            spec: its ``decode`` and end tokens are not known yet.
+            samplings: how the run draws, in training and for evaluation.
+            device: as for :meth:`rlhf.interfaces.Trainer.check`, of the engines.
+
+        Raises CapabilityError, ConfigError, or PluginError where the engine is not installed.
+        """
+        from rlhf.requests import check_sampling
+
+        for sampling in samplings:
+            check_sampling(sampling)
 
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None: ...

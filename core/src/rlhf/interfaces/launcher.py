@@ -78,6 +78,34 @@ class Launcher(Component):
     reports: Path | None = None
     """Set by the controller: the run's folder, for what a launcher writes about a failure."""
 
+    @classmethod
+    def here(cls, config: Any) -> bool:
+        """Whether what it launches computes on this machine, as far as is known before it starts. Only then are
+        trainers and generators asked what the machine can do (:meth:`Trainer.check`, :meth:`Generator.check`)."""
+        return True
+
+    @classmethod
+    def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
+        """Refuse before anything starts what :meth:`place`, :meth:`choose_link` and the launches would refuse whatever
+        the cluster is like, and they in the same words. The default refuses a ``transport``.
+
+        Args:
+            generator: the run's; None: it has none.
+            transport: the run file's ``sync.transport``.
+
+        Raises ConfigError or CapabilityError.
+        """
+        if generator is not None:
+            cls._check_transport(transport)
+
+    @classmethod
+    def _check_transport(cls, transport: str) -> None:
+        if transport != "auto":
+            raise ConfigError(
+                f"sync.transport = {transport!r}: with launcher {cls.name!r} weights are handed over in one process. "
+                "Leave it out."
+            )
+
     @abstractmethod
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
         """Reserve devices; called once, before anything is launched.
@@ -104,11 +132,7 @@ class Launcher(Component):
         Args:
             transport: the run file's ``sync.transport``; ConfigError where it cannot be had.
         """
-        if transport != "auto":
-            raise ConfigError(
-                f"sync.transport = {transport!r}: with launcher {self.name!r} weights are handed over in one process. "
-                "Leave it out."
-            )
+        self._check_transport(transport)
 
     def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
         """From now on what ``policy`` ships reaches the generator in the way that was chosen.

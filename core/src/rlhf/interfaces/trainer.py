@@ -105,6 +105,22 @@ class Trainer(Component):
     """Options that say how the same sums are split, where tensors lie and how long is waited: a run is resumed with
     others of them, as :meth:`load` can."""
 
+    learning: ClassVar[frozenset[str]] = frozenset()
+    """Options that only a trained role reads: refused in the own section of one that is not trained."""
+
+    @classmethod
+    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
+        """Refuse before anything starts what the constructor would refuse, and it in the same words, as far as it shows
+        without loading a model.
+
+        Args:
+            spec: ``total_updates`` and ``rendezvous`` may be unknown yet.
+            device: ``cpu`` | ``cuda``, the kind that the machine of the ranks offers, where that is this machine; None:
+                the ranks' machines are not known.
+
+        Raises CapabilityError or ConfigError.
+        """
+
     @classmethod
     def sharding(cls, config: Any, spec: ModelSpec, device: str) -> Sharding:
         """What a rank would hold of ``spec``'s model, without building it (``rlhf plan``); the default is a whole copy.

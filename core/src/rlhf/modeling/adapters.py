@@ -69,9 +69,16 @@ def linear(layer: Any, x_NI: Tensor) -> Tensor:
     inner output, made between them, stays for the backward pass: in a CPU's heap it cuts the holes that they leave, and
     the next tensor of that size needs new memory (docs/plan.md has what that took).
     """
-    if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.disable_adapters or layer.merged:
-        return layer(x_NI)
-    y_NO = layer.base_layer(x_NI)
+    if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
+        return layer(x_NI)  # one with a forward of its own does something to what goes in or comes out
+    return with_adapter(layer, x_NI)
+
+
+def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
+    """[N, outputs] of a layer that has an adapter; of the layer without it inside :func:`without_adapters`."""
+    y_NO: Tensor = layer.base_layer(x_NI)
+    if layer.disable_adapters:
+        return y_NO
     z_NR = layer.lora_A[NAME](layer.lora_dropout[NAME](x_NI))
     return y_NO.addmm_(z_NR, layer.lora_B[NAME].weight.t().to(y_NO.dtype), alpha=layer.scaling[NAME])
 
@@ -126,5 +133,12 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str,
             continue
         owner = name.removesuffix(".base_layer.weight")
         if owner != name:
-            tensor = tensor + layers[owner].get_delta_weight(NAME)
+            layer = layers[owner]
+            tensor = tensor + product(layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
         yield merged_name(name), tensor.detach()
+
+
+def product(layer: Any, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    """[O, I]: what an adapter of ``layer`` with these whole factors adds to its weight."""
+    scaling: float = layer.scaling[NAME]
+    return b_OR @ a_RI * scaling

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.modeling.adapters import LoraOptions
+from rlhf.modeling.kernels import Kernels
 
 
 def _pair(value: Any) -> Any:
@@ -48,6 +49,10 @@ class TrainingConfig(ComponentConfig):
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
     ``auto``: ``flash`` where it can be had. A CPU has kernels of its own."""
+    kernels: Kernels = "auto"
+    """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
+    ``liger``, Liger's kernels, on a GPU (``pip install 'rlhf[liger]'``); ``none``, transformers' statements. ``auto``:
+    ``own`` on a CPU where the layers are known, else ``none``."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

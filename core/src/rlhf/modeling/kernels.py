@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.errors import CapabilityError
 from rlhf.modeling import liger
 from rlhf.modeling.fused import LAYERS, fuse_layers, restore_layers
 
-if TYPE_CHECKING:
-    from rlhf.modeling.model import LoadedModel
-
 Kernels = Literal["auto", "own", "liger", "none"]
 AGREE = 1e-3
 """Largest difference, norm-wise, between hidden states of Liger's and of transformers' layers."""
+
+
+class Loaded(Protocol):
+    """A :class:`rlhf.modeling.model.LoadedModel`."""
+
+    module: PreTrainedModel
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor: ...
 
 
 def check_kernels(kernels: Kernels, device: str) -> None:
@@ -27,7 +36,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
         raise CapabilityError(f"trainer.kernels = 'liger' cannot be had: {problem}. Leave it out.")
 
 
-def use_kernels(loaded: LoadedModel, kernels: Kernels) -> None:
+def use_kernels(loaded: Loaded, kernels: Kernels) -> None:
     """Give the layers of a whole model the chosen forwards, if they compute what transformers' own compute.
 
     Raises CapabilityError where they do not, or are not known, and were asked for by name.
@@ -45,7 +54,7 @@ def use_kernels(loaded: LoadedModel, kernels: Kernels) -> None:
 
 
 @torch.no_grad()
-def check_liger(loaded: LoadedModel, modules: list[nn.Module]) -> None:
+def check_liger(loaded: Loaded, modules: list[nn.Module]) -> None:
     """Compare a model whose ``modules`` compute with Liger's kernels with the same one without them. CapabilityError
     where the hidden states differ."""
     forwards = [module.forward for module in modules]
@@ -63,7 +72,7 @@ def check_liger(loaded: LoadedModel, modules: list[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def _fuse(loaded: LoadedModel) -> bool:
+def _fuse(loaded: Loaded) -> bool:
     """Fused layers where they give the same hidden states; whether all layers are."""
     before_NH = _probe(loaded)
     layers = fuse_layers(loaded.module)
@@ -73,12 +82,12 @@ def _fuse(loaded: LoadedModel) -> bool:
     return len(layers) == loaded.module.config.get_text_config().num_hidden_layers
 
 
-def _probe(loaded: LoadedModel) -> Tensor:
+def _probe(loaded: Loaded) -> Tensor:
     """fp32 [7, hidden], of two sequences."""
     device = _device(loaded)
     ids_N = torch.arange(7, device=device) % loaded.vocabulary
     return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
 
 
-def _device(loaded: LoadedModel) -> torch.device:
+def _device(loaded: Loaded) -> torch.device:
     return next(loaded.module.parameters()).device

@@ -20,7 +20,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.attention import packed, use_packed_attention
-from rlhf.modeling.fused import fuse_layers, restore_layers
+from rlhf.modeling.kernels import Kernels, use_kernels
 from rlhf.modeling.pretrained import EXPECTED, quiet, read
 from rlhf.ops.heads import OutputHead
 from rlhf.seeds import derive_seed
@@ -69,7 +69,11 @@ class LoadedModel:
 
 
 def load_model(
-    spec: ModelSpec, device: torch.device, lora: LoraOptions | None = None, divided: bool = False
+    spec: ModelSpec,
+    device: torch.device,
+    lora: LoraOptions | None = None,
+    divided: bool = False,
+    kernels: Kernels = "auto",
 ) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, packed attention.
 
@@ -78,7 +82,7 @@ def load_model(
     adapters, which change nothing at first.
 
     ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows), so what
-    needs whole weights is left to it: :func:`draw_head`, :func:`check_head`. Layers are not fused then.
+    needs whole weights is left to it: :func:`draw_head`, :func:`check_head`, adapters and ``kernels``.
 
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
     is of a kind that packing or the separate head cannot represent.
@@ -126,8 +130,7 @@ def load_model(
     module.eval().to(device)
     if outputs is None:
         check_head(loaded, spec)
-    if device.type == "cpu":
-        fuse(loaded)
+    use_kernels(loaded, kernels)
     return loaded
 
 
@@ -187,14 +190,3 @@ def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMo
         )
     softcap = getattr(module.config, "final_logit_softcapping", None) if kind == "lm" else None
     return LoadedModel(module, body, head, kind, softcap)
-
-
-def fuse(loaded: LoadedModel) -> None:
-    """Fused layers where they give the same hidden states as transformers' own; a CPU's gain, not measured on GPUs."""
-    ids_N = torch.arange(7) % loaded.vocabulary
-    probe = (ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2]), [4, 3])
-    with torch.no_grad():
-        before_NH = loaded.hidden(*probe)
-        layers = fuse_layers(loaded.module)
-        if layers and not torch.allclose(loaded.hidden(*probe), before_NH, rtol=1e-4, atol=1e-4):
-            restore_layers(layers)

@@ -9,13 +9,13 @@ from rlhf.modeling.config import TrainingConfig
 
 def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
     """See :meth:`rlhf.interfaces.Trainer.sharding`. A GPU that is planned for computes bf16 where nothing else is said;
-    a CPU as this one would."""
+    a CPU as this one would. Liger's kernels keep for the backward pass what fused layers keep (read, not measured)."""
     bf16 = computes_bf16(spec.dtype, device)
     return Sharding(
         average_bytes=4.0 if config.ema_decay is not None else 0.0,
         bf16=bf16,
         cast_bytes=2.0 if bf16 else 0.0,
-        fused=device == "cpu",
+        fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
         shares_prefixes=config.shared_prefixes,
         offloads=device == "cuda",
         logits=config.logits_chunk,

@@ -92,7 +92,8 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
         yield {f"trainer.{key}": _text(value) for key, value in options.items()}
         for role in roles:
             if section_of(config, role.name).trainer:  # its own options lie on top
-                yield {f"{_path(role.name)}.trainer.{key}": _text(value) for key, value in options.items()}
+                read = [key for key in options if role.trained or key not in trainer.learning]
+                yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in read}
     if layout.machine.device == "cuda" and layout.machine.processes and "ranks:many" in trainer.capabilities:
         for factor in MORE_RANKS:
             yield {

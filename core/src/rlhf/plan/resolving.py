@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from rlhf.config_errors import raise_problems
 from rlhf.controller.parts import RunParts, base_of, model_spec, places_of, run_parts, section_of
+from rlhf.controller.preflight import check_parts, idle_options
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf.plan.shape import read_shape
@@ -29,7 +31,10 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     Raises ConfigError, PluginError or ModelError, as the run itself would.
     """
     made = run_parts(config, plugins)
+    raise_problems("these options do nothing", idle_options(made))
     places = places_of(made, machine.device)
+    specs = {name: model_spec(made.config, made.roles, name, ranks=places[name].ranks) for name in made.roles}
+    check_parts(made, places, specs, here=False)
     processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
     roles = {name: _role(made, name, places[name], machine) for name in made.roles}

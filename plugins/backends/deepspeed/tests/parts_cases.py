@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parts_names import MODELS, REFUSED
+from parts_names import LORA, MODELS, REFUSED
 from rank_processes import Ranks as Processes
 from rlhf.interfaces import Loss
+from rlhf.modeling.adapters import LoraOptions
 from rlhf.testing.suite_losses import TokenLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_local.trainer import TorchTrainer
@@ -35,6 +36,10 @@ def models(folder: Path) -> Path:
     for number in range(2):
         one.update([batch(number)], TokenLoss(), {}, {})
     one.save(folder / "from_one")
+    two = trainer(spec(folder), stage=2, lora=LoraOptions(**LORA["all"]))
+    for number in range(2):
+        two.update([batch(number)], TokenLoss(), {}, {})
+    two.save(folder / "adapters")
     return folder
 
 

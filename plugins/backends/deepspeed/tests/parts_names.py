@@ -15,6 +15,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Options beside those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
 
+LORA: dict[str, dict[str, Any]] = {
+    "all": {"rank": 2, "alpha": 8},
+    "some": {"rank": 3, "alpha": 8, "targets": ("q_proj", "o_proj", "down_proj")},
+}
+LORA_STAGE = {"all": 2, "some": 0}
+MUON: dict[str, dict[str, Any]] = {
+    "whole": {"stage": 0},
+    "lora": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},
+}
+"""Of the matrices, and of adapters."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tied": False},
     "mistral": {"architecture": "mistral", "sliding_window": 8},

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from parts_names import MODELS, REFUSED, STAGES, VARIANTS
+from parts_names import LORA, LORA_STAGE, MODELS, MUON, REFUSED, STAGES, VARIANTS
 from rank_case import FOLDER, RANK, RANKS, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
+from rlhf.modeling.adapters import LoraOptions
 from rlhf.sync.fingerprint import fingerprint
 from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
@@ -112,6 +113,51 @@ for kind in MODELS:
         first_gradients(one, kind)
         done = steps(one, range(2))
         keep(f"weights-{kind}", held(one))
+        return {"steps": done}
+
+
+for name in LORA:
+
+    @on_both(f"lora-{name}")
+    def adapted(name: str = name) -> Any:
+        """Gradients after a first step, from which on both factors get some; further steps; what a rank holds."""
+        options = {"stage": LORA_STAGE[name], "lora": LoraOptions(**LORA[name])}
+        one = trainer(here(), ema_decay=0.9, weight_decay=0.1, **options)
+        first = steps(one, [0])
+        first_gradients(one, f"lora-{name}")
+        done = first + steps(one, range(1, 4))
+        keep(f"weights-lora-{name}", held(one))
+        keep(f"average-lora-{name}", held(one, "ema"))
+        one.save(FOLDER / f"saved-lora-{name}")
+        return {
+            "steps": done,
+            "coverage": one.coverage(),
+            "prints": own_prints(one),
+            "shapes": {n: list(p.shape) for n, p in one.parameters.items()},
+        }
+
+
+@on_pair("adapters")
+def adapters() -> Any:
+    """What one rank saved, as everyone else sees it from here."""
+    one = trainer(here(), stage=2, lora=LoraOptions(**LORA["all"]))
+    one.load(FOLDER / "adapters")
+    one.export(FOLDER / "export-lora")
+    keep("base", held(one, "base"))
+    scores = [one.forward(mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
+    keep("scores-lora", dict(zip(("live", "base"), scores, strict=True)))
+    list(one.buckets())
+    return one.sent()
+
+
+for name, options in MUON.items():
+
+    @on_both(f"muon-{name}")
+    def muon(name: str = name, options: dict[str, Any] = options) -> Any:
+        options = {**options, **({"lora": LoraOptions(**options["lora"])} if "lora" in options else {})}
+        one = trainer(here(), optimizer="muon", weight_decay=0.1, **options)
+        done = steps(one, range(3))
+        keep(f"weights-muon-{name}", held(one))
         return {"steps": done}
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from rlhf.errors import CapabilityError
 from rlhf.testing.suite_losses import TokenLoss
 from rlhf.testing.tiny import tiny_model
+from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from zero_cases import apart, batch, spec, trainer
 
@@ -89,6 +97,27 @@ def test_options_of_muon(learnt, options):
 
 def test_the_head_in_fp32_under_stage_3(learnt):
     assert apart(learnt(trainer, 3, dtype="bf16"), learnt(trainer, 3, dtype="bf16", head_fp32=False)) > 1e-5
+
+
+@pytest.mark.slow
+def test_liger_kernels(tmp_path):
+    """Of modules whose weights are divided too, and computed again in the backward pass."""
+    pytest.importorskip("liger_kernel")
+    script = str(Path(__file__).parent / "liger_zero.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == ["2", "3"]
+    assert max(found.values()) < 1e-5
+
+
+def test_kernels_that_cannot_be_had_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(CapabilityError, match="Liger's kernels run on GPUs, and this role is on 'cpu'"):
+        trainer(spec(tmp_path), stage=3, kernels="liger")
+    with pytest.raises(ValueError, match="kernels = 'own' does not go with stage 3: fused layers read weights where"):
+        DeepSpeedTrainerConfig(stage=3, kernels="own")
 
 
 def test_prefixes_are_shared_or_not(folder):

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from parts_cases import Ranks, Reference, check_steps, models
-from parts_names import MODELS, STAGES, VARIANTS
+from parts_names import LORA, MODELS, MUON, STAGES, VARIANTS
 from rlhf.errors import CapabilityError
+from rlhf.modeling.adapters import LoraOptions
 from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -112,6 +113,72 @@ def test_options_change_no_number(pair, name):
     assert apart(gradients, reference.gradients) < GRADIENT
     check_steps(found, reference.steps)
     assert apart(pair.tensors(f"weights-{name}"), reference.weights) < 1e-4
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_adapters(ranks, name):
+    one = TorchTrainer(
+        TorchTrainer.Config(lr=1e-3, device="cpu", ema_decay=0.9, weight_decay=0.1, lora=LoraOptions(**LORA[name])),
+        spec(ranks.folder),
+    )
+    wanted = [one.update([batch(0)], TokenLoss(), {}, {})]
+    one.accumulate([batch(0)], TokenLoss(), {}, {})
+    gradients = one.gradients()
+    one.zero_grad()
+    wanted += [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(1, 4)]
+    found, key = ranks(f"lora-{name}"), f"lora-{name}"
+    got = ranks.tensors(f"gradients-{key}")
+    assert apart(got, gradients) < GRADIENT
+    for n, want in gradients.items():
+        assert apart({n: got[n]}, {n: want}) < 1e-4, n
+    check_steps([rank["steps"] for rank in found], wanted)
+    assert apart(ranks.tensors(f"weights-{key}"), dict(one.weights())) < 1e-5
+    assert apart(ranks.tensors(f"average-{key}"), {n: t.clone() for n, t in one.weights("ema")}) < 1e-5
+    assert all(rank["coverage"] == one.coverage() for rank in found)
+    for n, whole in one.parameters.items():
+        matrix, factor = n.split(".")[-4], n.split(".")[-3]
+        dim, shape = DIVIDED[matrix], list(whole.shape)
+        cut = factor == ("lora_A" if dim else "lora_B")
+        shape[dim] //= 2 if cut else 1
+        assert all(rank["shapes"][n] == shape for rank in found)
+        prints = [rank["prints"][n] for rank in found]
+        assert prints[::2] == prints[:1] * (ranks.ranks // 2)
+        assert (prints[0] != prints[1]) is cut
+    again = trainer(spec(ranks.folder), stage=3, ema_decay=0.9, weight_decay=0.1, lora=LoraOptions(**LORA[name]))
+    again.load(ranks.folder / f"saved-{key}")
+    saved = ranks.tensors(f"weights-{key}")
+    assert all(torch.equal(tensor, saved[n]) for n, tensor in again.weights())
+
+
+def test_everyone_else_sees_one_merged_model(pair, tmp_path):
+    one = trainer(spec(pair.folder), stage=2, lora=LoraOptions(**LORA["all"]))
+    one.load(pair.folder / "adapters")
+    one.export(tmp_path / "one")
+    list(one.buckets())
+    assert pair("adapters")[0] == one.sent()
+    got, want = (load_file(folder / "model.safetensors") for folder in (pair.folder / "export-lora", tmp_path / "one"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    base, plain = pair.tensors("base"), trainer(spec(pair.folder, trained=False), stage=2)
+    assert all(torch.equal(base[name], tensor) for name, tensor in plain.weights())
+    assert apart(got, base) > 1e-3
+    scores, dealt = pair.tensors("scores-lora"), shares(batch(9), 1)[0]
+    for view in ("live", "base"):
+        [want] = one.forward(dealt[:1], ("logprobs",), view)
+        torch.testing.assert_close(scores[view], want["logprobs"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_muon(ranks, name):
+    options = {**MUON[name], **({"lora": LoraOptions(**MUON[name]["lora"])} if "lora" in MUON[name] else {})}
+    one = trainer(spec(ranks.folder), optimizer="muon", weight_decay=0.1, **options)
+    wanted = [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(3)]
+    check_steps([rank["steps"] for rank in ranks(f"muon-{name}")], wanted)
+    assert apart(ranks.tensors(f"weights-muon-{name}"), dict(one.weights())) < 1e-4
+    plain = trainer(spec(ranks.folder), weight_decay=0.1, **options)
+    for number in range(3):
+        plain.update([batch(number)], TokenLoss(), {}, {})
+    assert apart(dict(plain.weights()), dict(one.weights())) > 1e-3, "the optimizer makes a difference"
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -224,8 +291,7 @@ def test_ranks_that_parts_do_not_divide(pair):
     ("options", "why"),
     [
         ({"stage": 3}, "stage = 3, which divides every weight by its elements already; use stage 0, 1 or 2"),
-        ({"lora": {"rank": 2}}, "lora, which puts adapters beside whole matrices"),
-        ({"optimizer": "muon"}, "optimizer = 'muon', which needs whole matrices; use 'adamw'"),
+        ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout, which would drop the same places of different parts"),
     ],
 )
 def test_options_that_do_not_go_together(options, why):

@@ -59,14 +59,17 @@ class DeepSpeedTrainerConfig(TrainingConfig):
             for name, wrong, why in (
                 ("stage = 3", self.stage == 3, "divides every weight by its elements already; use stage 0, 1 or 2"),
                 (
-                    "lora",
-                    self.lora is not None,
-                    "puts adapters beside whole matrices; train all weights, or leave one out",
+                    "lora.dropout",
+                    self.lora is not None and self.lora.dropout > 0,
+                    "would drop the same places of different parts on each rank; set it to 0",
                 ),
-                ("optimizer = 'muon'", self.optimizer == "muon", "needs whole matrices; use 'adamw'"),
             ):
                 if wrong:
                     raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
+        if self.kernels == "own" and self.stage == 3:
+            raise ValueError(
+                "kernels = 'own' does not go with stage 3: fused layers read weights where ZeRO does not see it"
+            )
         for name in ("muon_lr", "muon_momentum"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and self.optimizer != "muon":

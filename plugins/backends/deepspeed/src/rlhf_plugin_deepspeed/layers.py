@@ -6,21 +6,29 @@ where it leads out, and once in the backward pass, where it leads in. Hidden sta
 on every rank and equal, as are the gradients of what is not divided; those of norms inside a half (of queries and keys)
 are parts of a sum.
 
+An adapter B A is cut as its matrix is: B by rows where it leads in, A by columns where it leads out. The other factor
+is whole on every rank, its gradients parts of a sum; no further sum of hidden states is needed.
+
 Shape suffixes: N packed tokens, I and O inputs and outputs of a linear layer, P of this rank's part of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
+from rlhf.modeling.adapters import NAME, with_adapter
 from rlhf.modeling.model import LoadedModel
 from rlhf.modeling.packed_model import has_dropout
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
+from rlhf_plugin_deepspeed.division import Division
 from rlhf_plugin_deepspeed.grid import Grid
 
 LAYERS = frozenset(
@@ -89,31 +97,45 @@ class Entrance:
         return entered
 
 
-class Inward(nn.Module):
-    """Some outputs of a linear layer: rows of its matrix [P, I]."""
+class Part(nn.Module):
+    """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. The bias of one
+    with some inputs is not added: it belongs to the sum."""
+
+    def __init__(self, whole: nn.Linear, dim: int, grid: Grid) -> None:
+        super().__init__()
+        self.weight = _part(whole.weight, dim, grid)
+        self.bias = whole.bias if dim or whole.bias is None else _part(whole.bias, 0, grid)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, None if self.dim else self.bias)
+
+
+class Inward(Part):
+    """Some outputs of a linear layer, of an input that is whole."""
 
     def __init__(self, whole: nn.Linear, grid: Grid, entrance: Entrance) -> None:
-        super().__init__()
-        self.weight = _part(whole.weight, 0, grid)
-        self.bias = None if whole.bias is None else _part(whole.bias, 0, grid)
+        super().__init__(whole, 0, grid)
         self._entrance = entrance
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        return F.linear(self._entrance(x_NI), self.weight, self.bias)
+        return super().forward(self._entrance(x_NI))
 
 
-class Outward(nn.Module):
-    """Some inputs of a linear layer: columns of its matrix [O, P]. The bias is added once, to the sum."""
+class Outward(Part):
+    """A linear layer of which a rank has some inputs."""
 
     def __init__(self, whole: nn.Linear, grid: Grid) -> None:
-        super().__init__()
-        self.weight = _part(whole.weight, 1, grid)
-        self.bias = whole.bias
+        super().__init__(whole, 1, grid)
         self._group = grid.group
 
     def forward(self, x_NP: Tensor) -> Tensor:
-        out_NO: Tensor = _Leave.apply(F.linear(x_NP, self.weight), self._group)
-        return out_NO if self.bias is None else out_NO + self.bias.to(out_NO.dtype)
+        return _summed(super().forward(x_NP), self.bias, self._group)
+
+
+def _summed(own_NO: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+    out_NO: Tensor = _Leave.apply(own_NO, group)
+    return out_NO if bias is None else out_NO + bias.to(out_NO.dtype)
 
 
 def _part(whole: Tensor, dim: int, grid: Grid) -> nn.Parameter:
@@ -121,10 +143,47 @@ def _part(whole: Tensor, dim: int, grid: Grid) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
-def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> tuple[dict[str, int], set[str]]:
-    """Keep this rank's part of a whole model, and bring it to ``device``.
+@dataclass(slots=True)
+class Divided:
+    """What became of a model's parameters, by their names."""
 
-    Returns: ({divided parameter: dimension}, parameters whose gradients are parts of a sum).
+    dims: dict[str, int] = field(default_factory=dict)
+    """{divided parameter: dimension}."""
+    partial: set[str] = field(default_factory=set)
+    """Whole ones whose gradients are parts of a sum."""
+
+    def matrix(self, half: Any, name: str, where: str, grid: Grid, entrance: Entrance | None) -> None:
+        """Divide the linear layer ``name`` of ``half``, with its adapter if it has one.
+
+        Args:
+            entrance: of layers that lead in; None: it leads out.
+        """
+        layer, dim = getattr(half, name), 1 if entrance is None else 0
+        whole, at = layer, f"{where}.{name}"
+        if hasattr(layer, "lora_A"):
+            whole, at = layer.base_layer, f"{at}.base_layer"
+            layer.base_layer = Part(whole, dim, grid)
+            cut, kept = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
+            cut[NAME].weight = _part(cut[NAME].weight, dim, grid)
+            self.dims[f"{where}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim
+            self.partial.add(f"{where}.{name}.{kept}.{NAME}.weight")
+            layer.forward = _adapted(layer, grid, entrance)
+        else:
+            setattr(half, name, Outward(whole, grid) if entrance is None else Inward(whole, grid, entrance))
+        self.dims[f"{at}.weight"] = dim
+        if entrance is not None and whole.bias is not None:
+            self.dims[f"{at}.bias"] = 0
+
+
+def _adapted(layer: Any, grid: Grid, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
+    """The forward of a layer with an adapter, both in parts."""
+    if entrance is not None:
+        return lambda x_NI: with_adapter(layer, entrance(x_NI))
+    return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, grid.group)
+
+
+def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> Division:
+    """Keep this rank's part of a whole model, and bring it to ``device``.
 
     Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (each rank would draw the
     same mask for other heads), and where the divided model computes something else.
@@ -133,20 +192,17 @@ def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> tuple[dict[
     layers = {name: m for name, m in named.items() if type(m).__name__ in LAYERS}
     _check(loaded, layers, grid)
     before_NH = _probe(loaded)
-    divided: dict[str, int] = {}
-    partial: set[str] = set()
+    found = Divided()
     for name, layer in layers.items():
         for half, (inward, outward) in HALVES.items():
             module, where = getattr(layer, half), f"{name}.{half}"
             entrance = Entrance(grid.group, len(inward))
             for matrix in inward:
-                setattr(module, matrix, Inward(getattr(module, matrix), grid, entrance))
-                divided |= {f"{where}.{matrix}.{p}": 0 for p, _ in getattr(module, matrix).named_parameters()}
-            setattr(module, outward, Outward(getattr(module, outward), grid))
-            divided[f"{where}.{outward}.weight"] = 1
+                found.matrix(module, matrix, where, grid, entrance)
+            found.matrix(module, outward, where, grid, None)
         for norm in PARTIAL:
-            if isinstance(found := getattr(layer.self_attn, norm, None), nn.Module):
-                partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in found.named_parameters()}
+            if isinstance(part := getattr(layer.self_attn, norm, None), nn.Module):
+                found.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
     loaded.module.eval().to(device)
     after_NH = _probe(loaded).to(before_NH)
     apart = float((after_NH - before_NH).norm() / before_NH.norm())
@@ -155,7 +211,18 @@ def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> tuple[dict[
             f"tensor_parallel = {grid.parts}: {type(loaded.module).__name__} computes something else when its layers "
             f"are divided (hidden states differ by {apart:.1e}, norm-wise): leave it out"
         )
-    return divided, partial
+    return Division(grid, found.dims, found.partial)
+
+
+def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
+    """Raises CapabilityError where ``parts`` does not divide sizes in a model's config. ``who``: for the message."""
+    config = settings.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {name: getattr(config, name, 0) for name in names}
+    if uneven := ", ".join(f"{name} = {size}" for name, size in sizes.items() if size % parts):
+        raise CapabilityError(
+            f"tensor_parallel = {parts} does not divide {who}'s {uneven}: use a divisor of all of them"
+        )
 
 
 def _check(loaded: LoadedModel, layers: dict[str, Any], grid: Grid) -> None:
@@ -166,15 +233,7 @@ def _check(loaded: LoadedModel, layers: dict[str, Any], grid: Grid) -> None:
             f"tensor_parallel = {grid.parts}: {who} has {config.num_hidden_layers} layers, of which {len(layers)} are "
             f"of a kind whose division is known ({known}). Leave it out; stage 3 divides any model."
         )
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    if uneven := ", ".join(f"{name} = {size}" for name, size in sizes.items() if size % grid.parts):
-        raise CapabilityError(
-            f"tensor_parallel = {grid.parts} does not divide {who}'s {uneven}: use a divisor of all of them"
-        )
+    check_sizes(config, who, grid.parts)
     if has_dropout(loaded.module):
         raise CapabilityError(
             f"tensor_parallel = {grid.parts}: {who} has dropout, and its ranks would draw one mask for different heads."

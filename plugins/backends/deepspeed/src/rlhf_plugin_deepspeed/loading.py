@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.adapters import add_adapters
-from rlhf.modeling.model import LoadedModel, check_head, draw_head, fuse, load_model
+from rlhf.modeling.adapters import LoraOptions, add_adapters
+from rlhf.modeling.kernels import use_kernels
+from rlhf.modeling.model import LoadedModel, check_head, draw_head, load_model
 from rlhf.seeds import derive_seed
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -53,11 +54,17 @@ def load(
     if config.stage == 3:
         return load_divided(spec, device, config, deepspeed), Division(grid)
     if grid.parts > 1:
-        return load_part(spec, device, grid)
-    return load_model(spec, device, config.lora if spec.role.trained else None), Division(grid)
+        return load_part(spec, device, config, grid)
+    return load_model(spec, device, _adapters(spec, config), kernels=config.kernels), Division(grid)
 
 
-def load_part(spec: ModelSpec, device: torch.device, grid: Grid) -> tuple[LoadedModel, Division]:
+def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | None:
+    return config.lora if spec.role.trained else None
+
+
+def load_part(
+    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, grid: Grid
+) -> tuple[LoadedModel, Division]:
     """:func:`rlhf.modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
     host = torch.device("cpu")
     loaded = load_model(spec, host, divided=True)
@@ -65,9 +72,15 @@ def load_part(spec: ModelSpec, device: torch.device, grid: Grid) -> tuple[Loaded
         draw_head(loaded, spec)
     if loaded.kind == "lm":
         check_head(loaded, spec)
-    if device.type == "cpu":
-        fuse(loaded)
-    return loaded, Division(grid, *divide(loaded, grid, device))
+    if (lora := _adapters(spec, config)) is not None:  # whole ones, which are the same on every rank
+        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        loaded.module.eval()
+    if config.kernels == "own" or device.type == "cpu":  # on the host "auto" would fuse them for a GPU too
+        use_kernels(loaded, config.kernels if config.kernels != "liger" else "none")
+    division = divide(loaded, grid, device)
+    if config.kernels == "liger":
+        use_kernels(loaded, "liger")
+    return loaded, division
 
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
@@ -79,7 +92,7 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
         with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
                 draw_head(loaded, spec)
-    if config.lora is not None and spec.role.trained:
-        add_adapters(loaded.module, loaded.head, config.lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+    if (lora := _adapters(spec, config)) is not None:
+        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
         loaded.module.eval().to(device)
     return loaded

@@ -48,6 +48,6 @@ def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sh
             gathered=config.gathered,
             in_flight=config.bucket * (COPIES if device == "cpu" else 1),
             cast_bytes=0.0,  # layers remember their weight, not its cast
-            fused=False,
+            fused=config.kernels == "liger",
         )
     return held

@@ -3,7 +3,8 @@
 Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal one, which needs the whole matrix. Each
 rank keeps the momentum of its own elements; in rounds of as many matrices as ranks, the momentum of each is put
 together on one rank, made orthogonal there with torch's own iteration, and handed back. So every stage takes the same
-step: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et al. 2025), as large as AdamW's.
+step, and so do ranks that divide layers: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et
+al. 2025), as large as AdamW's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import _muon
 
+from rlhf_plugin_deepspeed.division import Division
 from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
 
 COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
@@ -28,8 +30,9 @@ class OrthogonalAdamW(torch.optim.AdamW):
 
     Groups with ``muon = True`` take Muon's step, the others AdamW's. :meth:`bind` comes before the first step."""
 
-    def bind(self, shards: Shards, shapes: Mapping[str, torch.Size]) -> None:
-        self._shards, self._shapes = shards, shapes
+    def bind(self, shards: Shards, shapes: Mapping[str, torch.Size], division: Division) -> None:
+        """``shapes``: of whole parameters."""
+        self._shards, self._shapes, self._division = shards, shapes, division
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -68,21 +71,29 @@ class OrthogonalAdamW(torch.optim.AdamW):
                 if size > 1:
                     dist.broadcast(whole[at], src=at)
                 if name in updates:
-                    self._apply(*updates[name][:2], whole[at], group)
+                    held = self._division.own(name, whole[at].view(self._shapes[name])).reshape(-1)
+                    self._apply(*updates[name][:2], held, group)
 
     def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
-        """[numel] the matrix's update, whole on rank ``to``."""
+        """[numel] the update of the whole matrix, on rank ``to``."""
         device = own[2].device if own is not None else self._shards.flats[0].owner.device
-        whole = torch.zeros(self._shapes[name].numel(), device=device)
-        if own is not None:
+        division, replicated = self._division, self._shards.replicated
+        whole = torch.zeros(self._shapes[name], device=device)
+        everywhere = replicated and division.grid.parts == 1
+        spare = replicated and division.grid.replica > 0  # another replica's ranks hold the same
+        if own is not None and (everywhere or (division.counts(name) and not spare)):
             _, piece, update = own
-            whole[piece.start : piece.start + piece.numel] = update
-        if not self._shards.replicated and dist.get_world_size() > 1:
+            held = division.own(name, whole)
+            part = torch.zeros(held.numel(), device=device)
+            part[piece.start : piece.start + piece.numel] = update
+            held.copy_(part.view(held.shape))
+        if not everywhere and dist.get_world_size() > 1:
             dist.reduce(whole, dst=to)
-        return whole
+        return whole.view(-1)
 
-    def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
+    def _apply(self, flat: Flat, piece: Piece, held: Tensor, group: dict[str, Any]) -> None:
+        """``held``: the update of what this rank holds of the matrix."""
         weights = flat.data[piece.offset : piece.offset + piece.numel]
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
-        weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)
+        weights.add_(held[piece.start : piece.start + piece.numel], alpha=-rate)

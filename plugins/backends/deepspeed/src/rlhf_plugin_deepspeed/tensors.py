@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from rlhf.modeling.adapters import adapted, base_tensors, is_adapter, merged, merged_name
+from rlhf.modeling.adapters import NAME, adapted, base_tensors, is_adapter, merged, merged_name, product
 from rlhf.modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -39,9 +39,10 @@ class Tensors:
         }
         """Of whole tensors."""
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
+        self._adapted = dict(adapted(module))
         self._adapters = {
             owner: [name for name in self.objects if name.startswith(f"{owner}.") and is_adapter(name)]
-            for owner, _ in adapted(module)
+            for owner in self._adapted
         }
         self._published = Published(module, {merged_name(n): self.shapes[n] for n in self._model()})
 
@@ -71,9 +72,9 @@ class Tensors:
         """The same under the module's names."""
         if self.division.dims:
             for name in self._model() if near else ():
-                whole = self.division.whole(name, self.objects[name].detach())
+                whole = self._put_together(name, merge)
                 if first:
-                    yield name, whole
+                    yield merged_name(name), whole
             return
         if gather is None:
             if first:
@@ -84,6 +85,19 @@ class Tensors:
             with gather([self.parameters[n] for n in needed if n in self.parameters]):
                 copies = [(n, t.clone()) for n, t in self._seen(names, merge)] if first else []
             yield from copies
+
+    @torch.no_grad()
+    def _put_together(self, name: str, merge: bool) -> Tensor:
+        """From the parts of a replica's ranks, which call it together."""
+
+        def whole(of: str) -> Tensor:
+            return self.division.whole(of, self.objects[of].detach())
+
+        owner = name.removesuffix(BASE)
+        if owner == name or not merge:
+            return whole(name)
+        a_RI, b_OR = (whole(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
+        return whole(name) + product(self._adapted[owner], a_RI, b_OR)
 
     def _model(self) -> list[str]:
         return [name for name in self.objects if not is_adapter(name)]

@@ -11,12 +11,17 @@ import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums, TrainerFacts
 from rlhf.interfaces.memory import Sharding
+from rlhf.modeling.checks import LEARNING, check_training
+from rlhf.modeling.kernels import check_liger
+from rlhf.modeling.liger import use_liger
 from rlhf.modeling.model import check_head
 from rlhf.modeling.precision import choose_device
+from rlhf.modeling.pretrained import read
 from rlhf.modeling.schedule import Schedule
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor
+from transformers import AutoConfig
 
 from rlhf_plugin_deepspeed import memory
 from rlhf_plugin_deepspeed.average import Average
@@ -26,6 +31,7 @@ from rlhf_plugin_deepspeed.engine import Zero
 from rlhf_plugin_deepspeed.grid import Grid, check_parts
 from rlhf_plugin_deepspeed.group import collective, first_text, import_deepspeed, join, reduce_to_first, total
 from rlhf_plugin_deepspeed.held import DividedModel
+from rlhf_plugin_deepspeed.layers import check_sizes
 from rlhf_plugin_deepspeed.loading import load
 from rlhf_plugin_deepspeed.model import ShardedModel
 from rlhf_plugin_deepspeed.muon import OrthogonalAdamW
@@ -50,7 +56,22 @@ class DeepSpeedTrainer(DividedModel):
         {"stage": 3, "offload_optimizer": "cpu"},
         {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     )
+    learning: ClassVar[frozenset[str]] = LEARNING | {"optimizer", "muon_lr", "muon_momentum", "export_shard_bytes"}
+    """Not ``offload_optimizer``, which ``offload_params`` asks for."""
     config: DeepSpeedTrainerConfig
+
+    @classmethod
+    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
+        check_training(config, spec, config.device, device)
+        check_parts(spec, config.tensor_parallel)
+        if spec.world_size % config.hpz_partition_size:
+            raise CapabilityError(
+                f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
+                f"{spec.role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
+            )
+        if config.tensor_parallel > 1:
+            settings = read(spec, "model", AutoConfig.from_pretrained)
+            check_sizes(settings, " or ".join(settings.architectures or [spec.path]), config.tensor_parallel)
 
     @classmethod
     def sharding(  # type: ignore[override]  # as everywhere, a component gets its own Config
@@ -62,7 +83,7 @@ class DeepSpeedTrainer(DividedModel):
         Component.__init__(self, config)
         trained, divided = spec.role.trained, self.config.stage == 3
         device = choose_device(self.config.device)
-        self._possible(spec)
+        self.check(self.config, spec, device.type)
         deepspeed = import_deepspeed(device)
         join(spec, device, self.config.timeout)
         self.grid = Grid(spec, self.config.tensor_parallel, self.config.timeout)
@@ -81,22 +102,14 @@ class DeepSpeedTrainer(DividedModel):
                 self.zero = Zero(self.packed, self.base, self.config, self.grid, device)
             if divided and loaded.kind == "lm":
                 check_head(loaded, spec)
+            if divided and self.config.kernels == "liger":  # now that weights are gathered where they are used
+                check_liger(loaded, use_liger(self.module))
             names = {p: name for name, p in self.parameters.items()}
             self.shards = Shards(self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained)
         if isinstance(self.base, OrthogonalAdamW):
-            self.base.bind(self.shards, self.tensors.shapes)
+            self.base.bind(self.shards, self.tensors.shapes, self.division)
         if trained and self.config.ema_decay is not None:
             self.average = Average(self.shards, self.config.ema_decay)
-
-    def _possible(self, spec: ModelSpec) -> None:
-        """Raise CapabilityError for options that this role, or this number of ranks, cannot have."""
-        config, role = self.config, spec.role
-        check_parts(spec, config.tensor_parallel)
-        if spec.world_size % config.hpz_partition_size:
-            raise CapabilityError(
-                f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
-                f"{role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
-            )
 
     def facts(self) -> TrainerFacts:
         return replace(super().facts(), ranks_per_share=self.grid.parts)

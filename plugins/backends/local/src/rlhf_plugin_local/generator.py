@@ -15,7 +15,7 @@ from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
 from rlhf.modeling.sharding import computes_bf16
 from rlhf.requests import check_request, check_sampling
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import GenerationRequest, Sampling, Turn
 from torch import nn
 
 from rlhf_plugin_local.decode import Decoder
@@ -67,6 +67,16 @@ class TransformersGenerator(Generator):
             cache_tokens=config.max_cache_tokens,
             prefill_tokens=config.prefill_tokens,
         )
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        super().check(config, spec, samplings, device)
+        for sampling in samplings if config.max_cache_tokens is not None else ():
+            if sampling.max_new_tokens >= config.max_cache_tokens:
+                raise ConfigError(
+                    f"a prompt and max_new_tokens = {sampling.max_new_tokens} do not fit into "
+                    f"generator.max_cache_tokens = {config.max_cache_tokens}. Raise it, or lower max_new_tokens."
+                )
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = self.Config() if config is None else config

@@ -34,7 +34,16 @@ class LocalLauncher(Launcher):
     name = "local"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "export:module"})
 
+    @classmethod
+    def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
+        super().check(config, places, generator, transport)
+        cls._check_places(places)
+
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+        self._check_places(places)
+
+    @staticmethod
+    def _check_places(places: Mapping[str, Place]) -> None:
         """Everything shares this process; a section that asks for more is refused."""
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:

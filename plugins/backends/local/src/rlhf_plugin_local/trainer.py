@@ -14,6 +14,7 @@ from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.modeling import state
 from rlhf.modeling.adapters import base_tensors, merged, without_adapters
+from rlhf.modeling.checks import LEARNING, check_training
 from rlhf.modeling.ema import Ema
 from rlhf.modeling.model import load_model
 from rlhf.modeling.optimizer import (
@@ -45,17 +46,24 @@ class TorchTrainer(PackedTrainer):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
+    learning: ClassVar[frozenset[str]] = LEARNING
     config: TorchTrainerConfig
 
-    def __init__(self, config: TorchTrainerConfig | None, spec: ModelSpec) -> None:
-        Component.__init__(self, config)
+    @classmethod
+    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         if spec.world_size != 1:
             raise CapabilityError(
                 f"trainer 'torch' runs on one rank, role {spec.role.name!r} asks for {spec.world_size}: use a trainer "
                 "with the capability 'ranks:many'"
             )
+        check_training(config, spec, config.device, device)
+
+    def __init__(self, config: TorchTrainerConfig | None, spec: ModelSpec) -> None:
+        Component.__init__(self, config)
         device = choose_device(self.config.device)
-        self.prepare(load_model(spec, device, self.config.lora if spec.role.trained else None), spec, device)
+        self.check(self.config, spec, device.type)
+        lora = self.config.lora if spec.role.trained else None
+        self.prepare(load_model(spec, device, lora, kernels=self.config.kernels), spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.ema: Ema | None = None
         if spec.role.trained:

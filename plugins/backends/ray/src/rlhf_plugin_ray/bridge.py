@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LINKS = "accept:links"
 """Capability of a generator that takes shipments."""
+NO_LINKS = "the generator takes no links (accept:links is not among its capabilities)"
 STORE = "store"
 
 
@@ -124,7 +125,7 @@ def choose(
         )
         broadcast = ""
     if not takes_links:
-        shared = broadcast = "the generator takes no links (accept:links is not among its capabilities)"
+        shared = broadcast = NO_LINKS
     problems: dict[Kind, str] = {"shared": shared, "broadcast": broadcast}
     possible = [kind for kind, problem in problems.items() if not problem]
     if transport == "auto":

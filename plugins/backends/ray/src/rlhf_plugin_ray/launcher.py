@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
-from rlhf.errors import CapabilityError, WorkerError
+from rlhf.errors import CapabilityError, ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Plugins, Resolved
 from rlhf.plugins.resolved import FILE
 
-from rlhf_plugin_ray.bridge import LINKS, Bridge, choose
+from rlhf_plugin_ray.bridge import LINKS, NO_LINKS, Bridge, choose
 from rlhf_plugin_ray.cluster import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
@@ -63,6 +63,18 @@ class RayLauncher(Launcher):
         self._running: list[Member] = []
         self._launched: list[RayGroup | EngineGroup] = []
         self._starts: Counter[str] = Counter()
+
+    @classmethod
+    def here(cls, config: Any) -> bool:
+        """On a Ray of its own; a cluster may have other machines."""
+        return config.address is None and not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
+
+    @classmethod
+    def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
+        if generator is not None:
+            check_takes_tensors(generator)
+            if transport in ("shared", "broadcast") and LINKS not in generator.capabilities:
+                raise ConfigError(f"sync.transport = {transport!r} cannot be had: {NO_LINKS}. Leave it out.")
 
     # ---------------------------------------------------------------------------------- placement
 

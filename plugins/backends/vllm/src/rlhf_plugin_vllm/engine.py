@@ -166,13 +166,7 @@ def _take_down(foreign: bool, scratch: Scratch) -> None:
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
     """vLLM's ``EngineArgs``. No tokenizer: tokens go in and come out, and text is what the run decodes."""
-    length = _length(spec)
-    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
-    if where.cpu and tokens < length:
-        raise CapabilityError(
-            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens and one), and "
-            "a CPU does not cut prompts in pieces. Raise it, or leave it out."
-        )
+    length, tokens = prefill_tokens(config, spec, where)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
         "skip_tokenizer_init": True,
@@ -204,6 +198,18 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     if config.tensor_parallel * config.pipeline_parallel > 1:
         chosen["distributed_executor_backend"] = "mp"
     return chosen
+
+
+def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> tuple[int, int]:
+    """(longest sequence, tokens of one forward pass). CapabilityError where a CPU would have to cut a prompt."""
+    length = _length(spec)
+    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
+    if where.cpu and tokens < length:
+        raise CapabilityError(
+            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens and one), and "
+            "a CPU does not cut prompts in pieces. Raise it, or leave it out."
+        )
+    return length, tokens
 
 
 def _length(spec: GeneratorSpec) -> int:

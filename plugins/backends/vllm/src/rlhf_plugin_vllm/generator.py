@@ -11,16 +11,17 @@ from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
+from rlhf.requests import check_sampling
 from rlhf.sync.bucket import Bucket
 from rlhf.sync.link import Link, Shipment
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.engine import Engine
+from rlhf_plugin_vllm.engine import Engine, prefill_tokens
 from rlhf_plugin_vllm.footprint import footprint
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
-from rlhf_plugin_vllm.requests import Sample, check, sampling_parameters, scoring_parameters
+from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, Sample, check, sampling_parameters, scoring_parameters
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
@@ -49,6 +50,15 @@ class VllmGenerator(Generator):
     @classmethod
     def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
         return footprint(config, dtype, device)
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        for sampling in samplings:
+            check_sampling(sampling, LOWEST_TEMPERATURE)
+        if device is not None:
+            where = platform()
+            check_platform(config, where)
+            prefill_tokens(config, spec, where)
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: VllmGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]

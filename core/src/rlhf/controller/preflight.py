@@ -1,0 +1,51 @@
+"""What starting a run would refuse, asked of the classes of its parts before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf.config_errors import origin
+from rlhf.controller.drawing import evaluation_sampling, training_sampling
+from rlhf.controller.parts import RunParts, section_of, where_trainer
+from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.modeling.precision import choose_device
+
+
+def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
+    """Raises ConfigError, CapabilityError or PluginError, as the run itself would.
+
+    Args:
+        here: whether it would be started on this machine; else it is only planned.
+    """
+    config, chosen = made.config, made.parts["launcher"]
+    launcher, generator = chosen.resolved.cls, made.parts.get(GENERATOR)
+    launcher.check(chosen.config, places, generator.resolved.cls if generator else None, config.sync.transport)
+    device = choose_device("auto").type if here and launcher.here(chosen.config) else None
+    for name, spec in specs.items():
+        trainer = made.trainer(name)
+        trainer.resolved.cls.check(trainer.config, spec, device)
+    if generator is not None and "policy" in specs:
+        policy, data = specs["policy"], config.data
+        engine = GeneratorSpec(
+            (), str, policy.path, policy.dtype, policy.trust_remote_code, data.max_tokens, config.run.seed
+        )
+        samplings = [evaluation_sampling(config)] if data.eval else []
+        samplings += [training_sampling(config)] if made.online else []
+        generator.resolved.cls.check(generator.config, engine, samplings, device)
+
+
+def idle_options(made: RunParts) -> list[str]:
+    """Options in the own section of a role that is not trained which only training reads. What such a role takes over
+    from ``[trainer]`` is there for those that are trained; a policy that only answers has its section from its
+    training."""
+    problems = []
+    for name, role in made.roles.items():
+        given = section_of(made.config, name).trainer
+        trainer = made.trainer(name).resolved.cls
+        for key in sorted(trainer.learning & given.keys()) if not role.trained and name != "policy" else ():
+            where = f"{where_trainer(name)}.{key}"
+            problems.append(
+                f"{where}{origin(where, made.config.origins)}: {name} is not trained, so nothing reads it. Remove it; "
+                "in [trainer] it is for the roles that are."
+            )
+    return problems

@@ -1,0 +1,36 @@
+"""``TRITON_INTERPRET=1 python liger_zero.py FOLDER``: Liger's kernels under ZeRO, on one rank, in Triton's interpreter.
+
+Prints {stage: norm-wise difference of the gradients from those of the trainer without them} as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rlhf.testing.interpreted import complete_the_interpreter
+from rlhf.testing.suite_losses import TokenLoss
+from rlhf.testing.tiny import tiny_model
+from zero_cases import apart, batch, spec, trainer
+
+FOLDER = Path(sys.argv[1])
+
+
+def main() -> None:
+    complete_the_interpreter()
+    tiny_model(FOLDER / "model", layers=1, hidden=16, heads=2, kv_heads=1, std=0.3)
+    found = {}
+    for stage in (2, 3):
+        gradients = []
+        for kernels in ("liger", "none"):
+            one = trainer(spec(FOLDER, gradient_checkpointing=stage == 3), stage=stage, kernels=kernels)
+            assert any("forward" in vars(m) for m in one.module.modules()) is (kernels == "liger")
+            one.accumulate([batch(0, units=2)], TokenLoss(), {}, {})
+            gradients.append(one.gradients())
+        found[stage] = apart(*gradients)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

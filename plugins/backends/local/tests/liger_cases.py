@@ -1,0 +1,145 @@
+"""Liger's kernels in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1 python liger_cases.py FOLDER``.
+
+Prints {case: how far a trainer with them is from one without, or what a case says} as JSON. A process of its own, as
+Triton reads the variable when its kernels are defined.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.modeling import liger
+from rlhf.modeling.attention import packed, use_packed_attention
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.testing.interpreted import complete_the_interpreter
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_plugin_local.trainer import TorchTrainer
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+FOLDER = Path(sys.argv[1])
+SMALL: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 24, "std": 0.3}
+
+
+class Squares(Loss):
+    """Log-probs, or values, towards 1."""
+
+    name = "squares"
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = output
+
+    def outputs(self) -> tuple[str, ...]:
+        return (self.output,)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"squares": Reduce("token_mean")}
+
+    def __call__(self, x: Any) -> LossOutput:
+        return LossOutput({"squares": (x[self.output] - 1.0) ** 2})
+
+
+def trainer(name: str, head: str = "lm", checkpointing: bool = False, **options: Any) -> TorchTrainer:
+    spec = ModelSpec(RoleSpec("policy", head, True), str(FOLDER / name), "fp32", checkpointing)
+    return TorchTrainer(TorchTrainer.Config(lr=1e-2, device="cpu", **options), spec)
+
+
+def batch_for(loss: Loss, lens: Sequence[int] = (6, 4)) -> Batch:
+    units = [UnitData([SequenceData(list(range(3, 3 + n)), {"loss_mask": [i >= 2 for i in range(n)]})]) for n in lens]
+    return weigh(pack(units), loss.reduce())
+
+
+def bound(module: PreTrainedModel) -> int:
+    return sum("forward" in vars(m) for m in module.modules())
+
+
+def compare(name: str, head: str = "lm", steps: int = 1, **options: Any) -> dict[str, float]:
+    """After ``steps - 1`` steps: log-probs (or values) and gradients."""
+    output = "logprobs" if head == "lm" else "values"
+    loss = Squares(output)
+    batch, found = batch_for(loss), []
+    for chosen in ("liger", "none"):
+        one = trainer(name, head, kernels=chosen, **options)
+        for _ in range(steps - 1):
+            one.update([batch], loss, {}, {})
+        [values] = one.forward([batch], [output])
+        one.accumulate([batch], loss, {}, {})
+        found.append((values[output], one.gradients(), bound(one.module)))
+    (a, ga, with_liger), (b, gb, without) = found
+    return {**apart(a, b, ga, gb), "bound": with_liger, "not bound": without}
+
+
+def apart(a: Tensor, b: Tensor, ga: dict[str, Tensor], gb: dict[str, Tensor]) -> dict[str, float]:
+    """``values``: the largest difference; ``gradients``: of the worst parameter, over its norm."""
+    assert ga.keys() == gb.keys()
+    worst = max(float((ga[n] - gb[n]).norm() / gb[n].norm()) for n in gb)
+    return {"values": float((a - b).abs().max().detach()), "gradients": worst}
+
+
+def qwen2() -> dict[str, float]:
+    """A model by itself: beside one of this kind a tokenizer of characters does not load."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=20, num_hidden_layers=1, initializer_range=0.3, **sizes)).eval()
+    use_packed_attention(model)
+    found = []
+    for bind in (False, True):
+        if bind:
+            liger.use_liger(model)
+        with packed([4, 2]):
+            out = model(input_ids=torch.arange(6)[None] + 3, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1]]))
+        gradients = torch.autograd.grad(out.logits.square().sum(), list(model.parameters()))
+        found.append((out.logits, dict(zip([n for n, _ in model.named_parameters()], gradients, strict=True))))
+    (b, gb), (a, ga) = found
+    gb = {n: g for n, g in gb.items() if "k_proj.bias" not in n}  # all keys alike change nothing: zero but for rounding
+    return {**apart(a, b, {n: ga[n] for n in gb}, gb), "bound": bound(model)}
+
+
+def refused() -> dict[str, str]:
+    def message(name: str) -> str:
+        try:
+            trainer(name, kernels="liger")
+        except CapabilityError as error:
+            return str(error)
+        return ""
+
+    found = {"olmo2": message("olmo2"), "gelu": message("gelu")}
+    norm, liger._norm = liger._norm, lambda module, kind: lambda hidden_states: hidden_states
+    found["differs"] = message("qwen3")
+    liger._norm = norm
+    return found
+
+
+def main() -> None:
+    complete_the_interpreter()
+    before = {name: value for name, value in vars(modeling_qwen3).items() if callable(value)}
+    forwards = {name: value.forward for name, value in before.items() if hasattr(value, "forward")}
+    for name in ("qwen3", "llama", "mistral", "gemma2", "gemma3_text"):
+        tiny_model(FOLDER / name, architecture=name, layers=1, **SMALL)
+    tiny_model(FOLDER / "critic", layers=1, head="scalar", tied=False, **SMALL)
+    tiny_model(FOLDER / "olmo2", architecture="olmo2")
+    tiny_model(FOLDER / "gelu", hidden_act="gelu")
+    results: dict[str, Any] = {name: compare(name) for name in ("qwen3", "llama", "mistral", "gemma2", "gemma3_text")}
+    results["qwen2"] = qwen2()
+    results["critic"] = compare("critic", "scalar")
+    results["adapters"] = compare("qwen3", steps=2, checkpointing=True, lora={"rank": 2})
+    results["refused"] = refused()
+    results["others"] = all(getattr(modeling_qwen3, name) is value for name, value in before.items()) and all(
+        getattr(modeling_qwen3, name).forward is value for name, value in forwards.items()
+    )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

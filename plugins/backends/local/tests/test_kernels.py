@@ -1,0 +1,80 @@
+"""``trainer.kernels``: what each choice computes, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf.errors import CapabilityError, ModelError
+from rlhf.modeling import liger
+from rlhf.modeling.kernels import check_kernels
+from rlhf.testing.tiny import tiny_model
+
+HERE = Path(__file__).parent
+KINDS = {"qwen3": 7, "llama": 5, "mistral": 5, "gemma2": 7, "gemma3_text": 9, "qwen2": 5, "critic": 7, "adapters": 7}
+"""{case: modules that call Liger's functions: norms, and one feed-forward and one attention in each layer}."""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """What the cases found, on CPU tensors in Triton's interpreter."""
+    pytest.importorskip("liger_kernel")
+    script, folder = str(HERE / "liger_cases.py"), str(tmp_path_factory.mktemp("liger"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, folder], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_liger_gives_the_numbers_of_transformers_layers(interpreted, kind):
+    found = interpreted[kind]
+    assert found["bound"] == KINDS[kind]
+    assert found.get("not bound", 0) == 0
+    assert found["values"] < 1e-5
+    assert found["gradients"] < 1e-4
+
+
+def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
+    found = interpreted["refused"]
+    assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in found["olmo2"]
+    assert "gates of Qwen3ForCausalLM use GELUActivation, the kernel computes SiLU" in found["gelu"]
+    assert "Qwen3ForCausalLM computes something else with Liger's kernels (hidden states differ by" in found["differs"]
+
+
+def test_liger_leaves_other_models_of_the_process_alone(interpreted):
+    assert interpreted["others"] is True
+
+
+def test_liger_is_refused_before_a_model_is_read(make_trainer, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(CapabilityError, match=r"Liger's kernels run on GPUs, and this role is on 'cpu'\. Leave it out"):
+        make_trainer("no folder", kernels="liger")
+    with pytest.raises(ModelError):
+        make_trainer("no folder", kernels="none")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CapabilityError, match=r"liger-kernel is not installed: pip install 'rlhf\[liger\]'"):
+        check_kernels("liger", "cuda")
+    assert liger.why_not("cpu").startswith("Liger's kernels run on GPUs")
+
+
+@pytest.mark.parametrize(("kernels", "count"), [("auto", 2), ("own", 2), ("none", 0)])
+def test_own_kernels_and_none(make_trainer, make_batch, nll, kernels, count):
+    trainer = make_trainer(kernels=kernels)
+    assert sum("forward" in vars(m) for m in trainer.module.modules()) == count
+    [got], [want] = (of.forward([make_batch([9, 4], loss=nll)], ["logprobs"]) for of in (trainer, make_trainer()))
+    assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
+
+
+def test_own_kernels_are_refused_where_they_do_not_fit(tmp_path, make_trainer):
+    for name, options in (("gemma", {"architecture": "gemma3_text"}), ("dropout", {"attention_dropout": 0.1})):
+        path = tiny_model(tmp_path / name, **options)
+        with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of "):
+            make_trainer(path, kernels="own")
+        make_trainer(path)
