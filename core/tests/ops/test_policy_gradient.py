@@ -164,6 +164,38 @@ def test_kl_as_a_loss_is_a_term_beside_any_loss():
     assert build(kl=KLConfig(where="loss")).loss.name == "ratio", "coef 0: nothing is added"
 
 
+@pytest.mark.parametrize(
+    ("own", "kl"),
+    [
+        (Reduce("seq_sum_constant", over="m", roles=(0,), coef=3.0, constant=7.0),
+         Reduce("seq_sum_constant", over="m", roles=(0,), constant=7.0)),
+        (Reduce("seq_mean_token_mean", over="m"), Reduce("seq_mean_token_mean", over="m")),
+        (Reduce("unit_mean", over="m", roles=(1,)), Reduce("token_mean", over="m", roles=(1,))),
+        (Reduce("seq_mean", over="m", coef=2.0), Reduce("token_mean", over="m")),
+    ],
+)  # fmt: skip
+def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
+    class Other(Ratio):
+        held = None
+
+        def outputs(self):
+            return ("entropy",)
+
+        def reduce(self):
+            return {"first": own, "second": Reduce("seq_mean")}
+
+        def load_state_dict(self, state):
+            self.held = state
+
+    inner = Other()
+    loss = WithKL(inner, "k1")
+    assert loss.reduce() == {"first": own, "second": Reduce("seq_mean"), "kl": kl}
+    assert loss.outputs() == ("entropy", "logprobs")
+    assert WithKL(Ratio(), "k1").outputs() == Ratio().outputs(), "log-probs are computed once"
+    loss.load_state_dict({"x": 1})
+    assert inner.held == {"x": 1}
+
+
 def test_the_reference_follows_the_policy_behind_the_update():
     """Log-probs of the reference are annotated before a step's updates: a snapshot in front would come too late."""
     kl = KLConfig(coef=0.1, snapshot_every=2, snapshot_share=0.6)

@@ -97,6 +97,14 @@ def test_samples_without_reward_or_tokens_take_part_in_nothing():
     assert answers(algorithm().assemble([mixed])) == [([11, 0], [12, 0])]
 
 
+def test_a_group_without_any_answer_gives_no_pair():
+    silent = group([1.0, 0.0], answers=[[], []])
+    built = algorithm()
+    assert answers(built.assemble([silent, group([0.0, 1.0], number=1)])) == [([11, 0], [10, 0])]
+    _, metrics = built.credit(built.assemble([silent, group([0.0, 1.0], number=1)]))
+    assert (metrics["pairs/made"], metrics["pairs/groups"], metrics["pairs/tied_groups"]) == (1.0, 2.0, 1.0)
+
+
 def test_step_rewards_count():
     """A source with credit by step is not in the trajectory's reward; a pair is of the whole."""
     steps = group([0.0, 0.0])

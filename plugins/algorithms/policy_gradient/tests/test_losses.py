@@ -266,6 +266,37 @@ def test_value_by_hand():
     batch = one_sequence(1, old_values=[0.0], returns=[3.0])
     assert run(Value(), batch, {"values": [2.0]})[0] == pytest.approx(3.125)
     assert run(Value(Value.Config(clip=0.0)), batch, {"values": [2.0]})[0] == pytest.approx(0.5)
+    assert Value(Value.Config(clip=0.0)).columns() == ("returns",), "nothing moves from where it stood"
+    assert Value(Value.Config(clip=1.0)).columns() == ("returns", "old_values")
+
+
+def test_a_value_is_clipped_where_it_went_too_far_and_clipping_makes_its_error_larger():
+    """V_old = 0, clip 0.5: errors max(6.25, 1), max(6.25, 1), 2.8^2 within the clip, max(0.25, 4)."""
+    batch = one_sequence(4, old_values=[0.0] * 4, returns=[3.0, -3.0, 3.0, 0.0])
+    total, metrics = run(Value(), batch, {"values": [2.0, -2.0, 0.2, 2.0]})
+    assert total == pytest.approx((6.25 + 6.25 + 7.84 + 4.0) / 8)
+    assert metrics["value_clip_fraction"] == 0.5
+    assert (metrics["value"], metrics["return"]) == (pytest.approx(0.55), 0.75)
+
+
+def test_cispo_by_hand():
+    """rho = 2, 0.25, 6 in [0.5, 5]: weights 2, 0.5, 5 of -A lp."""
+    batch = one_sequence(3, old_logprobs=[-3.0] * 3, advantages=[1.0, -1.0, 2.0])
+    lp = (torch.tensor([2.0, 0.25, 6.0]).log() - 3).tolist()
+    total, metrics = run(CISPO(CISPO.Config(clip_low=0.5, clip_high=4.0)), batch, {"logprobs": lp})
+    assert total == pytest.approx((-2 * lp[0] + 0.5 * lp[1] - 10 * lp[2]) / 3, rel=1e-5)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 3)
+    assert metrics["ratio"] == pytest.approx(8.25 / 3, rel=1e-5)
+
+
+def test_entropy_is_reported_and_a_bonus_only_where_it_weighs_something():
+    batch = one_sequence(2, advantages=[1.0, 3.0])
+    outputs = {"logprobs": [-1.0, -2.0], "entropy": [0.5, 1.0]}
+    plain, metrics = run(ReinforceLoss(ReinforceLoss.Config(entropy_coef=0.0)), batch, outputs)
+    assert (plain, metrics["entropy"], "loss/entropy" in metrics) == (3.5, 0.75, False)
+    total, metrics = run(ReinforceLoss(ReinforceLoss.Config(entropy_coef=0.2)), batch, outputs)
+    assert total == pytest.approx(3.5 - 0.2 * 0.75)
+    assert (metrics["entropy"], metrics["loss/entropy"]) == (0.75, pytest.approx(-0.15))
 
 
 def test_sapo_by_hand():

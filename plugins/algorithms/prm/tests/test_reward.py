@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Tokens
 from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_plugin_prm.reward import ProcessReward
+from rlhf_plugin_prm.reward import ProcessReward, _probability
 
 BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
 CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}
@@ -25,6 +25,11 @@ def model(tmp_path):
         return str(tmp_path)
 
     return make
+
+
+def test_a_probability_is_that_of_its_log_odds_and_never_overflows() -> None:
+    assert [_probability(x) for x in (math.log(3), -math.log(3), 0.0)] == pytest.approx([0.75, 0.25, 0.5])
+    assert (_probability(1e4), _probability(-1e4)) == (1.0, 0.0)
 
 
 def turn(text: str, sampled: bool = True, fresh: bool = False) -> Turn:

@@ -102,6 +102,10 @@ def test_an_evaluation_is_what_an_export_says() -> None:
     algorithm.evaluated({"eval/score_mean": 3.0, "eval/score_square": 13.0})
     algorithm.finish(1, {"policy/score_mean": 9.0, "policy/score_square": 90.0})
     assert algorithm.model_config() == pytest.approx({"mean": 3.0, "std": 2.0})
+    other = make()
+    other.load_state_dict(algorithm.state_dict())
+    other.evaluated({"eval/loss": 0.5})  # of another loss: it says nothing of scores
+    assert other.model_config() == pytest.approx({"mean": 3.0, "std": 2.0})
 
 
 def test_running_moments_fade_and_survive_a_checkpoint() -> None:
