@@ -151,6 +151,14 @@ def test_a_reference_that_the_run_loads_is_planned(published, plugins, more):
     assert not made.views
 
 
+def test_adapters_beside_no_layer_are_refused(published, plugins):
+    targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
+    with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
+        layout(published, plugins, targets)
+    with pytest.raises(ConfigError, match=r"trainer\.lora: gpt2 has no linear layer"):
+        layout(published, plugins, LORA, model="gpt2")
+
+
 def test_a_view_shares_devices_or_leaves_its_own_idle(published, plugins):
     own, shared = (
         layout(published, plugins, CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {})

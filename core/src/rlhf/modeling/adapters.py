@@ -8,7 +8,7 @@ needs no second copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces.component import ComponentConfig
 
 NAME = "default"
+WHOLE = "model"
 
 
 class LoraOptions(ComponentConfig):
@@ -28,7 +29,8 @@ class LoraOptions(ComponentConfig):
     alpha: int | None = Field(None, gt=0)
     """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
     targets: tuple[str, ...] | None = None
-    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head."""
+    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
+    that are slices of one tensor are not linear layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """On what enters an adapter, in training."""
 
@@ -36,29 +38,48 @@ class LoraOptions(ComponentConfig):
 def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
     """Put an adapter beside every target; A is drawn from ``seed``, B is zero, so the model computes what it did.
 
-    Raises ConfigError: peft is not installed; no layer, or no layer of one target, has such a name.
+    Raises ConfigError: peft is not installed; there is no linear layer, or none of a target's name.
     """
     try:
         import peft
     except ImportError:
         raise ConfigError("trainer.lora needs peft: pip install 'rlhf[lora]'") from None
-    linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    wanted = linear
-    if options.targets is not None:
-        wanted = [n for n in linear if n.rpartition(".")[2] in options.targets]
-        unknown = sorted(set(options.targets) - {n.rpartition(".")[2] for n in wanted})
-        if unknown:
-            there = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
-            raise ConfigError(
-                f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {there}"
-            )
-    alpha = options.alpha if options.alpha is not None else 2 * options.rank
+    wanted = matching([name for name, _ in adaptable(module, head)], options.targets, type(module).__name__)
+    whole = nn.Module()  # without a config: of some mixtures of experts peft makes these names others, of the experts
+    whole.add_module(WHOLE, module)
     config = peft.LoraConfig(
-        r=options.rank, lora_alpha=alpha, lora_dropout=options.dropout, target_modules=wanted, bias="none"
+        r=options.rank,
+        lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
+        lora_dropout=options.dropout,
+        target_modules=[f"{WHOLE}.{name}" for name in wanted],
+        bias="none",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, module, adapter_name=NAME)
+        peft.inject_adapter_in_model(config, whole, adapter_name=NAME)
+
+
+def adaptable(module: nn.Module, head: nn.Module | None) -> list[tuple[str, nn.Linear]]:
+    """(name, layer) of every linear layer but the head. Experts that are slices of one tensor are none, nor are routers
+    that are a linear layer by class and return choices."""
+    linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    return [(name, m) for name, m in linear if "Router" not in type(m).__name__]
+
+
+def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -> list[str]:
+    """Those of the linear layers' names that end with one of ``targets``; all where it is None.
+
+    Raises ConfigError: there is no linear layer, or none of a target's name. ``model`` is for the message.
+    """
+    if not linear:
+        raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
+    there = {name: name.rpartition(".")[2] for name in linear}
+    if targets is None:
+        return list(linear)
+    if unknown := sorted(set(targets) - set(there.values())):
+        names = ", ".join(sorted(set(there.values())))
+        raise ConfigError(f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {names}")
+    return [name for name, last in there.items() if last in targets]
 
 
 def linear(layer: Any, x_NI: Tensor) -> Tensor:

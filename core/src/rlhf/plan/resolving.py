@@ -9,6 +9,7 @@ from rlhf.config_errors import raise_problems
 from rlhf.controller.parts import RunParts, base_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.preflight import check_parts, idle_options
 from rlhf.interfaces import GENERATOR, Place
+from rlhf.modeling.adapters import matching
 from rlhf.plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf.plan.shape import read_shape
 from rlhf.plugins import Plugins
@@ -75,6 +76,9 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     spec = model_spec(config, made.roles, name, ranks=place.ranks)
     trainer = made.trainer(name)
     sharding = trainer.resolved.cls.sharding(trainer.config, spec, machine.device)
+    shape = read_shape(spec.path, role.head, spec.trust_remote_code)
+    if role.trained and sharding.adapter_rank:
+        matching([name for name, _, _ in shape.linear], sharding.adapter_targets, shape.architecture)
     longest = longest_sequence(config, made.online)
     budget = section_of(config, name).micro_tokens or sharding.micro_tokens
     updates, annotations = _work(made)
@@ -88,7 +92,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     return RoleLayout(
         name,
         place,
-        read_shape(spec.path, role.head, spec.trust_remote_code).part(sharding.layer_ranks),
+        shape.part(sharding.layer_ranks),
         sharding,
         role.trained,
         micro,

@@ -174,14 +174,12 @@ def _decoder_layers(module: Any, count: int, path: str) -> list[Any]:
 
 
 def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int], ...]:
-    """Every linear layer but the head and routers that are one by class (:mod:`rlhf.modeling.adapters`)."""
-    from torch import nn
+    from rlhf.modeling.adapters import adaptable
 
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and layer is not head and "Router" not in type(layer).__name__:
-            last = name.rpartition(".")[2]
-            sizes[last] += layer.in_features + layer.out_features
-            counts[last] += 1
+    for name, layer in adaptable(module, head):
+        last = name.rpartition(".")[2]
+        sizes[last] += layer.in_features + layer.out_features
+        counts[last] += 1
     return tuple((name, sizes[name], counts[name]) for name in sorted(sizes))

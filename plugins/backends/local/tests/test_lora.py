@@ -59,6 +59,32 @@ def test_weights_and_exports_are_one_merged_model(tmp_path, make_trainer, make_b
     assert torch.equal(logprobs(make_trainer(tmp_path / "export"), batch), logprobs(merged, batch))
 
 
+SPARSE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0], "head_dim": 8,
+}  # fmt: skip
+
+
+def test_a_mixture_with_a_dense_layer_gets_adapters_beside_linear_layers_only(tmp_path, make_trainer, make_batch, nll):
+    """The experts are slices of one tensor, which have the dense layer's names in peft's eyes; none gets an adapter."""
+    path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **SPARSE)
+    trainer, batch = make_trainer(path, lora=LORA, lr=0.02), make_batch([9, 30, 4], loss=nll)
+    assert len(trainer.parameters) == 2 * (2 * 4 + 3)  # A and B: attention of two layers, the dense feed-forward
+    assert not any("experts" in name for name in trainer.parameters)
+    for _ in range(3):
+        trainer.update([batch], nll, {}, {})
+    merged = make_trainer(path)
+    merged.load_weights(trainer.weights())
+    assert torch.allclose(logprobs(merged, batch), logprobs(trainer, batch), atol=1e-5)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path, make_trainer):
+    path = tiny_model(tmp_path / "model", architecture="gpt2")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer to put an adapter beside"
+    ):
+        make_trainer(path, lora=LORA)
+
+
 def test_state_survives_and_holds_no_base(tmp_path, trained, make_trainer, nll):
     trainer, batch, _ = trained
     trainer.save(tmp_path)
