@@ -362,6 +362,11 @@ def test_what_a_rank_holds(folder):
         else:
             computed = {p.untyped_storage().data_ptr() for p in one.parameters.values()}
         assert (facts.master_bytes == 0) == (stepped <= computed)
+    assert not facts.host_optimizer, "on a CPU the host is where everything is"
     two = type(one).sharding(DeepSpeedTrainerConfig(stage=3), spec(folder, 0, 2, "1", dtype="bf16"), "cuda")
     assert (two.weight_ranks, two.loading_ranks, two.gradient_ranks, two.optimizer_ranks) == (2, 2, 2, 2)
     assert (two.bf16, two.cast_bytes, two.fused, two.offloads) == (True, 0.0, False, True)
+    assert (two.second_ranks, two.making_bytes) == (0, 2.0)
+    node = DeepSpeedTrainerConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu", offload_params="cpu")
+    held = type(one).sharding(node, spec(folder, 0, 4, "1"), "cuda")
+    assert (held.second_ranks, held.host_optimizer, held.host_weights) == (2, True, True)

@@ -19,19 +19,21 @@ COPIES = 3
 
 def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sharding:
     """See :meth:`rlhf.interfaces.Trainer.sharding`. Weights are fp32 and stepped in place: there is no other copy, but
-    for an optimizer on the host."""
+    for an optimizer on the host. On a CPU the host is where everything is."""
     parts = config.tensor_parallel
     check_parts(spec, parts)
     stage, ranks, host = config.stage, spec.world_size // parts, config.offload_optimizer != "none"
+    trained, on_cpu = spec.role.trained, device == "cpu"
     held = replace(
         of_one_rank(config, spec, device),
         layer_ranks=parts,
         optimizer_ranks=ranks if stage >= 1 else 1,
         master_bytes=FP32 if host else 0.0,
         flat=stage >= 1,
-        host_optimizer=host,
+        host_optimizer=host and not on_cpu,
         offloads=device == "cuda" and not host,
-        buffers=int(config.bucket * FP32) if ranks > 1 or stage >= 1 else 0,
+        making_bytes=_making(stage, ranks, on_cpu, host),
+        buffers=int(config.bucket * FP32) if trained and (ranks > 1 or stage >= 1) else 0,
     )
     if stage == 1:  # whole gradients, then the rank's part twice: gathered up, and flattened for the step
         return replace(held, gradient_bytes=max(FP32, 2 * FP32 / ranks))
@@ -42,12 +44,26 @@ def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sh
             held,
             weight_ranks=ranks,
             loading_ranks=ranks,
+            reads_whole=True,
+            second_ranks=config.hpz_partition_size if config.hpz_partition_size > 1 else 0,
             gradient_ranks=ranks,
             keeps_gradients=True,
-            host_weights=config.offload_params != "none",
+            host_weights=config.offload_params != "none" and not on_cpu,
             gathered=config.gathered,
             in_flight=config.bucket * (COPIES if device == "cpu" else 1),
             cast_bytes=0.0,  # layers remember their weight, not its cast
             fused=config.kernels == "liger",
         )
     return held
+
+
+def _making(stage: int, ranks: int, on_cpu: bool, host: bool) -> float:
+    """Stages 1 and 2 lay the weights out anew, whole on a CPU, by way of the host where a GPU has no room for both, and
+    copy the rank's part for the optimizer. Stage 3 lays its part out anew. The optimizer of the host has copies of its
+    own: its weights, and with stage 3 gradients."""
+    part = FP32 / ranks
+    if stage in (1, 2):
+        return FP32 + (part if host else 0) if on_cpu else part
+    if stage == 3:
+        return part * (3 if host and on_cpu else 1)
+    return 0.0
