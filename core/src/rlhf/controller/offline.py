@@ -11,7 +11,7 @@ def offline(run: Run) -> None:
     for step in run.steps():
         planned = run.algorithm.updates(step)  # asked before the batch is known: what a full one would be updated by
         with run.timed("data"):
-            batch = run.algorithm.assemble(run.examples(step))
+            batch = run.algorithm.assemble(run.next_examples())
         if batch is None:
             metrics = run.nothing_to_learn(step)
         else:

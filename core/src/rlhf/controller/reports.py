@@ -12,6 +12,7 @@ from rlhf.controller.learn import Metrics
 from rlhf.controller.roles import Role
 from rlhf.errors import RlhfError, boundary
 from rlhf.interfaces import Observer
+from rlhf.observe.metrics import TIME
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
 
@@ -48,8 +49,8 @@ class Reports:
     def record(self, done: int, metrics: Metrics) -> None:
         """Add the times of the step to ``metrics`` and write its line. ``done``: finished steps, this one included."""
         if self._times:
-            metrics |= {f"time/{phase}": seconds for phase, seconds in self._times.items()}
-            metrics["time/step"] = time.perf_counter() - self._started
+            metrics |= {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
+            metrics[f"{TIME}step"] = time.perf_counter() - self._started
         with self._store.writing(self._directory.metrics.path):
             self._directory.metrics.append(done, metrics)
 

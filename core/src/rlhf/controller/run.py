@@ -91,8 +91,8 @@ class Run(Built):
             self.phases.begin_sync()
         return self.weights.push(version)
 
-    def examples(self, step: int) -> list[Example]:
-        """The tokenised rows of this (offline) step."""
+    def next_examples(self) -> list[Example]:
+        """The tokenised rows of an offline step."""
         return self.data.examples(self.data.take(self.config.data.batch_size))
 
     def nothing_to_learn(self, step: int) -> Metrics:
@@ -109,18 +109,9 @@ class Run(Built):
         """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due."""
         done = step + 1
         if "empty" not in metrics:
-            # a role has a gradient norm where at least one of its optimizer steps was not skipped
-            self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
-            metrics |= self.algorithm.finish(step, metrics)
-            self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles})
+            metrics |= self._adapt(step, metrics)
         if ready is not None:
-            metrics |= {f"stream/{name}": value for name, value in ready.counts.items()}
-            metrics["stream/version"] = float(ready.version)
-            metrics |= source_metrics(ready.groups)
-            if self.config.checkpoint.save_rollouts:
-                with self.writing(path := self.directory.rollouts(done)):
-                    write_groups(path, ready.groups, self.data.template.prompt_of)
-            self.reports.observe("rollouts_finished", done, ready.groups)
+            metrics |= self._keep_rollouts(done, ready)
         metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
@@ -173,6 +164,23 @@ class Run(Built):
                 closing.callback(self.reports.observe, "run_ended", self.status)
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _adapt(self, step: int, metrics: Metrics) -> Metrics:
+        """What the algorithm makes of a step with updates; the step is counted where one changed weights."""
+        # a role has a gradient norm where at least one of its optimizer steps was not skipped
+        self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
+        adapted = self.algorithm.finish(step, metrics)
+        self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles})
+        return adapted
+
+    def _keep_rollouts(self, done: int, ready: ReadyBatch) -> Metrics:
+        """Write the step's groups, where asked for, and show them to observers. Returns what became of its prompts."""
+        if self.config.checkpoint.save_rollouts:
+            with self.writing(path := self.directory.rollouts(done)):
+                write_groups(path, ready.groups, self.data.template.prompt_of)
+        self.reports.observe("rollouts_finished", done, ready.groups)
+        counts = {f"stream/{name}": value for name, value in ready.counts.items()}
+        return counts | {"stream/version": float(ready.version)} | source_metrics(ready.groups)
 
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after so many steps."""
