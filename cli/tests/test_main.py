@@ -71,6 +71,31 @@ def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_im
     assert said.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
 
 
+def test_a_file_is_no_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert main(["generate", "--model", "model.safetensors", "--prompt", "x"]) == 1
+    assert "no model model.safetensors: it is a file. A model is a folder with config.json" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_named_as_the_flag(capsys):
+    assert main(["generate", "--model", "anything", "--prompt", "x", "--prompt", ""]) == 2
+    assert capsys.readouterr().err == "rlhf: --prompt is empty; an answer goes on from one token at least\n"
+
+
+@pytest.mark.parametrize("words", [("plugins", "list"), ("--help",), ("--version",)])
+def test_a_reader_that_left_is_no_noise(words):
+    """As in `rlhf plugins list | true`: what little there is stands in a buffer until the end."""
+    read, write = os.pipe()
+    os.close(read)
+    code = f"import sys\nfrom rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with os.fdopen(write, "w") as gone:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -86,6 +86,14 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert "rlhf-plugin-x exists already; remove it, or choose another name or --output" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert new(tmp_path / "file", "x", "reward") == 2
+    folder = tmp_path / "file" / "rlhf-plugin-x"
+    said = f"rlhf: {folder} cannot be made: Not a directory. Choose a folder with --output\n"
+    assert capsys.readouterr().err == said
+
+
 # ------------------------------------------------------------------------ really installed and run
 
 

@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback = "--traceback" in words
     words = [w for w in words if w != "--traceback"]
     try:
-        return _dispatch(words)
+        try:
+            return _dispatch(words)
+        finally:  # also after --help: what fails while Python shuts down is nobody's to catch
+            sys.stdout.flush()
     except RlhfError as error:
         if traceback:
             raise

@@ -46,6 +46,10 @@ def look_for_models(config: RunFile) -> None:
 def require_folder(path: str) -> None:
     """Raises ModelError, with what is beside it, where there is no such folder."""
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ModelError(
+            f"no model {path}: it is a file. A model is a folder with config.json, safetensors and tokenizer"
+        )
     if not folder.exists():
         beside = _folders(folder.parent)
         there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""

@@ -94,7 +94,7 @@ def test_a_last_line_without_its_line_end_counts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"group": 0}\n', r"f.jsonl:1 is not a recorded sample: KeyError: 'sample'"),
+        ('{"group": 0}\n', r"f.jsonl:1 is not a recorded sample: it has no 'sample'. Such are in a run's rollouts/"),
         ("{\n", r"f.jsonl:1 is not a recorded sample: .* not valid JSON"),
         ('"x"\n', r"f.jsonl:1 is not a recorded sample: TypeError"),
     ],
@@ -109,7 +109,7 @@ def test_a_damaged_line_is_named(tmp_path, content, message):
 def test_samples_without_their_prompt_are_refused(tmp_path):
     path = tmp_path / "ready.jsonl"
     write_groups(path, [Group(sample((0, 0)).row, 0, [sample((0, 0))])])  # as a checkpoint keeps them
-    with pytest.raises(DataError, match=r"ready.jsonl:1 is not a recorded sample: KeyError: 'prompt'"):
+    with pytest.raises(DataError, match=r"ready.jsonl:1 is not a recorded sample: it has no 'prompt'"):
         read_answers([path])
 
 

@@ -36,7 +36,7 @@ SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
 def write_plugin(name: str, kind: str, output: Path) -> Path:
     """Write the distribution ``rlhf-plugin-NAME`` into the folder ``output``; returns its folder.
 
-    Raises ConfigError: no such kind, a name that is none, or a folder that exists already.
+    Raises ConfigError: no such kind, a name that is none, a folder that exists already, or that cannot be made.
     """
     check_kind(kind)
     if not NAME.fullmatch(name):
@@ -54,9 +54,12 @@ def write_plugin(name: str, kind: str, output: Path) -> Path:
         f"src/{package}/{kind}.py": _template(f"{kind}.py"),
         f"tests/test_{name}.py": _template(f"test_{kind}.py"),
     }
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(_fill(text, names), encoding="utf-8")
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(_fill(text, names), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}. Choose a folder with --output") from error
     return folder
 
 

@@ -72,7 +72,11 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                     continue
                 members.append(Answer(line["sample"], line["prompt"], line["turns"][1]["text"], line["reward"]))
             except (CheckpointError, KeyError, IndexError, TypeError) as cause:
-                raise DataError(f"{where} is not a recorded sample: {type(cause).__name__}: {cause}") from cause
+                why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
+                raise DataError(
+                    f"{where} is not a recorded sample: {why}. Such are in a run's rollouts/, and what `rlhf eval "
+                    "--save`, `rlhf generate --save` and `rlhf score` write"
+                ) from cause
         found.groups += groups.values()
     return found
 

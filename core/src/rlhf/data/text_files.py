@@ -18,6 +18,8 @@ from rlhf.data.sources import Source
 from rlhf.data_section import SourceSection
 from rlhf.errors import DataError
 
+_LONG_INTEGER = f"an integer of more than {sys.int_info.default_max_str_digits} digits is not read. Write it as text"
+
 
 @dataclass(frozen=True, slots=True)
 class CsvForm:
@@ -96,8 +98,8 @@ class JsonSource(Source):
             raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
         except RecursionError:
             raise DataError(f"{path}: nested too deeply to be read") from None
-        except ValueError as error:  # an integer of more digits than Python reads
-            raise DataError(f"{path}: cannot be read: {error}") from None
+        except ValueError:  # an integer of more digits than Python reads
+            raise DataError(f"{path}: {_LONG_INTEGER}") from None
         for i, row in enumerate(self._rows):
             if not isinstance(row, dict):
                 raise DataError(f"{path}, row {i}: a row is a JSON object, got {_short(row)}")
@@ -159,9 +161,10 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}") from None
-    except ValueError as error:  # an integer of more digits than Python reads
-        raise DataError(f"{path}, line {number}: cannot be read: {error}") from None
+        more = ". A row is one line, ended by a line feed" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}, line {number}, column {error.colno}: not valid JSON: {error.msg}{more}") from None
+    except ValueError:  # an integer of more digits than Python reads
+        raise DataError(f"{path}, line {number}: {_LONG_INTEGER}") from None
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: a row is a JSON object, got {_short(row)}")
     return row
