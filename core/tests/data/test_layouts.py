@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from rlhf.data.conversions import is_dialogue, is_turn
 from rlhf.data.dataset import TrainData
 from rlhf.data.layouts import Layout
 from rlhf.data.recognise import recognise
@@ -419,3 +420,11 @@ def test_values_that_are_no_such_thing_make_a_bad_row(tmp_path, chat, form, row,
     verdict = data.judge(source[1])
     assert verdict.kind == "bad_rows"
     assert said in verdict.text
+
+
+def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
+    assert is_turn({"from": "human", "value": "hi"})
+    assert not is_turn("a value from a list")
+    assert is_dialogue("\n\nHuman: hi\n\nAssistant: yes")
+    assert not is_dialogue("He asked:\n\nHuman: hi\n\nAssistant: yes")
+    assert not is_dialogue("Human: hi")

@@ -230,6 +230,22 @@ def test_opening_is_in_the_users_message(chat, chars):
     assert [t.text for t in Template(chars, section()).encode_opening(row(prompt="a"), "b")] == ["a", "b"]
 
 
+def test_an_opening_joins_a_users_message_and_follows_any_other(chat):
+    template, user = Template(chat, section()), {"role": "user", "content": "a"}
+
+    def opened(*messages):
+        [turn] = template.encode_opening(row(prompt=list(messages)), "Guess.")
+        return turn.ids
+
+    def asked(*messages):
+        return template.encode_prompt(row(prompt=list(messages))).ids
+
+    rules = {"role": "system", "content": "Rules."}
+    assert opened(user) == asked({**user, "content": "a\n\nGuess."})
+    assert opened({**user, "content": ""}) == asked({**user, "content": "Guess."}), "no blank line after nothing"
+    assert opened(rules) == asked(rules, {**user, "content": "Guess."})
+
+
 @pytest.mark.parametrize(
     ("kwargs", "what"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it otherwise")]
 )
