@@ -26,23 +26,30 @@ class TrainingConfig(ComponentConfig):
     """Decoupled; on matrices only, never on norms and biases."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm; absent: never."""
-    schedule: Literal["constant", "linear", "cosine", "cosine_with_min"] = "constant"
-    """After the warm-up, over the optimizer steps of the whole run."""
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min", "wsd", "inverse_sqrt"] = "constant"
+    """After the warm-up, over the optimizer steps of the whole run. ``wsd``: constant, then linear decay over
+    the last ``decay_ratio`` of them (Hu et al. 2024, arXiv:2404.06395). ``inverse_sqrt``: sqrt(w / step), w the step
+    after the warm-up (Vaswani et al. 2017, arXiv:1706.03762)."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Warm-up as a share of all optimizer steps; instead of ``warmup_steps``."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
-    """``cosine_with_min`` only: where it ends, as a share of ``lr``; 0.1 where absent."""
+    """``cosine_with_min`` and ``wsd`` only: where it ends, as a share of ``lr``; where absent 0.1 and 0."""
+    decay_ratio: float | None = Field(None, gt=0, le=1)
+    """``wsd`` only: the decay as a share of all optimizer steps; 0.1 where absent."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
     step. It is what is exported; samples, evaluations and the best step are of the weights themselves. Absent: none is
     kept."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
+    neftune_alpha: float | None = Field(None, gt=0)
+    """While training, uniform noise of this size over the root of a sequence's elements is added to its embeddings:
+    NEFTune (Jain et al. 2023, arXiv:2310.05914; 5 to 15 there). Absent: none."""
     shared_prefixes: bool = True
     """Compute a prefix that sequences of a micro-batch have in common once: the prompt of a group's samples, of a pair.
-    Exact; without effect where the model has dropout. ``false`` is there to compare with."""
+    Exact; without effect where the model has dropout, or with ``neftune_alpha``. ``false`` is there to compare with."""
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the auxiliary loss of a mixture of experts, which keeps tokens spread over them; reported as
     ``aux_loss``. A statistic of a micro-batch, so it depends on how batches are split."""
@@ -69,9 +76,14 @@ class TrainingConfig(ComponentConfig):
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warm-up: "
                 "give one of them"
             )
-        if self.min_lr_ratio is not None and self.schedule != "cosine_with_min":
+        if self.min_lr_ratio is not None and self.schedule not in ("cosine_with_min", "wsd"):
             raise ValueError(
                 f"min_lr_ratio = {self.min_lr_ratio} has no effect with schedule = {self.schedule!r}: "
-                "set schedule = 'cosine_with_min' or leave it out"
+                "set schedule = 'cosine_with_min' or 'wsd', or leave it out"
+            )
+        if self.decay_ratio is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"decay_ratio = {self.decay_ratio} has no effect with schedule = {self.schedule!r}: "
+                "set schedule = 'wsd' or leave it out"
             )
         return self

@@ -24,7 +24,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = loaded.module
         self.loaded, self.config = loaded, config
-        self.shares_prefixes = config.shared_prefixes and not has_dropout(loaded.module)
+        self.shares_prefixes = shares_prefixes(config, loaded.module)
         """Sequences of a micro-batch that share a prefix compute it once."""
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
@@ -54,6 +54,11 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
     with packed(lens, shared, loaded.attention):
         out = loaded.body(input_ids=shared.ids_M[None], position_ids=shared.position_M[None], use_cache=False)
     return out.last_hidden_state[0], shared.place_N
+
+
+def shares_prefixes(config: TrainingConfig, module: nn.Module) -> bool:
+    """Whether common prefixes are computed once: not where sequences would share what is drawn for each of them."""
+    return config.shared_prefixes and config.neftune_alpha is None and not has_dropout(module)
 
 
 def has_dropout(module: nn.Module) -> bool:

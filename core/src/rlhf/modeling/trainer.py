@@ -21,6 +21,7 @@ from rlhf.interfaces.memory import Sharding
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.adapters import train_adapters_only
 from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.embedding_noise import EmbeddingNoise
 from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.model import LoadedModel
@@ -83,6 +84,8 @@ class PackedTrainer(Trainer):
             checkpoint_gradients(self.module)
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
+        alpha = self.config.neftune_alpha if spec.role.trained else None
+        self.noise = None if alpha is None else EmbeddingNoise(self.module, alpha)
 
     @property
     def has_adapters(self) -> bool:
@@ -183,7 +186,11 @@ class PackedTrainer(Trainer):
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            with self.balance.watched() if self.balance is not None else nullcontext():
+            with ExitStack() as around:
+                if self.balance is not None:
+                    around.enter_context(self.balance.watched())
+                if self.noise is not None:
+                    around.enter_context(self.noise.over(batch))
                 values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
             if self.balance is not None:

@@ -65,6 +65,15 @@ def test_schedules():
     assert factors(4, schedule="cosine") == [1, 0.8536, 0.5, 0.1464]
     assert factors(4, schedule="cosine_with_min") == [1, 0.8682, 0.55, 0.2318]
     assert factors(4, schedule="cosine_with_min", min_lr_ratio=0.5) == [1, 0.9268, 0.75, 0.5732]
+    assert factors(5, schedule="wsd", decay_ratio=0.6) == [1, 1, 1, 0.6667, 0.3333]
+    assert factors(5, schedule="wsd", decay_ratio=0.4, min_lr_ratio=0.5, warmup_steps=1) == [0.5, 1, 1, 1, 0.75]
+    assert factors(20, schedule="wsd") == [1] * 19 + [0.5]
+    assert factors(5, schedule="inverse_sqrt") == [1, 0.7071, 0.5774, 0.5, 0.4472]
+    assert factors(6, schedule="inverse_sqrt", warmup_steps=2) == [0.3333, 0.6667, 1, 0.866, 0.7746, 0.7071]
+    assert Schedule(TorchTrainerConfig(schedule="wsd"), 9).factor(9) == 0.0
+    assert Schedule(TorchTrainerConfig(schedule="inverse_sqrt"), 0).factor(3) == 0.5
+    with pytest.raises(ConfigError, match="4 of warm-up and 6 of decay are more than that"):
+        Schedule(TorchTrainerConfig(schedule="wsd", warmup_steps=4, decay_ratio=0.6), 9)
     assert factors(6, schedule="linear", warmup_steps=2) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
     assert factors(6, schedule="linear", warmup_ratio=0.3) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
     assert Schedule(TorchTrainerConfig(schedule="linear"), 4).factor(9) == 0.0
@@ -74,6 +83,24 @@ def test_schedules():
         Schedule(TorchTrainerConfig(warmup_ratio=0.1), 0)
 
 
+def test_wsd_is_that_of_transformers():
+    """Behind a warm-up, which theirs begins at 0."""
+    from transformers import get_wsd_schedule
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_wsd_schedule(
+        optimizer, 3, num_decay_steps=8, num_training_steps=20, min_lr_ratio=0.2, decay_type="linear"
+    )
+    found = []
+    for _ in range(20):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    ours = factors(20, schedule="wsd", warmup_steps=3, decay_ratio=0.4, min_lr_ratio=0.2)
+    assert ours[3:] == pytest.approx(found[3:], abs=1e-4)
+    assert 0.2 < ours[-1] < ours[12] == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -81,6 +108,7 @@ def test_schedules():
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "give one of them"),
         ({"min_lr_ratio": 0.1}, "has no effect with schedule = 'constant'"),
+        ({"decay_ratio": 0.1, "schedule": "cosine"}, "has no effect with schedule = 'cosine': set schedule = 'wsd'"),
         ({"learning_rate": 1.0}, "Extra inputs"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import LoadedModel
-from rlhf.modeling.packed_model import has_dropout, hidden_states
+from rlhf.modeling.packed_model import hidden_states, shares_prefixes
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class ShardedModel(nn.Module):
         self.model = loaded.module
         self.outputs = Outputs(loaded, config)
         self._loaded = (loaded,)
-        self.shares_prefixes = config.shared_prefixes and not has_dropout(loaded.module)
+        self.shares_prefixes = shares_prefixes(config, loaded.module)
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""

@@ -1,0 +1,75 @@
+"""NEFTune: what is added to embeddings, when, and that transformers adds the same to one sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.modeling.embedding_noise import EmbeddingNoise
+from rlhf.ops.reduce import weigh
+from rlhf.testing.tiny import tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+LENS = [6, 15, 9, 30, 4]
+
+
+def test_one_sequence_has_transformers_noise(model_path, make_batch):
+    batch = make_batch([12])
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(model_path).train() for _ in range(2))
+    noise = EmbeddingNoise(ours, 7.0)
+    table = theirs.get_input_embeddings()
+    table.neftune_noise_alpha = 7.0
+    table.register_forward_hook(neftune_post_forward_hook)
+    found = []
+    for model in (ours, theirs):
+        torch.manual_seed(3)
+        with noise.over(batch):
+            found.append(model.get_input_embeddings()(batch.ids_N[None]))
+    assert torch.allclose(*found, atol=1e-6)
+    assert not torch.equal(found[0], ours.get_input_embeddings()(batch.ids_N[None])), "and outside there is none"
+
+
+def test_its_size_is_that_of_the_sequences_own_length(model_path, make_batch):
+    batch, model = make_batch(LENS), AutoModelForCausalLM.from_pretrained(model_path)
+    table, noise = model.get_input_embeddings(), EmbeddingNoise(model, 5.0)
+    plain = table(batch.ids_N[None])[0]
+    with noise.over(batch):
+        added = table(batch.ids_N[None])[0] - plain
+    for start, n in zip(batch.starts_B.tolist(), LENS, strict=True):
+        bound = 5.0 / (n * plain.shape[1]) ** 0.5
+        own = added[start : start + n]
+        assert 0.9 * bound < own.abs().max() <= bound * (1 + 1e-5)
+        assert own.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.3)
+
+
+def test_only_gradients_have_it_and_a_rerun_is_equal(make_trainer, make_batch, nll):
+    batch = make_batch(LENS, loss=nll)
+    gradients, logprobs = [], []
+    for alpha in (None, 5.0, 5.0, 6.0):
+        trainer = make_trainer(neftune_alpha=alpha)
+        logprobs.append(trainer.forward([batch], ["logprobs"])[0]["logprobs"])
+        trainer.accumulate([batch], nll, {}, {})
+        gradients.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
+        trainer.zero_grad()
+        assert torch.equal(trainer.forward([batch], ["logprobs"])[0]["logprobs"], logprobs[0])
+    assert torch.equal(gradients[1], gradients[2])
+    assert not torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[1], gradients[3])
+
+
+def test_sequences_with_a_common_prefix_have_noise_of_their_own(tmp_path, make_trainer, make_batch, nll):
+    path = tiny_model(tmp_path / "m")
+    batch = make_batch([40], loss=None)
+    twice = batch.select([0, 0])
+    for alpha, shares in ((None, True), (5.0, False)):
+        trainer = make_trainer(path, neftune_alpha=alpha)
+        assert trainer.packed.shares_prefixes is shares
+        assert trainer.facts().shares_prefixes is shares
+        seen = []
+        trainer.module.get_input_embeddings().register_forward_hook(lambda m, a, out, seen=seen: seen.append(out[0]))
+        trainer.accumulate([weigh(twice, nll.reduce())], nll, {}, {})
+        assert len(seen[0]) == (40 if shares else 80)
+        if not shares:
+            assert not torch.equal(seen[0][:40], seen[0][40:])
+    frozen = make_trainer(path, trained=False, neftune_alpha=5.0)
+    assert frozen.noise is None
