@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rlhf.data.conversions import is_dialogue, is_turn
+from rlhf.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
 from rlhf.data.dataset import TrainData
 from rlhf.data.layouts import Layout
 from rlhf.data.recognise import recognise
@@ -428,3 +428,26 @@ def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
     assert is_dialogue("\n\nHuman: hi\n\nAssistant: yes")
     assert not is_dialogue("He asked:\n\nHuman: hi\n\nAssistant: yes")
     assert not is_dialogue("Human: hi")
+
+
+def test_the_text_of_a_rated_step_may_be_called_otherwise():
+    steps = [{"content": "a", "rating": 1}, {"step": "b", "label": 0.5}, {"text": "c", "rating": -1}, {"other": "d"}]
+    made = rated_steps({"prompt": "p", "steps": steps}, False)
+    assert made == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
+
+
+def test_prm800k_has_steps_in_its_label():
+    question = {"problem": "p"}
+    assert is_prm800k(question, {"steps": []})
+    assert not is_prm800k(question, {"total_time": 1})
+    for label in ({}, {"steps": None}, {"steps": "a"}):
+        with pytest.raises(DataError, match=r"must have question\.problem and label\.steps"):
+            prm800k({"prompt": question, "steps": label}, False)
+
+
+def test_a_conversation_repeats_a_prompt_of_messages_by_beginning_with_it():
+    other = {"role": "user", "content": "other"}
+    assert repeats([[USER, BOT], [USER, other]], [USER])
+    assert not repeats([[USER, BOT], [other, USER, BOT]], [USER])
+    assert repeats([[USER, BOT], [other, USER, BOT]], USER["content"]), "a text is said anywhere"
+    assert not repeats([[USER, BOT], [other, BOT]], USER["content"])

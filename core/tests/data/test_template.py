@@ -6,7 +6,7 @@ import pytest
 from rlhf.data.template import Template
 from rlhf.data_section import DataSection
 from rlhf.errors import ConfigError, DataError
-from rlhf.types import Row
+from rlhf.types import Row, Trajectory
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -228,6 +228,10 @@ def test_opening_is_in_the_users_message(chat, chars):
     assert [chat.decode(t.ids) for t in opening] == ["<|user|>a\n\nGuess.<eos><|assistant|>"]
     assert [t.text for t in Template(chat, section()).encode_opening(row(prompt="a"), "")] == ["a"]
     assert [t.text for t in Template(chars, section()).encode_opening(row(prompt="a"), "b")] == ["a", "b"]
+
+
+def test_a_trajectory_that_failed_before_it_began_was_asked_nothing(chars):
+    assert Template(chars, section()).prompt_of(Trajectory(row(prompt="a"), [], (0, 0), status="failed")) is None
 
 
 def test_an_opening_joins_a_users_message_and_follows_any_other(chat):
