@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.runs import Finished, Workshop
+import pytest
+import torch
+from rlhf.controller.saves import Saves
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.testing.tiny import tiny_model
+from rlhf.types import Head
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.runs import LABELS, PAIRS, Finished, Workshop, assert_same_run, merged
 
 COPYING = """
 from rlhf.interfaces import ComponentConfig, Generator, ModelSpec
@@ -115,3 +125,159 @@ class Dying(Observer):
 def exports(run: Finished) -> dict[Path, bytes]:
     root = run.path / "exports"
     return {path.relative_to(root): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+# -------------------------------------------------------------------------------- many options at once
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tied": False},
+    "gemma2": {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 8.0, "sliding_window": 6},
+    "mistral": {"sliding_window": 6, "attention_dropout": 0.1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "tied": False},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+}
+LORA = {"rank": 4}
+KL: dict[str, Any] = {"coef": 0.1, "target": 0.01}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "critic": (
+        "ppo",
+        "llama",
+        {
+            "algorithm": {"epochs": 2, "minibatches": 2, "critic_warmup": 1, "kl": KL, "mask_truncated": True},
+            "trainer": {"lora": {**LORA, "dropout": 0.2}, "ema_decay": 0.7, "schedule": "linear", "warmup_steps": 2},
+            "stream": {"staleness": 1},
+        },
+    ),
+    "rounds": (
+        "grpo",
+        "gemma2",
+        {
+            "algorithm": {"kl": {"coef": 0.1, "where": "loss", "snapshot_every": 2}},
+            "trainer": {"logits_chunk": 400, "schedule": "cosine", "weight_decay": 0.1},
+            "stream": {"round": 2, "filter": {"min_std": 0.05}},
+            "eval": {"every": 3},
+        },
+    ),
+    "following": (
+        "dpo",
+        "mistral",
+        {
+            "algorithm": {"snapshot_every": 2, "snapshot_share": 0.6},
+            "trainer": {"lora": {**LORA, "targets": ["q_proj", "v_proj"]}, "ema_decay": 0.7},
+        },
+    ),
+    "answers of both": (
+        "distill_on_policy",
+        "qwen3",
+        {"algorithm": {"sampled": 0.5}, "trainer": {"lora": LORA}, "policy": {"dtype": "bf16"}},
+    ),
+    "experts": ("kto", "qwen3_moe", {"trainer": {"aux_loss_coef": 0.02, "ema_decay": 0.7}, "eval": {"every": 2}}),
+    "scores": ("reward_model", "mixtral", {"trainer": {"lora": LORA}, "eval": {"every": 2, "at_start": True}}),
+}
+"""{what meets: (algorithm, family, changes)}. Each case also computes layers again, in micro-batches of two or three
+sequences, and passes over its rows more than once, with a batch that does not divide them."""
+
+STOPPING = """
+from rlhf.interfaces import Observer
+
+
+class Stopping(Observer):
+    name = "stopping"
+
+    def step_finished(self, step, metrics):
+        if step == 3:
+            raise KeyboardInterrupt  # nothing is saved: as if it had been killed
+"""
+PROBES = [[5, 9, 20, 31, 7, 8], [70, 71], [12, 40, 3, 3, 17, 18, 19, 50, 61, 4, 33]]
+
+
+def case(shop: Workshop, folder: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """(algorithm, its run file's changes), on a model of its own."""
+    algorithm, family, changes = CASES[name]
+    model = tiny_model(folder / family, architecture=family, hidden=16, heads=4, kv_heads=2, **FAMILIES[family])
+    rows = {"dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}.get(algorithm)
+    data = str(shop.rows("rows.jsonl", rows[:11]) if rows else shop.data)
+    base: dict[str, Any] = {
+        "run": {"steps": 4},
+        "policy": {"model": str(model), "gradient_checkpointing": True, "micro_tokens": 24},
+        "trainer": {"lr": 5e-3},
+        "data": {"train": data, "batch_size": 5},
+        "checkpoint": {"every": 2},
+    }
+    if algorithm == "distill_on_policy":
+        base |= {"roles": {"teacher": {"model": str(shop.model)}}, "reward": None}
+    if algorithm in ("ppo", "grpo"):
+        base["sampling"] = {"max_new_tokens": 4, "samples_per_prompt": 2}
+    if "eval" in changes:
+        base["data"]["eval"] = [{"path": data, "max_rows": 4, "name": "held_out"}]
+    return algorithm, merged(base, changes)
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What the run's own policy gives on the probes, each time it is exported."""
+    said: list[Tensor] = []
+    write_model = Saves.write_model
+    units = [
+        UnitData([SequenceData(ids, {"loss_mask": [False] * len(ids), "every": [True] * len(ids)})]) for ids in PROBES
+    ]
+
+    def listened(self: Saves, path: Path) -> None:
+        policy = self._run.roles["policy"]
+        view = "ema" if "ema" in policy.facts.views else "live"
+        said.append(
+            policy.forward(pack(units), [Head("outputs", _as_they_are, over="every", at="at")], view)["outputs"]
+        )
+        write_model(self, path)
+
+    monkeypatch.setattr(Saves, "write_model", listened)
+    return said
+
+
+def _as_they_are(outputs_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
+    return outputs_CV
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_many_options_at_once(shop: Workshop, live: list[Tensor], name: str) -> None:
+    """Stopped and resumed at an uneven step it is the same run; the export is the model that was trained, as
+    transformers computes it, in one sequence after another; everything that is trained moved, and nothing else."""
+    algorithm, changes = case(shop, shop.folder, name)
+    whole = shop.train(algorithm, "whole", **changes)
+    stopping = {"observer": [{"use": f"file:{shop.file('stopping.py', STOPPING)}"}]}
+    assert shop.run(algorithm, "broken", **changes, **stopping).code == 130
+    resumed = shop.train(algorithm, "broken", "--resume", **changes)
+    assert "resumed after step 2" in resumed.said
+    assert_same_run(resumed, whole)
+    assert torch.equal(live[0], live[1])
+
+    near = 0.1 if changes["policy"].get("dtype") == "bf16" else 1e-4
+    torch.testing.assert_close(outputs(whole.path / "model"), live[0], atol=near, rtol=0)
+    before, after = (
+        load_file(Path(p) / "model.safetensors") for p in (changes["policy"]["model"], whole.path / "model")
+    )
+    moved = {n for n in before if n in after and not torch.equal(before[n], after[n])}
+    lora = changes["trainer"].get("lora")
+    adapted = {n for n in after if after[n].ndim >= 2 and not any(w in n for w in ("embed_tokens", "lm_head", "score"))}
+    trained = {n for n in before if n in after}
+    if lora is not None:
+        trained &= {n for n in adapted if n.removesuffix(".weight").endswith(tuple(lora.get("targets", ("_proj",))))}
+    routed = {
+        n for n in before if "expert" in n or ".gate." in n
+    }  # some get no token, and transformers' are no linear layers
+    assert moved - routed == trained - routed
+
+
+def outputs(folder: Path) -> Tensor:
+    """What transformers computes from an export, sequence by sequence, with its own attention."""
+    config = AutoConfig.from_pretrained(folder)
+    scores = "SequenceClassification" in config.architectures[0]
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager")
+    found = []
+    with torch.no_grad():
+        for ids in PROBES:
+            hidden = model.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state
+            found.append(model.score(hidden)[0] if scores else model(torch.tensor([ids]), use_cache=False).logits[0])
+    return torch.cat(found)
