@@ -14,6 +14,7 @@ from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model
 from rlhf.modeling.prefix import share_prefixes
 from rlhf.plan import engines, formulas, read_shape
+from rlhf.plan.adapters import adapter_holes
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from torch.autograd.graph import saved_tensors_hooks
@@ -123,6 +124,25 @@ def test_adapters_of_a_layer_are_those_of_its_targets(tmp_path):
         for t in (("q_proj", "down_proj"), None)
     )
     assert all_of.all - few.all == 100 * 5 * 4 * 4, "five adapters, rank 4, fp32"
+
+
+def test_adapters_of_layers_that_are_not_fused_leave_holes_in_a_cpus_heap(tmp_path):
+    """As much as its linear layers' outputs: 80 and twice 16 for queries, keys and values, 80, twice 112 and 80."""
+    shape = read_shape(str(tiny_model(tmp_path, layers=3, **SMALL)))
+    plain, fused = (Sharding(adapter_rank=4, fused=f) for f in (False, True))
+    outputs = 80 + 2 * 16 + 80 + 2 * 112 + 80
+    assert adapter_holes(shape, 100, plain, 4) == 100 * 4 * outputs
+    assert adapter_holes(shape, 100, plain, 2) == 100 * 2 * outputs
+    assert adapter_holes(shape, 100, replace(plain, adapter_targets=("o_proj",)), 4) == 100 * 4 * 80
+    many = 2**23 // 112
+    assert adapter_holes(shape, many + 1, plain, 4) == (many + 1) * 4 * (outputs - 2 * 112), "32 MiB each"
+
+    def kept(sharding: Sharding, device: str) -> int:
+        return formulas.layer_kept(shape, shape.layers[0], 100, 40, sharding, device, 1.0).all
+
+    without = replace(plain, adapter_rank=0)
+    assert kept(plain, "cuda") < kept(without, "cuda"), "no normed states, and no holes"
+    assert kept(plain, "cpu") - kept(fused, "cpu") > 100 * 4 * outputs
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rlhf.interfaces.memory import Sharding
+from rlhf.plan.adapters import adapter_holes, adapters_of
 from rlhf.plan.heap import Size, tensors, total
 from rlhf.plan.layers import LayerShape
 from rlhf.plan.shape import ModelShape
@@ -136,15 +137,6 @@ def worst_length(longest: int, *, bf16: bool, device: str) -> int:
     return min(longest, SHORT[bf16]) if device == "cpu" else longest
 
 
-def adapters_of(shape: ModelShape, sharding: Sharding) -> tuple[int, ...]:
-    """The rank of each adapter of one layer; all layers are taken to have as many."""
-    if not sharding.adapter_rank:
-        return ()
-    targets = sharding.adapter_targets
-    count = sum(count for name, _, count in shape.linear if targets is None or name in targets)
-    return (sharding.adapter_rank,) * -(-count // len(shape.layers))
-
-
 def layer_kept(
     shape: ModelShape, layer: LayerShape, tokens: int, longest: int, sharding: Sharding, device: str, repeats: float
 ) -> Size:
@@ -161,7 +153,11 @@ def layer_kept(
         repeats=repeats,
         adapters=adapters_of(shape, sharding),
     )
-    return total(tensors(tokens * each, tokens * tensor) for each, tensor in saved)
+    kept = total(tensors(tokens * each, tokens * tensor) for each, tensor in saved)
+    if not sharding.adapter_rank or device != "cpu" or (sharding.fused and shape.fusable):
+        return kept
+    holes = adapter_holes(shape, tokens, sharding, element(sharding.bf16))
+    return total([kept, Size(holes, holes)])
 
 
 def activations(

@@ -78,7 +78,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     sharding = trainer.resolved.cls.sharding(trainer.config, spec, machine.device)
     shape = read_shape(spec.path, role.head, spec.trust_remote_code)
     if role.trained and sharding.adapter_rank:
-        matching([name for name, _, _ in shape.linear], sharding.adapter_targets, shape.architecture)
+        matching([name for name, *_ in shape.linear], sharding.adapter_targets, shape.architecture)
     longest = longest_sequence(config, made.online)
     budget = section_of(config, name).micro_tokens or sharding.micro_tokens
     updates, annotations = _work(made)

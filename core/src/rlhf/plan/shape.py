@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,8 +37,8 @@ class ModelShape:
     """:mod:`rlhf.modeling.fused` knows its layers."""
     softcap: bool
     """Attention scores are soft-capped, so they exist as matrices."""
-    linear: tuple[tuple[str, int, int], ...]
-    """Where adapters go: (last part of the name, inputs + outputs summed over all with it, how many)."""
+    linear: tuple[tuple[str, int, int, int], ...]
+    """Where adapters go: (last part of the name, inputs and outputs summed over all with it, how many)."""
     small: int = 0
     """Parameters in tensors below 32 MiB in fp32 (:data:`rlhf.plan.heap.LARGE`)."""
     positions: int | None = None
@@ -86,7 +85,7 @@ class ModelShape:
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
         """Of low-rank adapters beside every linear layer, or beside those whose names end with one of ``targets``."""
         wanted = None if targets is None else set(targets)
-        return rank * sum(size for name, size, _ in self.linear if wanted is None or name in wanted)
+        return rank * sum(i + o for name, i, o, _ in self.linear if wanted is None or name in wanted)
 
 
 EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
@@ -173,13 +172,12 @@ def _decoder_layers(module: Any, count: int, path: str) -> list[Any]:
     return list(max(found, key=_numel))
 
 
-def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int], ...]:
+def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int, int], ...]:
     from rlhf.modeling.adapters import adaptable
 
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    found: dict[str, tuple[int, int, int]] = {}
     for name, layer in adaptable(module, head):
         last = name.rpartition(".")[2]
-        sizes[last] += layer.in_features + layer.out_features
-        counts[last] += 1
-    return tuple((name, sizes[name], counts[name]) for name in sorted(sizes))
+        inputs, outputs, count = found.get(last, (0, 0, 0))
+        found[last] = inputs + layer.in_features, outputs + layer.out_features, count + 1
+    return tuple((name, *found[name]) for name in sorted(found))
