@@ -71,6 +71,23 @@ def test_a_different_run_is_reported(change, key):
     assert lines[1].startswith(f"{key}: was ")
 
 
+def test_what_was_and_what_is_are_told_apart():
+    newer = [{**PLUGINS[0], "version": "0.2.0"}]
+    found = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
+    assert sorted(str(d) for d in found) == [
+        "environment.threads: was 2, now 1",
+        "plugins.reward:math: was 'rlhf-plugin-math 0.1.0', now 'rlhf-plugin-math 0.2.0'",
+        "run.steps: was 10, now 20",
+    ]
+
+
+@pytest.mark.parametrize(("before", "now"), [(PLUGINS, []), ([], PLUGINS)])
+def test_a_plugin_that_came_or_went_is_reported(before, now):
+    assert [(d.key, d.severity) for d in compare(meta(plugins=before), meta(plugins=now))] == [
+        ("plugins.reward:math", "report")
+    ]
+
+
 def test_the_same_run_has_nothing_to_say():
     assert require_same_run(compare(meta(), meta(run__output="b", run__resume=True)), "step-3") == []
 

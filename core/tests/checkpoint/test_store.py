@@ -171,6 +171,17 @@ def test_clean_repairs_the_pointer_to_the_best(tmp_path):
     assert store.notes[-1] == "the best checkpoint, step 2, is no longer there"
 
 
+def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_path):
+    """Its own manifest does not say it: only the pointer does."""
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, write(), {}, best={"metric": "m", "value": 1.0})
+    store.save(2, write(), {})
+    store.mark_best(2, metric="m", value=2.0)
+    store.clean()
+    assert store.best().step == 2
+    assert store.notes == []
+
+
 def test_leftovers_are_removed_and_noted(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, write(), {})
