@@ -46,6 +46,13 @@ def test_supervised(even, two_cpus):
     assert_equal(even.train("sft", "divided", **RAGGED, **DIVIDED), embedded)
 
 
+def test_adapters(even, two_cpus):
+    lora = {"trainer": {"lora": {"rank": 2}}}
+    embedded = even.train("sft", "embedded with adapters", **RAGGED, **lora)
+    divided = DIVIDED | {"trainer": DIVIDED["trainer"] | lora["trainer"]}
+    assert_equal(even.train("sft", "divided with adapters", **RAGGED, **divided), embedded)
+
+
 def test_recorded_rollouts(even, two_cpus):
     embedded = even.train("grpo", "recorded", **RAGGED)
     replay = {"rollout": {"use": "replay", "path": str(embedded.path / "rollouts")}}

@@ -292,6 +292,7 @@ def test_ranks_that_parts_do_not_divide(pair):
     [
         ({"stage": 3}, "stage = 3, which divides every weight by its elements already; use stage 0, 1 or 2"),
         ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout, which would drop the same places of different parts"),
+        ({"neftune_alpha": 5.0}, "neftune_alpha, which would put another noise on each rank's embeddings"),
     ],
 )
 def test_options_that_do_not_go_together(options, why):

@@ -63,6 +63,11 @@ class DeepSpeedTrainerConfig(TrainingConfig):
                     self.lora is not None and self.lora.dropout > 0,
                     "would drop the same places of different parts on each rank; set it to 0",
                 ),
+                (
+                    "neftune_alpha",
+                    self.neftune_alpha is not None,
+                    "would put another noise on each rank's embeddings; leave one out",
+                ),
             ):
                 if wrong:
                     raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
