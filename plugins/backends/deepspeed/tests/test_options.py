@@ -23,6 +23,8 @@ SHARED = {
     "warmup_ratio": {"warmup_ratio": 0.3},
     "schedule": {"schedule": "linear"},
     "cosine": {"schedule": "cosine_with_min", "min_lr_ratio": 0.5},
+    "wsd": {"schedule": "wsd", "decay_ratio": 1.0, "min_lr_ratio": 0.2},
+    "neftune": {"neftune_alpha": 20.0},
     "betas": {"betas": (0.5, 0.6)},
     "eps": {"eps": 0.1},
     "weight_decay": {"weight_decay": 10.0},
