@@ -27,7 +27,7 @@ from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
 from rlhf.controller.wearing import check_wearing, worn
-from rlhf.errors import ConfigError, StandstillError
+from rlhf.errors import StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.modeling.precision import Precision
 from rlhf.observe.best import BestTracker
@@ -88,7 +88,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in (*hub.notes(), *prepared.notes):
         progress.note(note)
-    rows = _eval_rows(prepared)
+    rows = data.eval_rows()[: config.eval.max_rows]
     for start in directory.starts()[-1:]:  # what dtype = "auto" meant is not measured again by a resume
         if found := start.get("on_processor"):
             prepared.specs = on_processor(prepared.specs, Precision(**found))
@@ -135,18 +135,6 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     if policy.precision:
         progress.note(f"precision: {policy.precision}")
     return run
-
-
-def _eval_rows(prepared: Prepared) -> list[Row]:
-    """The rows to evaluate on. ConfigError where the loss cannot be computed of so few."""
-    rows = prepared.data.eval_rows()[: prepared.config.eval.max_rows]
-    least = prepared.algorithm.needs().rows_min
-    if rows and not prepared.online and len(rows) < least:
-        raise ConfigError(
-            f"{prepared.algorithm.name} needs at least {least} rows to evaluate on, got {len(rows)} from data.eval. "
-            "Add rows, or leave data.eval out."
-        )
-    return rows
 
 
 def _precomputed(

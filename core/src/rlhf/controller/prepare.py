@@ -18,7 +18,7 @@ from rlhf.config_errors import raise_problems
 from rlhf.controller import lending
 from rlhf.controller.episodes import Episodes
 from rlhf.controller.notes import stream_notes
-from rlhf.controller.parts import model_of, model_spec, places_of, run_parts, section_of
+from rlhf.controller.parts import RunParts, model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
 from rlhf.controller.preflight import check_parts, idle_options
 from rlhf.controller.scoring import ActiveReward
@@ -88,9 +88,10 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
     if config.env is not None and config.env.credit == "step":
         algorithm.step_sources[ENV] = 1.0
-    observers = {}
-    for number, choice in enumerate(config.observer):
-        observers[choice.label] = select(plugins, "observer", choice, f"observer.{number}", config.origins)
+    observers = {
+        choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
+        for number, choice in enumerate(config.observer)
+    }
     policy = model_of(config, roles, "policy")
     tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
     check_stops(config.sampling.stop, tokenizer)
@@ -101,29 +102,15 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
-    trained = [name for name, role in roles.items() if role.trained]
-    idle = [
-        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
-        "(--run.steps), or have it trained from an earlier step on."
-        for name in trained
-        if not updates[name]
-    ]
-    raise_problems("this run trains less than it is for", idle)
-    asked = [name for name in roles if section_of(config, name).precompute]
-    raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
-    raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
+    _check_roles(made, steps, updates, snapshots)
     places = places_of(made, choose_device("auto").type)
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
     if any(spec.dtype == "auto" for spec in specs.values()):
         specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
-    rows = data.eval_rows()[: config.eval.max_rows] if made.algorithm.data != "prompts" else ()
-    if rows and len(rows) < algorithm.needs().rows_min:
-        raise ConfigError(
-            f"{algorithm.name} needs at least {algorithm.needs().rows_min} rows to evaluate on, got {len(rows)} from "
-            "data.eval. Add rows, or leave data.eval out."
-        )
+    if algorithm.data != "prompts":
+        _check_eval_rows(algorithm, len(data.eval_rows()[: config.eval.max_rows]))
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,
@@ -141,6 +128,36 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         list({(r.kind, r.ref): r for r in used}.values()),
         places,
     )
+
+
+def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
+    """Raises ConfigError where a trained role would never be, or a frozen one cannot be precomputed or lend its head.
+
+    Args:
+        updates, snapshots: of the whole run, as :func:`_schedule` counts them.
+    """
+    algorithm, roles = made.algorithm, made.roles
+    trained = [name for name, role in roles.items() if role.trained]
+    idle = [
+        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
+        "(--run.steps), or have it trained from an earlier step on."
+        for name in trained
+        if not updates[name]
+    ]
+    raise_problems("this run trains less than it is for", idle)
+    asked = [name for name in roles if section_of(made.config, name).precompute]
+    raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
+    raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
+
+
+def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
+    """Raises ConfigError where the loss cannot be evaluated on so few rows."""
+    least = algorithm.needs().rows_min
+    if 0 < rows < least:
+        raise ConfigError(
+            f"{algorithm.name} needs at least {least} rows to evaluate on, got {rows} from data.eval. Add rows, or "
+            "leave data.eval out."
+        )
 
 
 def on_processor(specs: Mapping[str, ModelSpec], precision: Precision) -> dict[str, ModelSpec]:
