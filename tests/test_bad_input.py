@@ -237,6 +237,27 @@ def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
     assert len([s for s in samples.samples() if s["row"]["index"] == 3]) == (2 if alone else 0)
 
 
+ROLE = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult, RoleSpec
+
+
+class Judged(Reward):
+    def roles(self):
+        return (RoleSpec("policy", head="scalar", model="somewhere"),)
+
+    async def score(self, group):
+        return [RewardResult(0.0) for _ in group.trajectories]
+"""
+
+
+def test_a_reward_whose_role_is_the_algorithms(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", reward=[{"use": f"file:{shop.file('judged.py', ROLE)}"}])
+    error = refused(run, "algorithm 'rloo' and reward 'judged' declare the role 'policy' differently: RoleSpec(")
+    assert "Give reward 'judged' another role" in error
+    assert nothing_written(run)
+
+
 # ------------------------------------------------------------------------------------------ environments
 
 ENVS = {

@@ -192,8 +192,13 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
 
 
 def _roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
-    roles: dict[str, RoleSpec] = {}
-    for role in (*algorithm.needs().roles, *(role for r in rewards for role in r.instance.roles())):
-        if roles.setdefault(role.name, role) != role:
-            raise ConfigError(f"two components declare the role {role.name!r} differently; give one reward a name")
-    return roles
+    declared: dict[str, tuple[RoleSpec, str]] = {}
+    asked = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
+    for role, who in asked + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:
+        first, other = declared.setdefault(role.name, (role, who))
+        if first != role:
+            raise ConfigError(
+                f"{other} and {who} declare the role {role.name!r} differently: {first} and {role}. Give {who} another "
+                "role: with its option `role`, where it has one, or in its roles()"
+            )
+    return {name: role for name, (role, _) in declared.items()}
