@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rlhf.config_errors import raise_problems
 from rlhf.controller.parts import RunParts, base_of, model_spec, places_of, run_parts, section_of
+from rlhf.controller.precompute import BATCHES
 from rlhf.controller.preflight import check_parts, idle_options
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.modeling.adapters import matching
@@ -21,9 +22,6 @@ _STEPS = (0, 1, 1_000_000)
 
 MOST_STEPS = 10_000
 """Looked at for snapshots, where the run's steps depend on its data."""
-
-PRECOMPUTED = 8
-"""Batches whose rows a precomputed role is given at once (:mod:`rlhf.controller.build`)."""
 
 
 def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
@@ -87,7 +85,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine) -> RoleLayo
     annotated = {_name(a.output) for a in annotations if a.role == name}
     rewards = any(r.name == name for reward in made.rewards for r in reward.instance.roles())
     early = section_of(config, name).precompute
-    batches = PRECOMPUTED if early else 1
+    batches = BATCHES if early else 1
     micro = _micro_tokens(made, mine, budget, longest, place.ranks // sharding.layer_ranks, batches)
     return RoleLayout(
         name,
