@@ -96,6 +96,8 @@ def title(row: Row) -> str:
         ("after", "after training"),
         ("shared", "samples of a prompt"),
         ("lora", "LoRA"),
+        ("offload", "optimizer offloaded"),
+        ("kernels", "layers not fused"),
         ("ema", "average kept"),
         ("checkpointing", "checkpointed"),
     ):

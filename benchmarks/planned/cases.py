@@ -111,6 +111,7 @@ def kinds() -> Iterator[Case]:
     yield forward("150M wide", 512, 128) | {"role": "reward_model"}
     yield forward("131M vocabulary", 512, 128) | {"role": "teacher"}
     yield train("100M", 512, 128, False) | {"lora": LORA}
+    yield train("100M", 512, 128, False) | {"lora": LORA, "kernels": "none"}
     yield train("150M wide", 512, 128, True) | {"lora": LORA}
     yield train("100M", 512, 128, False) | {"ema": 0.99}
 
@@ -125,6 +126,10 @@ def divided() -> Iterator[Case]:
     yield zero(3, "100M", 512, 128) | {"what": "forward"}
     yield zero(2, "100M", 512, 128) | {"ema": 0.99}
     yield zero(2, "100M", 512, 128) | {"role": "critic"}
+    for stage in (0, 1, 2, 3):
+        yield zero(stage, "100M", 512, 128) | {"what": "load"}
+    for stage in (2, 3):
+        yield zero(stage, "100M", 512, 128) | {"what": "load", "offload": "cpu"}
 
 
 def sampled() -> Iterator[Case]:
@@ -139,10 +144,15 @@ def sampled() -> Iterator[Case]:
 
 
 def runs() -> Iterator[Case]:
-    """Whole runs of two steps, every phase up to each point. Folders of models stand in braces."""
+    """Whole runs of two steps, every phase up to each point; of six where samples are drawn, as what training left of
+    the heap is found again more or less. Folders of models stand in braces."""
     yield whole("dpo, reference precomputed", "100M", 192, 64, algorithm__use="dpo", reference__precompute="true")
-    yield whole("ppo with a reward model", "100M", 128, 32, algorithm__use="ppo", reward="model:{scores}")
+    yield whole(
+        "ppo with a reward model", "100M", 128, 32, algorithm__use="ppo", reward="model:{scores}", run__steps="6"
+    )
     teacher = {"roles__teacher__model": "{153M}", "roles__teacher__dtype": "fp32"}
     yield whole("distillation", "100M", 128, 64, algorithm__use="distill", **teacher)
-    yield whole("grpo with a reference", "100M", 128, 32, algorithm__use="grpo", algorithm__kl__coef="0.01")
+    yield whole(
+        "grpo with a reference", "100M", 128, 32, algorithm__use="grpo", algorithm__kl__coef="0.01", run__steps="6"
+    )
     yield whole("reward model", "153M", 192, 64, algorithm__use="reward_model")

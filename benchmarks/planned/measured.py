@@ -20,8 +20,8 @@ def measure(case: Case, path: Path, rank: int = 0, port: int = 0) -> int:
     import torch
 
     torch.set_num_threads(1)
-    kind = "ranks" if "ranks" in case else case["what"]
-    work = {"engine": engine, "generate": generator}.get(kind, trainer)
+    kind = "ranks" if "ranks" in case and case["what"] != "load" else case["what"]
+    work = {"engine": engine, "generate": generator, "load": maker}.get(kind, trainer)
     before, act, times = work(case, path, rank, port)
     peaks = []
     for _ in range(times):
@@ -37,7 +37,7 @@ def spec_of(case: Case, path: Path, rank: int, port: int) -> Any:
 
     name = case.get("role", "policy")
     scalar = name in ("critic", "reward_model") or case.get("loss") == "pairwise"
-    trained = case["what"] == "train" or "after" in case
+    trained = case["what"] in ("train", "load") or "after" in case
     ranks = case.get("ranks", 1)
     where = {"rank": rank, "world_size": ranks, "rendezvous": f"tcp://127.0.0.1:{port}"} if ranks > 1 else {}
     return ModelSpec(
@@ -64,7 +64,13 @@ def trainer(case: Case, path: Path, rank: int, port: int) -> Work:
 
 def make_trainer(case: Case, path: Path, rank: int, port: int) -> tuple[int, Any]:
     """(bytes of the process before, the trainer)."""
-    options: dict[str, Any] = {"lr": 1e-6, "ema_decay": case.get("ema")}
+    before, make, _ = maker(case, path, rank, port)
+    return before, make()
+
+
+def maker(case: Case, path: Path, rank: int, port: int) -> Work:
+    """A trainer is made."""
+    options: dict[str, Any] = {"lr": 1e-6, "ema_decay": case.get("ema"), "kernels": case.get("kernels", "auto")}
     if "lora" in case:
         import peft  # noqa: F401
         from rlhf.modeling.adapters import LoraOptions
@@ -74,13 +80,13 @@ def make_trainer(case: Case, path: Path, rank: int, port: int) -> tuple[int, Any
         import deepspeed  # noqa: F401
         from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer as Cls
 
-        options |= {"stage": case["stage"], "device": "cpu"}
+        options |= {"stage": case["stage"], "device": "cpu", "offload_optimizer": case.get("offload", "none")}
     else:
         from rlhf_plugin_local.trainer import TorchTrainer as Cls  # type: ignore[assignment]
     from planned import batches  # noqa: F401
 
     before = weigh()
-    return before, Cls(Cls.Config(**options), spec_of(case, path, rank, port))
+    return before, lambda: Cls(Cls.Config(**options), spec_of(case, path, rank, port)), 1
 
 
 def generator(case: Case, path: Path, rank: int, port: int) -> Work:

@@ -25,7 +25,7 @@ def predicted(case: dict[str, Any], path: Path) -> int:
     from rlhf.plan.busy import forwarding, training
     from rlhf.plan.engines import engine_resting, sampling
     from rlhf.plan.formulas import LIBRARIES
-    from rlhf.plan.phases import resting
+    from rlhf.plan.phases import loading, resting
 
     layout = layout_of(flags_of(case, path))
     role = layout.role(case.get("role", "policy"))
@@ -36,6 +36,8 @@ def predicted(case: dict[str, Any], path: Path) -> int:
         held = engine_resting(engines, layout.machine, asleep=False) if case["what"] == "engine" else {}
         before = {} if held else {"weights": resting(role)[0]["weights"]}  # no step yet: no optimizer state
         return sum(map(sum_of, (held, before, sampling(engines, layout.machine)))) + LIBRARIES["cpu"]
+    if case["what"] == "load":
+        return sum_of(loading(role, "cpu")) + LIBRARIES["cpu"]
     frozen = case["what"] == "forward"
     if frozen:
         role = replace(role, trained=False)
@@ -85,6 +87,10 @@ def flags_of(case: dict[str, Any], path: Path) -> Flags:
     if "ranks" in case:
         flags |= {"trainer.use": "deepspeed", "trainer.stage": str(case["stage"])}
         flags |= {"launcher.use": "ray", "generator.use": "vllm", f"placement.{role}.ranks": str(case["ranks"])}
+    if "kernels" in case:
+        flags["trainer.kernels"] = case["kernels"]
+    if "offload" in case:
+        flags["trainer.offload_optimizer"] = case["offload"]
     if case["what"] == "engine":
         flags |= {"launcher.use": "ray", "generator.use": "vllm", "generator.kv_cache_gib": str(CACHE_GIB)}
     return flags
