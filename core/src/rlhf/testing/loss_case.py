@@ -55,6 +55,8 @@ class LossSubject(Contract):
     """Coefficients the algorithm passes (``Update.coef``)."""
     levels: Mapping[str, str] = {}
     """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token."""
+    hidden_size: int = fabricate.HIDDEN
+    """Of the made-up models, for columns that are hidden states."""
 
     def column(self, name: str, size: int, seed: int) -> Tensor:
         """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""

@@ -39,9 +39,9 @@ class DistillConfig(ComponentConfig):
 
 def made_up(suite: Any, name: str, size: int, seed: int) -> Tensor:
     """A teacher's hidden states, for the conformance suite (``column`` of :class:`rlhf.testing.loss.LossContract`)."""
-    from rlhf.testing import fabricate
+    import torch
 
-    return fabricate.values(name, size * fabricate.HIDDEN, seed).view(size, fabricate.HIDDEN)
+    return torch.randn(size, suite.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
 class Distill(Loss):
