@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rlhf.checkpoint import json_values
 from rlhf.errors import CheckpointError
 
-Severity = Literal["refuse", "report"]
+Severity = Literal["refuse", "report", "added"]
 
 _IGNORED = ("run.output", "run.resume", "run.name")
 """Where a run lives and what it is called are not what it computes."""
@@ -40,7 +40,12 @@ class Difference:
     before: Any
     now: Any
     severity: Severity
-    """``refuse``: continuing would mix two runs. ``report``: it continues, and is said to be a different run."""
+    """``refuse``: continuing would mix two runs. ``report``: it continues, and is said to be a different run.
+    ``added``: an option that the checkpoint's release did not have, at its default: the same run."""
+
+    @property
+    def absent_before(self) -> bool:
+        return self.before == _ABSENT
 
     def __str__(self) -> str:
         return f"{self.key}: was {self.before!r}, now {self.now!r}"
@@ -72,7 +77,8 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     """All differences between a checkpoint's ``meta`` and the run that wants to continue, both of :func:`describe`.
 
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
-    device, versions and schedules are reported. Keys that this release does not know are refused.
+    device, versions and schedules are reported. Keys that only one of both has are refused; which of them are options
+    at their defaults, only the run's own plugins can say (:mod:`rlhf.controller.added_options`).
 
     Args:
         layout: options of the run's trainers that are reported, too (``Trainer.layout``).
@@ -99,9 +105,12 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
             f"checkpoint {path} is from another config:\n  {listed}\n"
             f"Set these back to continue that run, or choose another run.output to start a new one."
         )
-    if not differences:
-        return []
-    return ["continues as a different run, no longer bit-equal to the one that was saved:", *map(str, differences)]
+    lines = []
+    if reported := [str(d) for d in differences if d.severity == "report"]:
+        lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
+    if added := [f"{d.key} = {d.now!r}" for d in differences if d.severity == "added"]:
+        lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
+    return lines
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:

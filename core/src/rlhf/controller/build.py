@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from rlhf import hub
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.config import to_toml
+from rlhf.controller.added_options import allow_defaults
 from rlhf.controller.answering import Answering, answering, evaluation_settings, training_settings
 from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf.controller.launching import launch_roles
@@ -123,7 +124,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         run.evaluate = _evaluation(run, prepared, rows, answers)
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     if config.run.resume:
-        _restore(run, prepared.parts["trainer"].resolved.cls.layout)
+        _restore(run, prepared)
     if run.weights is not None:
         run.sync(run.first_step)
     with run.writing(directory.path):
@@ -194,12 +195,8 @@ def _measured(prepared: Prepared) -> dict[str, Any]:
     return measured | ({"hub": pins} if (pins := hub.pins()) else {})
 
 
-def _restore(run: Run, layout: Collection[str]) -> None:
-    """Continue from the newest complete checkpoint, or from the start where none was saved before the run died.
-
-    Args:
-        layout: ``Trainer.layout``.
-    """
+def _restore(run: Run, prepared: Prepared) -> None:
+    """Continue from the newest complete checkpoint, or from the start where none was saved before the run died."""
     run.store.clean()
     newest = run.store.newest()
     if newest is None:
@@ -207,7 +204,8 @@ def _restore(run: Run, layout: Collection[str]) -> None:
         with run.writing(run.directory.path):
             run.directory.cut(None)
         return
-    for line in require_same_run(compare(newest.meta, run.meta, layout), newest.path):
+    found = compare(newest.meta, run.meta, prepared.parts["trainer"].resolved.cls.layout)
+    for line in require_same_run(allow_defaults(found, run.config, prepared.resolve), newest.path):
         run.progress.note(line)
     checkpoint = run.store.open(newest.step)
     run.first_step = read_state(run, checkpoint.path)

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rlhf.components import Selection, select
+from rlhf.components import Selection, resolved_run, select
 from rlhf.config_errors import raise_problems
 from rlhf.controller import lending
 from rlhf.controller.episodes import Episodes
@@ -60,6 +61,8 @@ class Prepared:
     """Every plugin the run uses."""
     places: dict[str, Place]
     """Of every role, and of the generator where there is one."""
+    resolve: Callable[[RunFile], RunFile]
+    """Fills in the plugins' options of another run file."""
 
     @property
     def online(self) -> bool:
@@ -127,6 +130,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         {name: selection.build() for name, selection in observers.items()},
         list({(r.kind, r.ref): r for r in used}.values()),
         places,
+        functools.partial(resolved_run, plugins),
     )
 
 

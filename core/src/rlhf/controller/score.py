@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -237,4 +238,5 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
         observers={},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
+        resolve=functools.partial(resolved_run, plugins),
     )

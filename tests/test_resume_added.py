@@ -1,0 +1,57 @@
+"""A run goes on after an upgrade that added options: at their defaults they are no other run, and nobody could set them
+back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rlhf.checkpoint import manifest, read_json, write_json
+
+from tests.runs import assert_same_run
+
+ADDED = ("algorithm.options.mask_truncated", "algorithm.options.loss.clip_low", "data.shuffle", "reward.0.weight")
+
+
+def forget(checkpoint: Path, *keys: str) -> None:
+    """Make it one of a release that did not have these options."""
+    stated = read_json(checkpoint / manifest.MANIFEST)
+    del stated["sha256"]
+    for key in keys:
+        *above, last = key.split(".")
+        place = stated["meta"]["config"]
+        for part in above:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        del place[last]
+    write_json(checkpoint / manifest.MANIFEST, {**stated, "sha256": manifest._digest(stated)})
+
+
+def test_a_run_whose_checkpoint_lacks_options_goes_on(shop):
+    def train(output, steps, *flags, **changes):
+        run = {"steps": steps, "resume": bool(flags)}
+        return shop.train("rloo", output, *flags, run=run, checkpoint={"every": 2}, **changes)
+
+    whole = train("whole", 4)
+    first = train("upgraded", 2)
+    forget(first.last_checkpoint, *ADDED)
+    resumed = train("upgraded", 4, "--resume")
+    assert "came after the checkpoint was saved, at their defaults: " in resumed.said
+    for key in ADDED:
+        assert f"{key} = " in resumed.said
+    assert_same_run(whole, resumed)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("data.shuffle", {"data": {"shuffle": False}}),
+        ("algorithm.options.mask_truncated", {"algorithm": {"mask_truncated": True}}),
+        ("algorithm.options.loss.clip_low", {"algorithm": {"loss": {"clip_low": 0.1}}}),
+    ],
+)
+def test_another_value_of_a_new_option_is_another_run(shop, key, changes):
+    first = shop.train("rloo", "other", run={"steps": 1}, checkpoint={"every": 1})
+    forget(first.last_checkpoint, key)
+    refused = shop.run("rloo", "other", "--resume", run={"steps": 2}, checkpoint={"every": 1}, **changes)
+    assert refused.code != 0
+    assert f"{key}: was '(not set)', now " in refused.said
