@@ -14,12 +14,14 @@ from rlhf_cli.main import main
 
 from tests.runs import Workshop
 
-RAY, VLLM, ZERO = ({"launcher": {"use": "ray"}}, {"generator": {"use": "vllm"}}, {"trainer": {"use": "deepspeed"}})
+ON_RAY, VLLM, ZERO = ({"launcher": {"use": "ray"}}, {"generator": {"use": "vllm"}}, {"trainer": {"use": "deepspeed"}})
 
 EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "engines elsewhere": ("grpo", RAY, "generator 'transformers' samples from a trainer's module in its own process"),
+    "engines elsewhere": (
+        "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in its own process",
+    ),
     "one rank": (
-        "sft", RAY | {"placement": {"policy": {"ranks": 2}}}, "trainer 'torch' runs on one rank, role 'policy' asks",
+        "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "trainer 'torch' runs on one rank, role 'policy' asks",
     ),
     "one process": ("sft", {"placement": {"policy": {"ranks": 2}}}, "launcher 'local' has one process and one device"),
     "transport": ("grpo", VLLM | {"sync": {"transport": "store"}}, "with launcher 'local' weights are handed over"),
@@ -31,7 +33,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "sft", {"trainer": {"use": "deepspeed", "tensor_parallel": 2}}, "tensor_parallel = 2 does not divide the 1 ",
     ),
     "heads": (
-        "sft", RAY | {"trainer": {"use": "deepspeed", "tensor_parallel": 5}, "placement": {"policy": {"ranks": 5}}},
+        "sft", ON_RAY | {"trainer": {"use": "deepspeed", "tensor_parallel": 5}, "placement": {"policy": {"ranks": 5}}},
         "tensor_parallel = 5 does not divide Qwen3ForCausalLM's num_attention_heads",
     ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
@@ -54,7 +56,8 @@ HERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "flash": ("sft", {"trainer": {"attention": "flash"}}, "trainer.attention = 'flash' cannot be had: "),
     "liger": ("sft", {"trainer": {"kernels": "liger"}}, "trainer.kernels = 'liger' cannot be had: Liger's kernels "),
     "liger on ranks": (
-        "sft", RAY | {"trainer": {"use": "deepspeed", "kernels": "liger"}}, "trainer.kernels = 'liger' cannot be had",
+        "sft", ON_RAY | {"trainer": {"use": "deepspeed", "kernels": "liger"}},
+        "trainer.kernels = 'liger' cannot be had",
     ),
     "cuda": ("sft", {"trainer": {"device": "cuda"}}, "device = 'cuda' but torch"),
     "memory share": ("grpo", VLLM | {"generator": {"use": "vllm", "memory_share": 0.5}}, "cannot do memory_share = "),

@@ -287,7 +287,10 @@ def test_updates_before_the_kill_count(runs: Runs) -> None:
 
 
 def test_a_reference_that_follows_the_policy_is_in_the_checkpoint(runs: Runs) -> None:
-    moving = {"algorithm": {"use": f"file:{runs.shop.file('moving.py', MOVING)}", "kl": {"coef": 0.1, "where": "loss"}}}
+    moving = {
+        "algorithm": {"use": f"file:{runs.shop.file('moving.py', MOVING)}", "kl": {"coef": 0.1, "where": "loss"}},
+        "env": {"credit": "outcome"},  # rloo compares whole episodes
+    }
     whole, broken = (config(runs.shop, "reinforce_pp", name, **moving) for name in ("whole", "broken"))
     reference = runs.start(whole)
     runs.die_at(broken, "saved 4")
