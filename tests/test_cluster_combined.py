@@ -1,5 +1,6 @@
-"""Parts of a cluster run that meet rarely: adapters whose base is the reference, a reward model on several ranks,
-evaluation beside stale batches, phases, and a resume in another place, with another division."""
+"""Parts of a cluster run that meet rarely: adapters whose base is the reference, an average of them that is evaluated, a
+reward model on several ranks, evaluation beside stale batches, phases, and a resume in another place, with another
+division."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from rlhf.testing.tiny import tiny_model
 
 from tests.runs import Workshop, merged
+from tests.test_average import told_of
 from tests.test_cluster_runs import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -30,7 +32,7 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
         "run",
         run={"steps": 3},
         launcher={"use": "ray", "cpus": 4},
-        trainer={"use": "deepspeed", "stage": 3, "lr": 1e-2, "lora": {"rank": 4}},
+        trainer={"use": "deepspeed", "stage": 3, "lr": 1e-2, "lora": {"rank": 4}, "ema_decay": 0.5},
         generator={"use": "vllm", "kv_cache_gib": 0.25},
         placement={
             "policy": {"ranks": 2},
@@ -53,6 +55,9 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
     assert all(line["sync/canary"] < 1e-4 for line in lines)
     assert lines[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6), "adapters start as nothing"
     assert lines[2]["policy/kl_reference"] > 0
+    embedded = dict.fromkeys(("launcher", "trainer", "generator", "placement"))
+    told = told_of(place, first, merged(config, embedded))
+    assert lines[2]["eval/reward"] == pytest.approx(told, rel=1e-5), "evaluated is the average, which is exported"
 
     apart = {"policy": {"ranks": 1}, "reference": None, "generator": {"share": None}, "reward_model": {"ranks": 1}}
     other = merged(config, {"placement": apart, "trainer": {"stage": 2}, "run": {"steps": 4}})
