@@ -1,4 +1,4 @@
-"""Parts of a cluster run that meet rarely: adapters whose base is the reference, an average of them that is evaluated, a
+"""Parts of a cluster run that meet rarely: adapters whose base is the reference, their average, which is evaluated, a
 reward model on several ranks, evaluation beside stale batches, phases, and a resume in another place, with another
 division."""
 
