@@ -370,3 +370,24 @@ def test_what_a_rank_holds(folder):
     node = DeepSpeedTrainerConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu", offload_params="cpu")
     held = type(one).sharding(node, spec(folder, 0, 4, "1"), "cuda")
     assert (held.second_ranks, held.host_optimizer, held.host_weights) == (2, True, True)
+
+
+TAKES_NOTHING_ALONG = """
+import sys
+import torch
+from rlhf_plugin_deepspeed.group import import_deepspeed
+
+import_deepspeed(torch.device("cpu"))
+assert "mlflow" not in sys.modules
+import mlflow
+assert mlflow.__version__
+"""
+
+
+def test_deepspeed_does_not_take_mlflow_along(tmp_path):
+    """Its autotuner imports it, which nothing here uses; who wants it later has it."""
+    pytest.importorskip("mlflow")
+    done = subprocess.run(
+        [sys.executable, "-c", TAKES_NOTHING_ALONG], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
