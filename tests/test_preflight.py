@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf.modeling.checks import LEARNING
+from rlhf.modeling.config import TrainingConfig
 from rlhf_cli.main import main
 
 from tests.runs import Workshop
@@ -126,3 +128,10 @@ def test_a_policy_that_only_answers_keeps_the_section_of_its_training(tiny):
     path = run_file(tiny, "answers", "grpo", {"policy": {"trainer": {"lr": 1e-3}}})
     code, text = said("eval", path, "--eval.max_rows", "1", "--eval.max_new_tokens", "2")
     assert code == 0, text
+
+
+def test_every_option_of_training_is_known_to_be_one():
+    """A new one is of training, and refused for a frozen role, or stands here."""
+    computing = {"shared_prefixes", "attention", "kernels", "logits_chunk", "head_fp32"}
+    assert LEARNING | computing == TrainingConfig.model_fields.keys()
+    assert not LEARNING & computing

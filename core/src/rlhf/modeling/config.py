@@ -25,7 +25,7 @@ class TrainingConfig(ComponentConfig):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled; on matrices only, never on norms and biases."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm; absent: never."""
+    """Gradients are scaled down to this global L2 norm; with a very large one (1e9) never."""
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min", "wsd", "inverse_sqrt"] = "constant"
     """After the warm-up, over the optimizer steps of the whole run. ``wsd``: constant, then linear decay over
     the last ``decay_ratio`` of them (Hu et al. 2024, arXiv:2404.06395). ``inverse_sqrt``: sqrt(w / step), w the step
@@ -40,8 +40,8 @@ class TrainingConfig(ComponentConfig):
     """``wsd`` only: the decay as a share of all optimizer steps; 0.1 where absent."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
-    step. It is what is exported; samples, evaluations and the best step are of the weights themselves. Absent: none is
-    kept."""
+    step. It is what is evaluated (``eval.weights``) and exported; training samples are of the weights themselves.
+    Absent: none is kept."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
     neftune_alpha: float | None = Field(None, gt=0)

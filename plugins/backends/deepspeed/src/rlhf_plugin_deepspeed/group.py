@@ -59,7 +59,7 @@ def import_deepspeed(device: torch.device) -> Any:
 @contextmanager
 def _not_found(package: str) -> Iterator[None]:
     """Inside, importing ``package`` fails, if it was not imported before. DeepSpeed's autotuner, which is not used,
-    takes mlflow along where it is installed: half of the import's time, in every rank."""
+    takes mlflow along where it is installed: most of the import's time, in every rank."""
     if package in sys.modules:
         yield
         return
