@@ -140,6 +140,7 @@ class ForgetsToWait(ForgetsProcess):
     def close(self):
         if hasattr(self, "calculator"):
             self.calculator.kill()
+            os.waitid(os.P_PID, self.calculator.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
 
 
 class ForgetsThread(Dice):
