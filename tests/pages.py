@@ -17,7 +17,7 @@ def pages() -> list[Path]:
     """Every hand-written or generated page that a reader meets."""
     outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     members = [*ROOT.glob("core/*.md"), *ROOT.glob("cli/*.md"), *ROOT.glob("plugins/*/*/README.md")]
-    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md")]
+    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md"), *ROOT.glob("benchmarks/**/README.md")]
     return sorted([*outer, *DOCS.rglob("*.md"), *members, *others])
 
 
@@ -49,6 +49,29 @@ def blocks(page: Path, *languages: str) -> list[Block]:
         Block(page, m[1], (re.search(r"file=(\S+)", m[2]) or ["", ""])[1], m[3]) for m in FENCE.finditer(read(page))
     ]
     return [b for b in found if not languages or b.language in languages]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: the heading above it, the names of its columns, and rows by these."""
+
+    heading: str
+    header: tuple[str, ...]
+    rows: tuple[dict[str, str], ...]
+
+
+def tables(page: Path) -> list[Table]:
+    heading, found, lines = "", [], []
+    for line in [*prose(page).splitlines(), ""]:
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        if line.startswith("|"):
+            lines.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif lines:
+            header, _, *rows = lines
+            found.append(Table(heading, tuple(header), tuple(dict(zip(header, r, strict=True)) for r in rows)))
+            lines = []
+    return found
 
 
 def prose(page: Path) -> str:
