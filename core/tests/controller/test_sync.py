@@ -12,7 +12,7 @@ from rlhf.controller.phases import Phases
 from rlhf.controller.precompute import PrecomputedRole, Table
 from rlhf.controller.roles import Role
 from rlhf.controller.sync import WeightSync
-from rlhf.errors import SyncError, TrainingError
+from rlhf.errors import SyncError, TrainingError, WorkerError
 from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
 from rlhf.sections import SyncSection
 from rlhf.sync.bucket import Bucket, buckets
@@ -364,6 +364,39 @@ def test_phases_give_memory_away_in_turn(made):
     with phases.together():  # inside a round there is nothing to generate
         pass
     assert order == []
+
+
+@pytest.mark.parametrize("phase", ["generating", "together"])
+def test_of_what_fails_in_a_phase_the_first_is_seen_and_the_others_get_their_devices(made, monkeypatch, phase):
+    """A generator that stalls, say: the roles beside it are to save what was learnt."""
+    trainer, group, generator, _, _ = made
+    frozen_trainer = Bigram()
+    roles = {
+        "reference": Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1),
+        "policy": Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1),
+    }
+    places = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
+    phases = Phases(generator, roles, places)
+
+    def gone():
+        raise WorkerError("nobody here")
+
+    monkeypatch.setattr(generator, "sleep", gone)
+    monkeypatch.setattr(frozen_trainer, "reload", gone)
+
+    def stalls():
+        with getattr(phases, phase)():
+            phases.begin_sync()
+            raise WorkerError("the generator stalled")
+
+    with pytest.raises(WorkerError, match="stalled"):
+        stalls()
+    assert trainer.calls == ["offload", "reload"]
+    phases.begin_learning()  # before it is saved: nothing is left to do
+    assert trainer.calls == ["offload", "reload"]
+    with pytest.raises(WorkerError, match="nobody here"), phases.generating():
+        pass
+    assert trainer.calls == ["offload", "reload"] * 2
 
 
 def test_the_trainer_computes_while_the_generator_gets_ready(made, monkeypatch):

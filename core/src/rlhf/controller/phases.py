@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from rlhf.controller.precompute import PrecomputedRole
 from rlhf.controller.roles import Role
+from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR, Generator, Place
 from rlhf.placement import neighbours
 
@@ -35,21 +37,18 @@ class Phases:
             return
         self.begin_sync()
         self.generator.wake()
-        try:
+        with self._then_learning(here=not self._together):
             yield
-        finally:
-            if not self._together:
-                self.begin_learning()
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Between the times of generating inside, nobody takes turns; where there are none, nobody wakes."""
         self._together = True
-        try:
-            yield
-        finally:
-            self._together = False
-            self.begin_learning()
+        with self._then_learning():
+            try:
+                yield
+            finally:
+                self._together = False
 
     def begin_sync(self) -> None:
         """New weights are about to wake the generator. What makes room for them stays aside until the next learning, as
@@ -60,9 +59,29 @@ class Phases:
             self._aside = True
 
     def begin_learning(self) -> None:
-        """The devices belong to the roles again, with all that they put aside."""
-        if self.active and self._aside:
-            self.generator.sleep()
-            for role in self.neighbours:
-                role.every("reload")
-            self._aside = False
+        """The devices belong to the roles again, with all that they put aside. Where one of them is gone, the others
+        get theirs all the same, as they may be saved; what it raised is raised then."""
+        if not (self.active and self._aside):
+            return
+        self._aside = False
+        failed: list[RlhfError] = []
+        for give_back in (self.generator.sleep, *(partial(role.every, "reload") for role in self.neighbours)):
+            try:
+                give_back()
+            except RlhfError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    @contextmanager
+    def _then_learning(self, here: bool = True) -> Iterator[None]:
+        """Learning begins after what is inside, ``here``: also where that fails, and its error is the one to see."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RlhfError):
+                if here:
+                    self.begin_learning()
+            raise
+        if here:
+            self.begin_learning()

@@ -83,6 +83,27 @@ def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
     assert "State: T (stopped)" in (tmp_path / "stall-engine-0.txt").read_text()
 
 
+def test_a_stalled_engine_keeps_nobody_waiting_twice(watched, tmp_path):
+    """The roles on the engines' devices take them back, to save what was learnt."""
+    config = OddConfig(seconds=0.3, folder=str(tmp_path))
+    engines = watched.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
+    pids = [engine.facts["pid"] for engine in engines.fleet.members.values()]
+    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]
+    threading.Timer(0.5, os.kill, (pids[0], signal.SIGSTOP)).start()
+    with pytest.raises(WorkerError, match=r"engine 0 .* s in generate\(\)\. What each"):
+        list(engines.generate(asked))
+    engines.sleep()
+    assert (tmp_path / "notes.txt").read_text().count("sleep") == 1, "of the one that lives"
+    for _ in range(100):
+        if look_at(pids[0]).startswith("State: gone"):
+            break
+        time.sleep(0.1)
+    assert look_at(pids[0]).startswith("State: gone"), "with the memory that it held"
+    with pytest.raises(WorkerError, match=r"the engines cannot be called any more: engine 0 .* in generate\(\)$"):
+        list(engines.generate(asked))
+    assert (tmp_path / "notes.txt").read_text().count("started") == 2, "none in its place"
+
+
 def test_samples_are_progress(watched):
     """More than stall_timeout in all, a sample every 0.7 s at least."""
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.7), GeneratorSpec((0,), str))

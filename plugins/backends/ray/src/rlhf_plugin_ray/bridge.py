@@ -88,6 +88,7 @@ class Bridge:
         parcel = send(pack(told))
         waiting = {m.handle.call.remote("connect", parcel, n): n for n, m in enumerate(members)}
         vigil = self._watch(members, "connect()")
+        vigil.lost = self.fleet.lose
         failed: dict[int, Trouble] = {}
         while waiting:
             for ref in vigil.wait(list(waiting)):

@@ -41,6 +41,8 @@ class Fleet:
         self.gave_up: Callable[[], None] = lambda: None
         """Called where an engine died or failed, as others may wait for it."""
         self._posted: dict[Any, tuple[int, str]] = {}
+        self._stalled = ""
+        """Which engine did, and ends the run."""
         self._closed = False
         self.members = dict(enumerate(start(range(engines))))
 
@@ -49,7 +51,9 @@ class Fleet:
             raise WorkerError("the engines were shut down")
 
     def watch(self, numbers: Collection[int], doing: str) -> Vigil:
-        return self._watch([self.members[n] for n in numbers], doing)
+        vigil = self._watch([self.members[n] for n in numbers], doing)
+        vigil.lost = self.lose
+        return vigil
 
     def post(self, method: str, *arguments: Any) -> None:
         """Ask without waiting: what goes wrong is told by the next :meth:`ask`. What was posted before is forgotten."""
@@ -118,8 +122,19 @@ class Fleet:
         self.dead[number] = str(death)
         self.gave_up()
 
+    def lose(self, stalled: Sequence[Member], headline: str) -> None:
+        """End engines that stalled: the others can still be put to sleep, so that the roles on their devices go on to
+        save what was learnt, and nobody waits for these once more. They are not replaced, as a stall ends the run."""
+        for number, member in self.members.items():
+            if any(member is one for one in stalled):
+                self._stalled = self.dead[number] = headline
+                member.kill()
+        self.gave_up()
+
     def replace(self) -> list[int]:
         """Start engines in the place of those that died; their numbers. One that cannot start has died again."""
+        if self._stalled:
+            raise WorkerError(f"the engines cannot be called any more: {self._stalled}")
         replaced: list[int] = []
         while self.dead:
             dead = dict(sorted(self.dead.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Vigil:
     def __init__(self, members: Iterable[Member], doing: str, config: RayConfig, reports: Path) -> None:
         self._seen = {id(m): _Seen(m) for m in members}
         self.doing, self.config, self.reports = doing, config, reports
+        self.lost: Callable[[Sequence[Member], str], None] = lambda stalled, headline: None
+        """Told who stalled, and what the error says first, before it is raised."""
         self._begun = self._next = time.monotonic()
         self._next += config.heartbeat
 
@@ -71,7 +73,7 @@ class Vigil:
         silent = [s for s in self._seen.values() if now - s.answered > SILENT * self.config.heartbeat]
         stuck = [s for s in self._seen.values() if now - s.moved > self.config.stall_timeout]
         if silent or stuck:
-            raise self._stalled((silent or sorted(stuck, key=lambda s: s.moved))[0], bool(silent))
+            raise self._stalled(silent or sorted(stuck, key=lambda s: s.moved), bool(silent))
 
     def _listen(self, seen: _Seen) -> None:
         if seen.question is None or not ray.wait([seen.question], timeout=0)[0]:
@@ -85,8 +87,10 @@ class Vigil:
         if progress != seen.progress:
             seen.progress, seen.moved = progress, seen.answered
 
-    def _stalled(self, first: _Seen, silent: bool) -> WorkerError:
+    def _stalled(self, stalled: Sequence[_Seen], silent: bool) -> WorkerError:
+        first = stalled[0]
         seconds = time.monotonic() - (first.answered if silent else first.moved)
         stall = Stall(first.member, self.doing, seconds, silent, [s.member for s in self._seen.values()])
         page = stall.write(self.reports)
+        self.lost([s.member for s in stalled], stall.headline)
         return WorkerError(f"{stall.headline}. What each of its threads was doing, and what to look at: {page}")
