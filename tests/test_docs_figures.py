@@ -1,0 +1,72 @@
+"""Figures in the documentation's tables of benchmarks are those of the results that the repository keeps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pages import DOCS, ROOT, tables
+
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = {path.name: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}
+MIB = 2**20
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A script of benchmarks/, imported as the others of that folder import it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+def written(page: Path) -> list[str]:
+    """Rows of all tables, as the page has them."""
+    return [f"| {' | '.join(row.values())} |" for table in tables(page) for row in table.rows]
+
+
+def made(report: Any, preferences: Any) -> set[str]:
+    """Every row that the scripts make of a kept result."""
+    shown = []
+    for result in RESULTS.values():
+        if "scaling" in result:
+            shown.append(report.tables(result))
+        elif "parity" in result:
+            shown += [preferences.table(result["comparison"]), preferences.phases(result["arms"])]
+    return {re.sub(r" +", " ", line) for text in shown for line in text.splitlines()}
+
+
+def test_the_tables_of_benchmarks_are_made_of_the_results(script):
+    rows = written(DOCS / "benchmarks.md")
+    assert len(rows) > 50
+    known = made(script("report"), script("preferences"))
+    assert [row for row in rows if re.sub(r" +", " ", row) not in known] == []
+
+
+def test_the_table_of_the_plan_is_that_of_its_results():
+    """But for what was read off by hand, as the page says: loading with ZeRO-3, and with an offloaded optimizer."""
+    kept = {
+        (round(r["predicted"] / MIB), round(r["measured"] / MIB)) for r in RESULTS["2026-11-22-xeon-plan.json"]["rows"]
+    }
+    [table] = [t for t in tables(DOCS / "plan.md") if "measured" in t.header]
+    assert len(table.rows) > 30
+    for row in table.rows:
+        planned, measured = int(row["planned"]), int(row["measured"])
+        assert float(row["ratio"]) == pytest.approx(planned / measured, abs=0.006), row
+        by_hand = re.match(r"load.*(ZeRO-3|offloaded)", row["phase"])
+        assert by_hand or (planned, measured) in kept, row
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_kept_result_is_linked_from_a_page(name):
+    pages = [*DOCS.glob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
+    assert any(f"benchmarks/results/{name}" in page.read_text(encoding="utf-8") for page in pages)
