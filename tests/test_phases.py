@@ -1,0 +1,102 @@
+"""The hybrid engine in whole runs: who has the devices when, from the first step to the last."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.runs import Workshop
+from tests.test_combinations import COPYING
+
+TAKING_TURNS = """
+from rlhf.interfaces import ComponentConfig
+from rlhf_plugin_local.config import TorchTrainerConfig
+
+
+class Config(ComponentConfig):
+    notes: str
+
+
+class TrainerConfig(TorchTrainerConfig):
+    notes: str
+
+
+def note(self, word):
+    with open(self.config.notes, "a") as file:
+        file.write(word + "\\n")
+
+
+def noted(word, method):
+    def call(self, *arguments, **named):
+        note(self, word)
+        return method(self, *arguments, **named)
+
+    return call
+
+
+class Trainer(TorchTrainer):
+    name = "noting"
+    Config = TrainerConfig
+    update, wear, save = (noted(w, getattr(TorchTrainer, w)) for w in ("update", "wear", "save"))
+    offload, reload = (noted(w, getattr(TorchTrainer, w)) for w in ("offload", "reload"))
+
+
+class Engine(Copying):
+    name = "noting_engine"
+    Config = Config
+    capabilities = Copying.capabilities | {"sleep"}
+
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.config = config
+
+    generate, begin_load = noted("generate", Copying.generate), noted("load", Copying.begin_load)
+
+    def sleep(self):
+        note(self, "sleep")
+
+    def wake(self):
+        note(self, "wake")
+"""
+BEGINNING = ["sleep", "offload", "load"]
+"""The engine is there before the first weights."""
+BACK = ["sleep", "reload"]
+TRAINED = [*BACK, "update"]
+EVALUATED = [*BACK, "wear", "offload", "load", "wake", "generate", *BACK, "wear"]
+"""With the average, after which the live weights are worn again."""
+STEP = ["wake", "generate", *TRAINED]
+ENDS = [*EVALUATED, "save"]
+ORDERS = {
+    1: [*BEGINNING, *STEP, "offload", "load", *STEP, "offload", "load", *ENDS],
+    # the batches of a round one after another, and then both updates
+    2: [*BEGINNING, "wake", "generate", *STEP, "offload", "load", *ENDS],
+}
+
+
+@pytest.mark.parametrize("round_", [1, 2])
+def test_nobody_computes_without_devices_nor_keeps_them_from_others(shop: Workshop, round_: int) -> None:
+    """Weights travel once the optimizer's state is aside, and stay for what is generated next; learning, exchanging
+    weights and saving begin once the engine sleeps."""
+    notes = shop.folder / "notes"
+    parts = shop.file("parts.py", COPYING + TAKING_TURNS)
+    shop.train(
+        "rloo",
+        "run",
+        run={"steps": 2},
+        trainer={"use": f"file:{parts}:Trainer", "notes": str(notes), "ema_decay": 0.5},
+        generator={"use": f"file:{parts}:Engine", "notes": str(notes)},
+        sync={"canaries": 0},
+        placement={"generator": {"share": "policy"}},
+        stream={"round": round_},
+        data={"eval": [{"path": str(shop.data), "max_rows": 2}]},
+        eval={"every": 2},
+        checkpoint={"every": 2},
+    )
+    assert turns(notes) == ORDERS[round_]
+
+
+def turns(notes: Path) -> list[str]:
+    """What was done, without repetitions: a batch is generated in several waves."""
+    return [word for word, _ in groupby(notes.read_text().split())]
