@@ -15,7 +15,8 @@ from rlhf.modeling.schedule import Schedule
 LEARNING = frozenset(
     {
         "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
-        "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef",
+        "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef", "optimizer", "muon_lr",
+        "muon_momentum",
     }
 )  # fmt: skip
 """Options of :class:`TrainingConfig` that only a trained role reads."""

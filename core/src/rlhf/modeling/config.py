@@ -24,6 +24,12 @@ class TrainingConfig(ComponentConfig):
     """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled; on matrices only, never on norms and biases."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon``: orthogonalised momentum for the layers' matrices, AdamW for embeddings, heads and vectors."""
+    muon_lr: float | None = Field(None, ge=0)
+    """Peak learning rate of the matrices under ``muon``; absent: ``lr``."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """``muon`` only."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm; with a very large one (1e9) never."""
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min", "wsd", "inverse_sqrt"] = "constant"
@@ -71,6 +77,10 @@ class TrainingConfig(ComponentConfig):
     def _consistent(self) -> TrainingConfig:
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        for name in ("muon_lr", "muon_momentum"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.optimizer != "muon":
+                raise ValueError(f"{name} = {value} has no effect with optimizer = {self.optimizer!r}")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warm-up: "

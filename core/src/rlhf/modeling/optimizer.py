@@ -1,26 +1,57 @@
-"""AdamW over a role's parameters: decay groups, clipping by the global norm, state by parameter name."""
+"""The optimizer of a role's parameters: decay groups, clipping by the global norm, state by parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.errors import CheckpointError
 from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.muon import OrthogonalAdamW
 
 Parameters = dict[str, nn.Parameter]
 
 
-def build_optimizer(parameters: Parameters, config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019); matrices decay, vectors (norms, biases) do not."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf.modeling.muon.OrthogonalAdamW`, over
+    :func:`parameter_groups` of parameters that are whole."""
+    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, outside, config)
+    make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
+    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, torch.Size],
+    outside: Collection[int],
+    config: TrainingConfig,
+) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not; under Muon the layers' matrices are a group with ``muon = True``.
+
+    Args:
+        shapes: of whole parameters, which may be divided here.
+        outside: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
+            matrices of experts, which have three dimensions.
+    """
+    muon = config.optimizer == "muon"
+    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in outside]
+    rest = [n for n in parameters if n not in set(chosen)]
+    peak = config.lr if config.muon_lr is None else config.muon_lr
+    kinds: list[tuple[list[str], dict[str, Any]]] = [
+        (chosen, {"weight_decay": config.weight_decay, "muon": True, "peak": peak, "momentum": config.muon_momentum}),
+        ([n for n in rest if len(shapes[n]) >= 2], {"weight_decay": config.weight_decay}),
+        ([n for n in rest if len(shapes[n]) < 2], {"weight_decay": 0.0}),
+    ]
+    return [{"params": [parameters[n] for n in names], **facts} for names, facts in kinds if names]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float, factor: float) -> None:
+    """Each group's rate: its own peak, or ``lr``, times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("peak", lr) * factor
 
 
 def clip(parameters: Parameters, max_norm: float | None) -> float:

@@ -14,12 +14,6 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     tensor_parallel: int = Field(1, ge=1)
     """So many neighbouring ranks divide each layer among them and compute the same micro-batches. Stages 0 to 2; a
     divisor of the number of ranks, of the model's heads and of its feed-forward width."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon``: orthogonalised momentum for the layers' matrices, AdamW for embeddings, heads and vectors."""
-    muon_lr: float | None = Field(None, ge=0)
-    """Peak learning rate of the matrices under ``muon``; absent: ``lr``."""
-    muon_momentum: float = Field(0.95, ge=0, lt=1)
-    """``muon`` only."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where the optimizer's state, its weights and gradients live, and where it computes. Stages 1 to 3."""
     offload_params: Literal["none", "cpu"] = "none"
@@ -75,8 +69,4 @@ class DeepSpeedTrainerConfig(TrainingConfig):
             raise ValueError(
                 "kernels = 'own' does not go with stage 3: fused layers read weights where ZeRO does not see it"
             )
-        for name in ("muon_lr", "muon_momentum"):
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default and self.optimizer != "muon":
-                raise ValueError(f"{name} = {value} has no effect with optimizer = {self.optimizer!r}")
         return self

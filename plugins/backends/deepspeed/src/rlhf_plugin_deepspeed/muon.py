@@ -10,11 +10,12 @@ al. 2025), as large as AdamW's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rlhf.modeling.muon import OrthogonalAdamW
 from torch import Tensor
 from torch.optim import _muon
 
@@ -25,29 +26,18 @@ COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
 MOMENTUM = "momentum_buffer"
 
 
-class OrthogonalAdamW(torch.optim.AdamW):
+class DividedOrthogonalAdamW(OrthogonalAdamW):
     """(DeepSpeed looks for the word Muon in the names of optimizers, and then does things of its own.)
 
-    Groups with ``muon = True`` take Muon's step, the others AdamW's. :meth:`bind` comes before the first step."""
+    :meth:`bind` comes before the first step."""
 
     def bind(self, shards: Shards, shapes: Mapping[str, torch.Size], division: Division) -> None:
         """``shapes``: of whole parameters."""
         self._shards, self._shapes, self._division = shards, shapes, division
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        groups = self.param_groups
-        try:
-            self.param_groups = [g for g in groups if not g.get("muon")]
-            super().step()
-        finally:
-            self.param_groups = groups
-        for group in groups:
-            if group.get("muon"):
-                owners = {id(p) for p in group["params"]}
-                self._muon_step([f for f in self._shards.flats if id(f.owner) in owners], group)
-
-    def _muon_step(self, flats: list[Flat], group: dict[str, Any]) -> None:
+    def muon_step(self, group: dict[str, Any]) -> None:
+        owners = {id(p) for p in group["params"]}
+        flats = [flat for flat in self._shards.flats if id(flat.owner) in owners]
         updates: dict[str, tuple[Flat, Piece, Tensor]] = {}
         for flat in flats:
             if flat.owner.grad is None:

@@ -15,6 +15,7 @@ from rlhf.modeling.checks import LEARNING, check_training
 from rlhf.modeling.kernels import check_liger
 from rlhf.modeling.liger import use_liger
 from rlhf.modeling.model import check_head
+from rlhf.modeling.optimizer import set_rates
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.pretrained import read
 from rlhf.modeling.schedule import Schedule
@@ -34,7 +35,7 @@ from rlhf_plugin_deepspeed.held import DividedModel
 from rlhf_plugin_deepspeed.layers import check_sizes
 from rlhf_plugin_deepspeed.loading import load
 from rlhf_plugin_deepspeed.model import ShardedModel
-from rlhf_plugin_deepspeed.muon import OrthogonalAdamW
+from rlhf_plugin_deepspeed.muon import DividedOrthogonalAdamW
 from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.shards import Shards, scale
 from rlhf_plugin_deepspeed.tensors import Tensors
@@ -56,7 +57,7 @@ class DeepSpeedTrainer(DividedModel):
         {"stage": 3, "offload_optimizer": "cpu"},
         {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     )
-    learning: ClassVar[frozenset[str]] = LEARNING | {"optimizer", "muon_lr", "muon_momentum", "export_shard_bytes"}
+    learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
     """Not ``offload_optimizer``, which ``offload_params`` asks for."""
     config: DeepSpeedTrainerConfig
 
@@ -106,7 +107,7 @@ class DeepSpeedTrainer(DividedModel):
                 check_liger(loaded, use_liger(self.module))
             names = {p: name for name, p in self.parameters.items()}
             self.shards = Shards(self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained)
-        if isinstance(self.base, OrthogonalAdamW):
+        if isinstance(self.base, DividedOrthogonalAdamW):
             self.base.bind(self.shards, self.tensors.shapes, self.division)
         if trained and self.config.ema_decay is not None:
             self.average = Average(self.shards, self.config.ema_decay)
@@ -169,8 +170,7 @@ class DeepSpeedTrainer(DividedModel):
             self.zero.discard()
             return norm, skipped
         seen = Coverage(self.shards, list(self.parameters), self.device) if self._coverage is None else None
-        for group in self.base.param_groups:
-            group["lr"] = group.get("peak", self.config.lr) * factor
+        set_rates(self.base, self.config.lr, factor)
         self.zero.step()
         if seen is not None:
             self._coverage = seen.after()

@@ -23,6 +23,7 @@ from rlhf.modeling.optimizer import (
     give_back,
     optimizer_tensors,
     restore_optimizer,
+    set_rates,
     to_device,
     to_host,
 )
@@ -37,8 +38,8 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 
 
 class TorchTrainer(PackedTrainer):
-    """fp32 weights, fused AdamW, padding-free forward and backward; bf16 is autocast on top. Roles that are not trained
-    hold weights and nothing else."""
+    """fp32 weights, fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Roles that are not
+    trained hold weights and nothing else."""
 
     name = "torch"
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
@@ -67,7 +68,8 @@ class TorchTrainer(PackedTrainer):
         self.optimizer: torch.optim.Optimizer | None = None
         self.ema: Ema | None = None
         if spec.role.trained:
-            self.optimizer = build_optimizer(self.parameters, self.config)
+            outside = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
+            self.optimizer = build_optimizer(self.parameters, outside, self.config)
             self.schedule = Schedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
                 self.ema = Ema(self.parameters, self.config.ema_decay)
@@ -81,18 +83,17 @@ class TorchTrainer(PackedTrainer):
     def apply(self) -> ApplyResult:
         self._require_trained("apply")
         assert self.optimizer is not None
-        lr = self.config.lr * self.schedule.factor(self.updates)
+        factor = self.schedule.factor(self.updates)
         norm = clip(self.parameters, self.config.max_grad_norm)
         skipped = self._bad_loss or ("" if math.isfinite(norm) else f"non-finite gradient (norm {norm})")
         if skipped:
             self.skipped += 1
         else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_rates(self.optimizer, self.config.lr, factor)
             self._step(self.optimizer)
         self.updates += 1
         self.zero_grad()
-        return ApplyResult(norm, lr, skipped)
+        return ApplyResult(norm, self.config.lr * factor, skipped)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         before = None
@@ -176,11 +177,10 @@ class TorchTrainer(PackedTrainer):
         lora = self.config.lora if self.has_adapters else None
         facts: dict[str, Any] = {
             "role": self.spec.role.name,
-            "trained": self.spec.role.trained,
             "updates": self.updates,
             "skipped": self.skipped,
             "precision": self.precision.name,
-            "ema": self.ema is not None,
+            **self._kept(),
             "coverage": self._coverage,
             "lora": lora.model_dump(mode="json") if lora is not None else None,
             "torch": torch.__version__,
@@ -190,10 +190,11 @@ class TorchTrainer(PackedTrainer):
 
     def load(self, path: Path) -> None:
         facts = state.read_facts(path)
-        if facts["trained"] != self.spec.role.trained or facts["ema"] != (self.ema is not None):
+        ours = self._kept()
+        if saved := {key: facts.get(key) for key in ours if facts.get(key) != ours[key]}:
             raise ConfigError(
-                f"the checkpoint {str(path)!r} was saved with trained = {facts['trained']}, ema = {facts['ema']}; this "
-                f"run has trained = {self.spec.role.trained}, ema = {self.ema is not None}. Resume with its config."
+                f"the checkpoint {str(path)!r} was saved with {_words(saved)}; this run has "
+                f"{_words({key: ours[key] for key in saved})}. Resume with its config."
             )
         where = f"the checkpoint {str(path)!r}"
         state.copy_into(self._own_tensors(), state.read_tensors(path, "model"), where)
@@ -208,6 +209,15 @@ class TorchTrainer(PackedTrainer):
         self.zero_grad()
 
     # ------------------------------------------------------------------------------------ internals
+
+    def _kept(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with the run that goes on from it."""
+        trained = self.spec.role.trained
+        return {
+            "trained": trained,
+            "ema": self.ema is not None,
+            "optimizer": self.config.optimizer if trained else None,
+        }
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: everything, or the trained parameters beside a frozen base, which is
@@ -224,6 +234,10 @@ class TorchTrainer(PackedTrainer):
         if view == "base" and self.has_adapters:
             return without_adapters(self.module)
         raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
+
+
+def _words(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in facts.items())
 
 
 def _fingerprint(p: Tensor) -> int:

@@ -1,0 +1,82 @@
+"""``optimizer = "muon"``: torch's own two optimizers, each over its parameters, take the same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import ConfigError
+from rlhf_plugin_local.config import TorchTrainerConfig
+
+MATRICES = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    "down_proj.weight",
+)
+OPTIONS = {
+    "optimizer": "muon",
+    "lr": 1e-3,
+    "muon_lr": 4e-3,
+    "muon_momentum": 0.8,
+    "weight_decay": 0.1,
+    "warmup_steps": 4,
+}
+
+
+@pytest.fixture
+def make_muon(make_trainer):
+    return lambda **more: make_trainer(**OPTIONS, **more)
+
+
+def test_steps_are_those_of_torch(make_muon, make_batch, nll):
+    ours, theirs = make_muon(max_grad_norm=1e9), make_muon(max_grad_norm=1e9)
+    chosen = {n: p for n, p in theirs.parameters.items() if n.endswith(MATRICES)}
+    assert len(chosen) == 7 * theirs.module.config.num_hidden_layers
+    rest = {n: p for n, p in theirs.parameters.items() if n not in chosen}
+    assert {p.ndim for p in rest.values()} == {1, 2}, "norms, and the embedding"
+    muon = torch.optim.Muon(chosen.values(), momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest.values() if p.ndim == 2], "weight_decay": 0.1},
+            {"params": [p for p in rest.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for step in range(3):
+        _, result = ours.update([make_batch((9, 5), step, nll)], nll, {}, {})
+        assert result.lr == pytest.approx(1e-3 * (step + 1) / 5)
+        theirs.accumulate([make_batch((9, 5), step, nll)], nll, {}, {})
+        for optimizer, peak in ((muon, 4e-3), (adamw, 1e-3)):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * (step + 1) / 5
+            optimizer.step()
+        theirs.zero_grad()
+    for name, p in ours.parameters.items():
+        torch.testing.assert_close(p, theirs.parameters[name], atol=1e-7, rtol=1e-5)
+
+
+def test_resumed_it_goes_on_bit_for_bit(make_muon, make_batch, nll, tmp_path):
+    one, other = make_muon(), make_muon()
+    for step in range(2):
+        one.update([make_batch((9, 5), step, nll)], nll, {}, {})
+    one.save(tmp_path)
+    other.load(tmp_path)
+    for trainer in (one, other):
+        trainer.update([make_batch((9, 5), 2, nll)], nll, {}, {})
+    assert all(torch.equal(p, other.parameters[n]) for n, p in one.parameters.items())
+
+
+def test_another_optimizer_is_refused(make_muon, make_trainer, tmp_path):
+    make_muon().save(tmp_path)
+    with pytest.raises(ConfigError, match="was saved with optimizer = muon; this run has optimizer = adamw"):
+        make_trainer().load(tmp_path)
+
+
+@pytest.mark.parametrize(("option", "value"), [("muon_lr", 0.1), ("muon_momentum", 0.9)])
+def test_options_without_effect_are_refused(option, value):
+    with pytest.raises(ValidationError, match=f"{option} = {value} has no effect with optimizer = 'adamw'"):
+        TorchTrainerConfig(**{option: value})
