@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rlhf.checkpoint import CheckpointStore
+from rlhf.controller import build
 from rlhf.testing.tiny import tiny_model
 
 from tests.forks import Forks
@@ -155,17 +156,24 @@ def test_unknown_keys_and_plugins(shop: Workshop) -> None:
 def test_an_output_folder_already_used(shop: Workshop) -> None:
     before = shop.train("sft", "run")
     weights = before.weights
-    refused(shop.run("sft", "run"), "already holds a run", "--resume", "Nothing was changed")
-    assert before.weights == weights
-    refused(shop.run("sft", "new", "--resume"), "there is no run to resume")
+    for flags in ((), ("--dry-run",)):
+        refused(shop.run("sft", "run", *flags), "already holds a run", "--resume", "Nothing was changed")
+        assert before.weights == weights
+        refused(shop.run("sft", "new", *flags, "--resume"), "there is no run to resume")
+    assert shop.run("sft", "run", "--resume", "--dry-run").code == 0
 
 
-def test_a_checkpoint_from_another_config(shop: Workshop) -> None:
+def test_a_checkpoint_from_another_config(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     before = shop.train("rloo", "run")
     files = {path: path.read_bytes() for path in sorted(before.path.rglob("*")) if path.is_file()}
     other = shop.run("rloo", "run", "--resume", run={"seed": 2}, data={"batch_size": 2})
     refused(other, "is from another config", "run.seed: was 1, now 2", "data.batch_size: was 4, now 2", code=1)
     assert {path: path.read_bytes() for path in files} == files
+    dry = shop.run("rloo", "run", "--resume", "--dry-run", run={"seed": 2})
+    refused(dry, "is from another config", "run.seed: was 1, now 2", code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
+        refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
     running = set(threading.enumerate())
     refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
     assert set(threading.enumerate()) <= running, "what had been started is closed again"

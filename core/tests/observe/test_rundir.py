@@ -16,6 +16,16 @@ from safetensors import safe_open
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
 
 
+LOCKED = """
+import sys
+from rlhf.observe import RunDirectory
+held = RunDirectory.create(sys.argv[1])
+held.write_config("")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
 def start(path, resume=False, first_step=0):
     directory = RunDirectory.create(path, resume)
     directory.write_config('[run]\noutput = "a"\n')
@@ -67,6 +77,43 @@ def test_output_that_cannot_be_a_folder(tmp_path):
         RunDirectory.create(tmp_path / "file" / "run")
 
 
+def answered(call, *arguments) -> str:
+    """The error of a call, or nothing."""
+    try:
+        made = call(*arguments)
+    except ConfigError as error:
+        return str(error)
+    if made is not None:
+        made.close()
+    return ""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_check_says_what_a_start_says_and_changes_nothing(tmp_path, resume):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    start(tmp_path / "holds a run").close()
+    held = start(tmp_path / "taken")
+    other = subprocess.Popen(
+        [sys.executable, "-c", LOCKED, str(tmp_path / "locked")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    places = [tmp_path / name for name in ("file", "file/below", "empty", "new/deep", "holds a run", "taken", "locked")]
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        checked = [answered(RunDirectory.check, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
+        assert sorted(tmp_path.rglob("*")) == before
+        started = [answered(RunDirectory.create, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
+    finally:
+        other.kill()
+        other.communicate()
+        held.close()
+    assert checked == started
+    assert [not text for text in checked].count(True) == (1 if resume else 2)
+    assert RunDirectory.check(tmp_path / "holds a run", resume=True) is None
+
+
 def test_foreign_files_in_the_folder_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     start(tmp_path).close()
@@ -109,11 +156,13 @@ def test_two_processes_are_refused_and_a_killed_one_is_no_obstacle(tmp_path):
 
 
 def test_cut_goes_back_to_the_checkpoint(tmp_path):
+    batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])
     with start(tmp_path) as directory:
         for step in (1, 2, 3):
             directory.metrics.append(step, {"loss": step / 10})
             directory.rollouts(step).write_text("{}\n")
             directory.export(step, lambda f: (f / "model").write_text("x"))
+            directory.keep_batch(step, "gradient is nan", batch)
     (tmp_path / "rollouts" / ".saving-step-000004.jsonl").write_text("half")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
@@ -122,10 +171,13 @@ def test_cut_goes_back_to_the_checkpoint(tmp_path):
         assert [line["step"] for line in read_metrics(directory.metrics.path)] == [1, 2]
         assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
         assert sorted(p.name for p in (tmp_path / "exports").iterdir()) == ["step-000001", "step-000002"]
+        kept = ["step-000001-0001.safetensors", "step-000002-0001.safetensors"]
+        assert sorted(p.name for p in (tmp_path / "skipped").iterdir()) == kept
         directory.metrics.append(3, {"loss": 1.0})
         directory.cut(None)  # no checkpoint: everything that steps recorded goes
         assert read_metrics(directory.metrics.path) == []
         assert not list((tmp_path / "rollouts").iterdir())
+        assert not list((tmp_path / "skipped").iterdir())
         assert (tmp_path / "config.toml").exists()
 
 
@@ -151,8 +203,9 @@ def test_skipped_batches_are_kept_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SKIPPED_KEPT", 2)
     batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])
     with start(tmp_path) as directory:
-        paths = [directory.keep_batch("gradient is nan", batch) for _ in range(3)]
+        paths = [directory.keep_batch(step, "gradient is nan", batch) for step in (1, 2, 2)]
     assert [p.exists() for p in paths] == [False, True, True]
+    assert [p.name for p in paths[1:]] == ["step-000002-0001.safetensors", "step-000002-0002.safetensors"]
     with safe_open(paths[-1], "pt") as file:
         assert file.metadata() == {"reason": "gradient is nan"}
         assert torch.equal(file.get_tensor("ids_N"), batch.ids_N)

@@ -102,7 +102,7 @@ class Run(Built):
 
     def keep_skipped(self, reason: str, batch: Batch) -> None:
         """Keep the batch of a skipped optimizer step for study, and say so."""
-        path = self.directory.keep_batch(reason, batch)
+        path = self.directory.keep_batch(self.done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def finish(self, step: int, metrics: Metrics, ready: ReadyBatch | None = None) -> None:

@@ -97,7 +97,14 @@ class Stream:
         return step - step % self.round
 
     def take(self, step: int) -> ReadyBatch:
-        """The batch of ``step``: scored, filtered, refilled, in submission order."""
+        """The batch of ``step``: scored, filtered, refilled, in submission order. Each is taken once, in order.
+
+        Raises TrainingError where the oldest batch is of another step.
+        """
+        oldest = self.generated - len(self.ready)
+        if not self.ready or oldest != step:
+            held = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
+            raise TrainingError(f"the batch of step {step} was asked for, but {held}; start({step}) comes before it")
         return self.ready.popleft()
 
     def _generate(self) -> ReadyBatch:

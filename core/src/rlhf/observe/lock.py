@@ -24,12 +24,11 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._file = folder / ".lock"
         self._key = os.path.realpath(folder)
-        if self._key in self._held:
-            raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
+        self._require_other(folder)
         try:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as cause:
-            raise _unusable(folder, "written to", cause) from cause
+            raise unusable(folder, "written to", cause) from cause
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
@@ -38,12 +37,24 @@ class FolderLock:
             holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
-                raise _unusable(folder, "locked", cause) from cause
+                raise unusable(folder, "locked", cause) from cause
             raise ConfigError(
                 f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
             ) from cause
         self._descriptor: int | None = descriptor
         self._held.add(self._key)
+
+    @classmethod
+    def check(cls, folder: Path) -> None:
+        """Raises ConfigError where ``folder`` is taken; makes no file."""
+        cls._require_other(folder)  # first: to close a descriptor gives up this process's own lock
+        if (folder / ".lock").exists():
+            cls(folder).release()
+
+    @classmethod
+    def _require_other(cls, folder: Path) -> None:
+        if os.path.realpath(folder) in cls._held:
+            raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
 
     def release(self) -> None:
         """Give the folder free. Safe to call twice."""
@@ -53,7 +64,7 @@ class FolderLock:
             self._held.discard(self._key)
 
 
-def _unusable(folder: Path, what: str, cause: OSError) -> ConfigError:
+def unusable(folder: Path, what: str, cause: OSError) -> ConfigError:
     return ConfigError(
         f"run.output {folder} cannot be {what}: {cause.strerror}. Choose another --output, or give access to that one."
     )

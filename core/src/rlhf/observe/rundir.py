@@ -7,8 +7,10 @@ skipped/  model/
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +19,14 @@ from rlhf.checkpoint.files import publish_folder, remove_leftovers, write_atomic
 from rlhf.checkpoint.json_values import read_json, write_json
 from rlhf.errors import ConfigError
 from rlhf.observe.environment import environment
-from rlhf.observe.lock import FolderLock
+from rlhf.observe.lock import FolderLock, unusable
 from rlhf.observe.metrics import MetricsLog
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_STEP = re.compile(r"step-(\d{6,})(\.jsonl)?")
+_STEP = re.compile(r"step-(\d{6,})(\.jsonl|-\d+\.safetensors)?")
 SKIPPED_KEPT = 20
 """Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
 
@@ -46,33 +48,33 @@ class RunDirectory:
         False, and where it holds none and ``resume`` is True.
         """
         path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
-        if resume and not _present(path):
-            raise ConfigError(
-                f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
-                f"the run as run.output."
-            )
+        _require_place(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            raise ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.") from cause
+            raise _unmade(path, cause) from cause
         lock = FolderLock(path)
         try:
-            present = _present(path)
-            if present and not resume:
-                begun = "checkpoints" in present
-                way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
-                raise ConfigError(
-                    f"{path} already holds a run ({', '.join(present)}). {way}, or choose another folder with "
-                    f"--output. Nothing was changed."
-                )
+            _require_free(path, resume)
             for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
                 remove_leftovers(folder)
         except BaseException:
             lock.release()
             raise
         return cls(path, lock, resume)
+
+    @staticmethod
+    def check(path: Path | str, resume: bool = False) -> None:
+        """Raises ConfigError where :meth:`create` would; leaves everything as it is."""
+        path = Path(path)
+        _require_place(path, resume)
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # rights alone do not tell what a user can do
+        except OSError as cause:
+            raise (unusable(path, "written to", cause) if above == path else _unmade(path, cause)) from cause
+        FolderLock.check(path)
+        _require_free(path, resume)
 
     # ------------------------------------------------------------------------------------- records
 
@@ -112,7 +114,7 @@ class RunDirectory:
         from, so everything that steps recorded goes."""
         last = -1 if step is None else step
         self.metrics.cut(last)
-        for folder in ("rollouts", "exports"):
+        for folder in ("rollouts", "exports", "skipped"):
             for number, path in _numbered(self.path / folder):
                 if number > last:
                     _remove(path)
@@ -151,21 +153,20 @@ class RunDirectory:
         publish_folder(folder, write)
         return folder
 
-    def keep_batch(self, reason: str, batch: Batch) -> Path:
-        """Keep the batch of a skipped optimizer step for study, as safetensors: ``tok.<column>``, ``seq.<column>``,
-        ``unit.<column>`` and the layout. Returns the file."""
+    def keep_batch(self, step: int, reason: str, batch: Batch) -> Path:
+        """Keep the batch of a skipped optimizer step of ``step`` for study, as safetensors: ``tok.<column>``,
+        ``seq.<column>``, ``unit.<column>`` and the layout. Returns the file."""
         from safetensors.torch import save_file
 
         folder = self.path / "skipped"
         folder.mkdir(exist_ok=True)
-        kept = sorted(folder.glob("batch-*.safetensors"))
-        number = int(kept[-1].stem.split("-")[1]) + 1 if kept else 1
         tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
         for level in ("tok", "seq", "unit"):
             tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
-        path = folder / f"batch-{number:06d}.safetensors"
+        number = 1 + sum(kept == step for kept, _ in _numbered(folder))
+        path = folder / f"step-{step:06d}-{number:04d}.safetensors"
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
-        for old in kept[: max(0, len(kept) + 1 - SKIPPED_KEPT)]:
+        for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
             old.unlink()
         return path
 
@@ -180,6 +181,33 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_place(path: Path, resume: bool) -> None:
+    """Raises ConfigError where ``path`` is a file, or there is nothing to resume."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
+    if resume and not _present(path):
+        raise ConfigError(
+            f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
+            f"the run as run.output."
+        )
+
+
+def _require_free(path: Path, resume: bool) -> None:
+    """Raises ConfigError where the folder holds a run that is not to be resumed."""
+    present = _present(path)
+    if present and not resume:
+        begun = "checkpoints" in present
+        way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
+        raise ConfigError(
+            f"{path} already holds a run ({', '.join(present)}). {way}, or choose another folder with "
+            f"--output. Nothing was changed."
+        )
+
+
+def _unmade(path: Path, cause: OSError) -> ConfigError:
+    return ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.")
 
 
 def _present(path: Path) -> list[str]:

@@ -1,0 +1,33 @@
+"""Whether a run can write where it is told to, and go on from what is there: asked before anything is started."""
+
+from __future__ import annotations
+
+from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
+from rlhf.controller.added_options import allow_defaults
+from rlhf.controller.prepare import Prepared
+from rlhf.observe.rundir import RunDirectory
+
+
+def check_output(prepared: Prepared) -> None:
+    """Refuse what :func:`rlhf.controller.build.build` would refuse about ``run.output``, in its words; nothing is
+    changed there. Raises ConfigError or CheckpointError."""
+    RunDirectory.check(prepared.config.run.output, prepared.config.run.resume)
+    check_resume(prepared)
+
+
+def check_resume(prepared: Prepared) -> None:
+    """Raises CheckpointError where the run resumes and its newest checkpoint is of another run. Where it was trained,
+    in threads and device, is only reported, and known when the models are loaded."""
+    run = prepared.config.run
+    newest = CheckpointStore(run.output).newest() if run.resume else None
+    if newest is None:
+        return
+    before = newest.meta.get("environment", {})
+    now = describe(
+        prepared.config.model_dump(mode="json"),
+        [plugin.manifest() for plugin in prepared.plugins],
+        threads=before.get("threads"),
+        device=before.get("device", ""),
+    )
+    found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
+    require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
