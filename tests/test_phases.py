@@ -69,9 +69,9 @@ EVALUATED = [*BACK, "wear", "offload", "load", "wake", "generate", *BACK, "wear"
 STEP = ["wake", "generate", *TRAINED]
 ENDS = [*EVALUATED, "save"]
 ORDERS = {
-    1: [*BEGINNING, *STEP, "offload", "load", *STEP, "offload", "load", *ENDS],
+    1: [*BEGINNING, *STEP, "offload", "load", *BACK, "save", "offload", *STEP, "offload", "load", *ENDS],
     # the batches of a round one after another, and then both updates
-    2: [*BEGINNING, "wake", "generate", *STEP, "offload", "load", *ENDS],
+    2: [*BEGINNING, "wake", "generate", *STEP, "save", "update", "offload", "load", *ENDS],
 }
 
 
@@ -92,7 +92,7 @@ def test_nobody_computes_without_devices_nor_keeps_them_from_others(shop: Worksh
         stream={"round": round_},
         data={"eval": [{"path": str(shop.data), "max_rows": 2}]},
         eval={"every": 2},
-        checkpoint={"every": 2},
+        checkpoint={"every": 1},
     )
     assert turns(notes) == ORDERS[round_]
 
