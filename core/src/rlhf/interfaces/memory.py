@@ -25,12 +25,22 @@ class Sharding:
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     """AdamW: two fp32 moments."""
+    matrix_bytes: float | None = None
+    """The same of the layers' matrices, where it is not :attr:`optimizer_bytes` (Muon: one fp32 momentum). Stacked
+    experts are none."""
+    step_bytes: float = 0.0
+    """Bytes per parameter of those matrices: what the step makes of all of them at once, divided as the optimizer's
+    state is."""
+    step_matrices: int = 0
+    """Copies of the largest of them that the step has beside, whole and in fp32."""
     master_bytes: float = 0.0
     """The optimizer's own fp32 weights, where ``weight_bytes`` are of lower precision."""
     average_bytes: float = 0.0
     """A moving average of the weights."""
     loading_ranks: int = 1
     """Ranks that the weights are divided over while the model is loaded; 1: every rank has all of them for a moment."""
+    keeps_file: bool = False
+    """The checkpoint's file stays mapped, as weights lie in it: beside those that were made of what it holds."""
     reads_whole: bool = False
     """Where they are divided then: in host memory every rank maps the whole file meanwhile."""
     making_bytes: float = 0.0

@@ -16,6 +16,7 @@ def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
         bf16=bf16,
         cast_bytes=2.0 if bf16 else 0.0,
         fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
+        keeps_file=device == "cpu",
         shares_prefixes=config.shared_prefixes and config.neftune_alpha is None,
         offloads=device == "cuda",
         logits=config.logits_chunk,

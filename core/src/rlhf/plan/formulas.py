@@ -47,10 +47,28 @@ def gradients(trained: int, sharding: Sharding) -> int:
     return int(trained * sharding.gradient_bytes / sharding.gradient_ranks)
 
 
-def optimizer(trained: int, sharding: Sharding) -> int:
-    """Trained parameters x (optimizer state + master weights + average) / ranks."""
+def file_kept(shape: ModelShape, sharding: Sharding) -> int:
+    """4 x parameters that were put together from several of the checkpoint's tensors (experts). Weights are views of
+    the mapped file, so all of it stays resident as long as one of them is; experts, stacked, are beside it."""
+    return shape.merged * FP32 if sharding.keeps_file else 0
+
+
+def optimizer(trained: int, sharding: Sharding, matrices: int = 0) -> int:
+    """Trained parameters x (optimizer state + master weights + average) / ranks.
+
+    Args:
+        matrices: those of the trained parameters whose state is of ``matrix_bytes``.
+    """
     each = sharding.optimizer_bytes + sharding.master_bytes + sharding.average_bytes
-    return int(trained * each / sharding.optimizer_ranks)
+    less = 0.0 if sharding.matrix_bytes is None else sharding.optimizer_bytes - sharding.matrix_bytes
+    return int((trained * each - matrices * less) / sharding.optimizer_ranks)
+
+
+def step(shape: ModelShape, sharding: Sharding, matrices: int) -> Size:
+    """What an optimizer of matrices makes in its step: of all of the rank's at once, x ``step_bytes`` / ranks, and
+    ``step_matrices`` whole ones, 4 x the largest."""
+    all_of, whole = matrices * sharding.step_bytes / sharding.optimizer_ranks, shape.matrix * FP32
+    return total([tensors(all_of, all_of), tensors(sharding.step_matrices * whole, whole)])
 
 
 def gathered(shape: ModelShape, sharding: Sharding, *, ahead: bool = True) -> Size:
@@ -197,6 +215,14 @@ def layer_working(layer: LayerShape, hidden: int, tokens: int, longest: int, *, 
     wide = (attention, max(layer.query * b, scores // 2)) if attention > 4 * each else (4 * each, each)
     narrow = tensors(tokens * 2 * hidden * FP32, tokens * hidden * FP32)
     return total([tensors(tokens * wide[0], tokens * wide[1]), narrow])
+
+
+def weight_gradient(shape: ModelShape, sharding: Sharding) -> Size:
+    """4 x the largest tensor of any layer: a micro-batch's gradient of it, before it is added to what is there. The
+    matrices of all experts are one tensor, and whatever experts its tokens go through, its gradient is of all of them
+    (``grouped_mm`` of transformers). With adapters there is none, theirs are small."""
+    largest = 0 if sharding.adapter_rank else max(layer.largest for layer in shape.layers) * FP32
+    return tensors(largest, largest)
 
 
 # --------------------------------------------------------------------------------- the head's peak

@@ -33,6 +33,8 @@ class LayerShape:
     """Queries and keys have a norm of their own."""
     norms: int = 2
     """Norms of whole hidden states."""
+    largest: int = 0
+    """Parameters of its largest tensor; of a mixture of experts the matrices of all of them, which are one tensor."""
 
 
 def layer_shape(layer: Any, config: Any) -> LayerShape:
@@ -62,7 +64,8 @@ def layer_shape(layer: Any, config: Any) -> LayerShape:
     normed = any("q_norm" in n for n, _ in layer.named_parameters())
     norms = sum("norm" in n and n.endswith("weight") and p.numel() == hidden for n, p in layer.named_parameters())
     total = sum(p.numel() for p in layer.parameters())
-    return LayerShape(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms))
+    largest = max(p.numel() for p in layer.parameters())
+    return LayerShape(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms), largest)
 
 
 def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:

@@ -52,6 +52,16 @@ class RoleLayout:
         return self.shape.parameters
 
     @property
+    def trained_matrices(self) -> int:
+        """Of the trained parameters, those in matrices of the layers; an adapter is two of them."""
+        if not self.trained:
+            return 0
+        s = self.sharding
+        return (
+            self.shape.adapter_parameters(s.adapter_rank, s.adapter_targets) if s.adapter_rank else self.shape.matrices
+        )
+
+    @property
     def scattered_parameters(self) -> int:
         """Of the trained ones, those whose gradient and optimizer state are small tensors of their own."""
         if self.sharding.flat:

@@ -19,17 +19,25 @@ COPIES = 3
 
 def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sharding:
     """See :meth:`rlhf.interfaces.Trainer.sharding`. Weights are fp32 and stepped in place: there is no other copy, but
-    for an optimizer on the host. On a CPU the host is where everything is."""
+    for an optimizer on the host. On a CPU the host is where everything is.
+
+    Muon keeps one momentum for matrices, and makes the steps of all that the rank has before it puts matrices together,
+    one for each rank at a time; the rank's own is in bf16 twice and more meanwhile (:mod:`rlhf_plugin_deepspeed.muon`).
+    """
     parts = config.tensor_parallel
     check_parts(spec, parts)
     stage, ranks, host = config.stage, spec.world_size // parts, config.offload_optimizer != "none"
-    trained, on_cpu = spec.role.trained, device == "cpu"
+    trained, on_cpu, muon = spec.role.trained, device == "cpu", config.optimizer == "muon"
     held = replace(
         of_one_rank(config, spec, device),
         layer_ranks=parts,
         optimizer_ranks=ranks if stage >= 1 else 1,
+        matrix_bytes=FP32 if muon else None,
+        step_bytes=FP32 if muon else 0.0,
+        step_matrices=spec.world_size + 2 if muon else 0,
         master_bytes=FP32 if host else 0.0,
         flat=stage >= 1,
+        keeps_file=on_cpu and parts == 1 and (stage == 0 or (stage < 3 and not trained)),
         host_optimizer=host and not on_cpu,
         offloads=device == "cuda" and not host,
         making_bytes=_making(stage, ranks, on_cpu, host),
