@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +189,77 @@ def test_state_is_divided_as_each_zero_stage_does():
         4_000,
         32_000,
     ]
+
+
+def test_an_optimizer_of_matrices_has_a_state_of_its_own_for_them():
+    """8000 parameters, 6000 of them in matrices: 4 bytes of momentum for those, 8 for the others."""
+    muon = Sharding(matrix_bytes=4.0)
+    assert formulas.optimizer(8_000, muon, 6_000) == 6_000 * 4 + 2_000 * 8
+    assert formulas.optimizer(8_000, replace(muon, optimizer_ranks=4), 6_000) == (6_000 * 4 + 2_000 * 8) // 4
+    more = replace(muon, master_bytes=4.0, average_bytes=4.0)
+    assert formulas.optimizer(8_000, more, 6_000) == 6_000 * 12 + 2_000 * 16
+    assert formulas.optimizer(8_000, Sharding(), 6_000) == 64_000, "AdamW's is the same for all"
+
+
+def test_a_step_of_matrices_has_all_updates_and_whole_ones(tmp_path):
+    """A layer's are 80 x 80 twice, 16 x 80 twice and 112 x 80 three times; norms and embedding are none."""
+    shape = read_shape(str(tiny_model(tmp_path, layers=3, **SMALL)))
+    assert (shape.matrices, shape.matrix) == (3 * 80 * (2 * 80 + 2 * 16 + 3 * 112), 112 * 80)
+    muon = Sharding(optimizer_ranks=2, matrix_bytes=4.0, step_bytes=4.0, step_matrices=5)
+    assert formulas.step(shape, muon, shape.matrices).all == shape.matrices * 4 // 2 + 5 * 4 * 112 * 80
+    assert formulas.step(shape, Sharding(), shape.matrices).all == 0
+
+
+def test_stacked_experts_are_no_matrices_one_tensor_and_not_in_the_file(tmp_path):
+    """4 experts of 48: 2 x 48 x 80 and 48 x 80 each, stacked. The router's 4 x 80 is a matrix."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "layers": 3}
+    path = tiny_model(tmp_path / "experts", architecture="mixtral", **SMALL | sizes | {"intermediate": 48})
+    shape, dense = read_shape(str(path)), read_shape(str(tiny_model(tmp_path / "dense", **SMALL)))
+    stacks = 4 * 3 * 48 * 80
+    assert shape.merged == 3 * stacks
+    assert shape.matrices == 3 * 80 * (2 * 80 + 2 * 16 + 4)
+    assert [layer.largest for layer in shape.layers] == [4 * 2 * 48 * 80] * 3
+    assert (dense.merged, dense.layers[0].largest) == (0, 112 * 80)
+    assert formulas.file_kept(shape, Sharding(keeps_file=True)) == 4 * 3 * stacks
+    assert formulas.file_kept(shape, Sharding()) == formulas.file_kept(dense, Sharding(keeps_file=True)) == 0
+
+
+def test_of_a_checkpoint_in_bf16_nothing_of_the_file_stays(tmp_path):
+    path = tiny_model(tmp_path, architecture="mixtral", **SMALL)
+    config = json.loads((path / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert read_shape(str(path)).merged == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: what is mapped is read from /proc")
+def test_the_file_of_stacked_experts_stays_resident(tmp_path):
+    """What :func:`formulas.file_kept` counts: weights that are views of it keep all of it mapped, stacks are copies."""
+    path = tiny_model(tmp_path, architecture="mixtral", **SMALL)
+    loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), str(path), dtype="fp32"), torch.device("cpu"))
+    [line] = [
+        x for x in Path("/proc/self/maps").read_text().splitlines() if x.endswith(str(path / "model.safetensors"))
+    ]
+    start, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+    inside = {name for name, p in loaded.module.named_parameters() if start <= p.data_ptr() < end}
+    copied = {name for name, _ in loaded.module.named_parameters()} - inside
+    assert copied == {name for name, _ in loaded.module.named_parameters() if "experts" in name}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral"])
+def test_a_micro_batchs_gradient_of_the_largest_tensor_is_made_whole(tmp_path, architecture):
+    """Also of all experts, though no token goes to most of them."""
+    path = str(tiny_model(tmp_path, architecture=architecture, **SMALL))
+    loaded = load_model(ModelSpec(RoleSpec("policy", "lm", True), path, dtype="fp32"), torch.device("cpu"))
+    found: list[int] = []
+    for p in loaded.body.layers.parameters():
+        p.register_hook(lambda gradient: found.append(gradient.untyped_storage().nbytes()))
+    with packed([2]):
+        out = loaded.body(input_ids=torch.tensor([[4, 5]]), position_ids=torch.arange(2)[None], use_cache=False)
+    out.last_hidden_state.sum().backward()
+    shape = read_shape(path)
+    assert max(found) == formulas.weight_gradient(shape, Sharding()).all == 4 * shape.layers[0].largest
+    assert formulas.weight_gradient(shape, Sharding(adapter_rank=4)).all == 0
 
 
 def test_ranks_that_divide_layers_hold_a_part_of_each(published):

@@ -9,9 +9,12 @@ from rlhf.modeling.config import TrainingConfig
 
 def sharding(config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
     """See :meth:`rlhf.interfaces.Trainer.sharding`. A GPU that is planned for computes bf16 where nothing else is said;
-    a CPU as this one would. Liger's kernels keep for the backward pass what fused layers keep (read, not measured)."""
+    a CPU as this one would. Liger's kernels keep for the backward pass what fused layers keep (read, not measured).
+    Muon keeps one momentum for matrices; its step of one has it in bf16 a few times."""
     bf16 = computes_bf16(spec.dtype, device)
     return Sharding(
+        matrix_bytes=4.0 if config.optimizer == "muon" else None,
+        step_matrices=2 if config.optimizer == "muon" else 0,
         average_bytes=4.0 if config.ema_decay is not None else 0.0,
         bf16=bf16,
         cast_bytes=2.0 if bf16 else 0.0,

@@ -25,7 +25,8 @@ def forwarding(role: RoleLayout, device: str) -> Parts:
 
 def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
     """(What forward, backward and step add at their peak, bytes more on the host): gradients of earlier micro-batches,
-    what the layers keep, and the largest of three moments: end of the forward pass, the head's backward, a layer's."""
+    what the layers keep, and the largest of four moments: end of the forward pass, the head's backward, a layer's, the
+    step."""
     s, moments = role.sharding, _train(role, device)
     added = _fullest(moments)
     sizes = [total(m.values()) for m in moments]
@@ -79,12 +80,17 @@ def _train(role: RoleLayout, device: str) -> list[Moment]:
     moments = (
         (kept, formulas.head_forward(shape, tokens, s, role.outputs), casts),
         (kept, formulas.head_backward(shape, tokens, s, role.outputs), copied),
-        (computed, formulas.head_gradient(shape) if tied else none, total([copied, _layer(role, device)])),
+        (
+            computed,
+            formulas.head_gradient(shape) if tied else none,
+            total([copied, _layer(role, device), formulas.weight_gradient(shape, s)]),
+        ),
     )
+    stepping = {"gradients": gradients, "working": formulas.step(shape, s, role.trained_matrices)}
     return [
         {"gradients": gradients, "activations": live, "logits": head, "working": total([gathered, working])}
         for live, head, working in moments
-    ]
+    ] + [stepping]
 
 
 def _states(role: RoleLayout) -> Size:
@@ -92,7 +98,7 @@ def _states(role: RoleLayout) -> Size:
     if role.sharding.host_optimizer:
         return Size()
     counts = (role.trained_parameters, role.scattered_parameters)
-    return Size(*(formulas.optimizer(count, role.sharding) for count in counts))
+    return Size(*(formulas.optimizer(n, role.sharding, min(n, role.trained_matrices)) for n in counts))
 
 
 def _layer(role: RoleLayout, device: str) -> Size:

@@ -32,7 +32,6 @@ def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sh
         of_one_rank(config, spec, device),
         layer_ranks=parts,
         optimizer_ranks=ranks if stage >= 1 else 1,
-        matrix_bytes=FP32 if muon else None,
         step_bytes=FP32 if muon else 0.0,
         step_matrices=spec.world_size + 2 if muon else 0,
         master_bytes=FP32 if host else 0.0,
