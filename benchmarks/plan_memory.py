@@ -92,7 +92,8 @@ def title(row: Row) -> str:
     said = f"{row['name']}: {row['phase']}" if "name" in row else row["what"]
     said += f" of a {row['role']}".replace("_", " ") if "role" in row else ""
     said += " of a reward model on pairs" if row.get("loss") == "pairwise" else ""
-    said += f", ZeRO-{row['stage']} over {row['ranks']} ranks" if "stage" in row else ""
+    said += f", ZeRO-{row['stage']} over {row['ranks']} ranks".replace("1 ranks", "1 rank") if "stage" in row else ""
+    said += f", {row['optimizer']}".replace("muon", "Muon") if "optimizer" in row else ""
     said += f", {row['samples']} samples" if "samples" in row else ""
     for key, words in (
         ("after", "after training"),

@@ -100,6 +100,8 @@ def embedded() -> Iterator[Case]:
                 yield train(model, 512 if dtype == "fp32" else 256, 128, checkpointing, dtype)
     for checkpointing in (False, True):
         yield train("138M MoE", 512, 128, checkpointing)
+    yield forward("138M MoE", 512, 128)
+    yield train("138M MoE", 512, 128, False) | {"what": "load"}
     yield train("100M", 1024, 512, False) | {"shared": True}
 
 
@@ -126,6 +128,7 @@ def divided() -> Iterator[Case]:
     yield zero(3, "100M", 512, 128) | {"what": "forward"}
     yield zero(2, "100M", 512, 128) | {"ema": 0.99}
     yield zero(2, "100M", 512, 128) | {"role": "critic"}
+    yield zero(2, "100M", 512, 128) | {"ranks": 1, "optimizer": "muon"}
     for stage in (0, 1, 2, 3):
         yield zero(stage, "100M", 512, 128) | {"what": "load"}
     for stage in (2, 3):

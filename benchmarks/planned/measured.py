@@ -81,6 +81,7 @@ def maker(case: Case, path: Path, rank: int, port: int) -> Work:
         from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer as Cls
 
         options |= {"stage": case["stage"], "device": "cpu", "offload_optimizer": case.get("offload", "none")}
+        options["optimizer"] = case.get("optimizer", "adamw")
     else:
         from rlhf_plugin_local.trainer import TorchTrainer as Cls  # type: ignore[assignment]
     from planned import batches  # noqa: F401

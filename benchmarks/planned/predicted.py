@@ -89,6 +89,8 @@ def flags_of(case: dict[str, Any], path: Path) -> Flags:
         flags |= {"launcher.use": "ray", "generator.use": "vllm", f"placement.{role}.ranks": str(case["ranks"])}
     if "kernels" in case:
         flags["trainer.kernels"] = case["kernels"]
+    if "optimizer" in case:
+        flags["trainer.optimizer"] = case["optimizer"]
     if "offload" in case:
         flags["trainer.offload_optimizer"] = case["offload"]
     if case["what"] == "engine":
