@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -65,9 +65,10 @@ class Phases:
             return
         self._aside = False
         failed: list[RlhfError] = []
-        for give_back in (self.generator.sleep, *(partial(role.every, "reload") for role in self.neighbours)):
+        turns: list[Callable[[], object]] = [partial(role.every, "reload") for role in self.neighbours]
+        for turn in (self.generator.sleep, *turns):
             try:
-                give_back()
+                turn()
             except RlhfError as error:
                 failed.append(error)
         if failed:

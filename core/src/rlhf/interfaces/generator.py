@@ -65,7 +65,7 @@ class Generator(Component):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
     ``accept:links`` (tensors come into its processes without passing through others), ``logprobs``, ``seeds``,
-    ``sleep``, ``top_p``, ..."""
+    ``sleep``, ``pause``, ``top_p``, ..."""
 
     version: int = 0
     """Weight version of what is sampled now: the number of updates the policy had."""
@@ -158,6 +158,16 @@ class Generator(Component):
         """Be ready to generate. True: its weights were given up while it slept, nobody set :attr:`refresh`, and they
         have to come again before anything is sampled."""
         return False
+
+    def pause(self) -> None:
+        """Samples under way wait, so that weights can be loaded between two of their tokens, and go on with these after
+        :meth:`resume`; :attr:`Turn.versions` says from which token on (``pause``). Until then asking the iterator of
+        :meth:`generate` for more raises, and loses nothing."""
+        raise CapabilityError(f"generator {self.name!r} cannot pause: exhaust or close generate() instead")
+
+    def resume(self) -> None:
+        """After :meth:`pause`: samples are drawn again."""
+        raise CapabilityError(f"generator {self.name!r} cannot pause: it has nothing to resume")
 
     def close(self) -> None:
         """Release what it holds."""

@@ -13,6 +13,7 @@ The truth is :class:`rlhf.testing.plain.PlainTrainer` on the same weights: one s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.errors import ModelError
 from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.testing.compare import same_bits
@@ -225,6 +227,28 @@ class GeneratorContract(SamplingChecks, Contract):
             expect(grads, f"{about} generating changed accumulated gradients")
             same = torch.equal(state, torch.get_rng_state())
             expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
+
+    def test_pause(self) -> None:
+        """Where it can ``pause``: meanwhile nothing is drawn, and after ``resume`` the samples are those of a
+        generator that did not."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            if "pause" not in s.generator.capabilities:
+                continue
+            requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
+            before = [t.ids for t in s.turns(requests, about)]
+            running = s.generator.generate(requests)
+            found = [next(running)]
+            s.generator.pause()
+            try:
+                next(running)
+            except ModelError:
+                s.generator.resume()
+            else:
+                expect(False, f"{about} a paused generator goes on: its iterator raises ModelError until resume()")
+            found += running
+            after = [turn.ids for _, turn in sorted(found, key=lambda pair: pair[0])]
+            expect(after == before, f"{about} samples differ after pause() and resume()")
 
     def test_sleep(self) -> None:
         """After ``sleep`` and ``wake`` it samples as before."""

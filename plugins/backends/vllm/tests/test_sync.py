@@ -279,6 +279,53 @@ def test_weights_do_not_change_under_samples(tied):
     assert tied.apart() < 1e-5
 
 
+def test_samples_that_a_pause_holds_go_on_with_the_weights_that_come(tied):
+    """The second one ends with its next token, which is drawn beside the canaries."""
+    requests = [
+        GenerationRequest((20, 21, 22 + n), n, Sampling(b, 1.3, ignore_eos=True)) for n, b in enumerate((6, 7, 20))
+    ]
+    whole = dict(tied.generator.generate(requests))
+    running = tied.generator.generate(requests)
+    assert next(running) == (0, whole[0])
+    tied.generator.pause()
+    for attempt in (lambda: next(running), lambda: tied.generator.generate(requests)):
+        with pytest.raises(ModelError, match=r"paused.* resume\(\) it first"):
+            attempt()
+    tied.lost = withhold(DOWN)
+    with pytest.raises(SyncError, match=f"{DOWN} did not come"):
+        tied.sync().push(1)
+    with pytest.raises(ModelError, match="cannot resume: its weights of version 1 are not complete"):
+        tied.generator.resume()
+    tied.lost = lambda bucket: bucket
+    tied.update(2)
+    tied.sync().push(1)
+    tied.sync().push(2)
+    tied.generator.resume()
+    for n, turn in running:
+        before = whole[n]
+        assert turn.ids[:6] == before.ids[:6]
+        assert turn.logprobs[:6] == before.logprobs[:6]
+        assert (turn.versions[0], turn.versions[1][0], turn.versions[-1][1]) == ((0, 0), 6, 1 if n == 1 else 2)
+        ids = [*requests[n].ids, *turn.ids]
+        tempered = batch([ids]).with_column("tok", "temperature", torch.full((len(ids),), 1.3))
+        ours = tied.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
+        assert float((ours[6:] - torch.tensor(turn.logprobs[6:])).abs().max()) < 1e-5
+        assert len(turn.ids) == len(before.ids)
+    assert tied.generator.engine.busy is False
+    tied.update(1)
+    tied.sync().push(3)
+
+
+def test_a_pause_changes_no_sample(tied):
+    requests = [GenerationRequest((20,), n, Sampling(3 + 10 * n, ignore_eos=True)) for n in range(3)]
+    whole = list(tied.generator.generate(requests))
+    running = tied.generator.generate(requests)
+    found = [next(running)]
+    tied.generator.pause()
+    tied.generator.resume()
+    assert [*found, *running] == whole
+
+
 def test_steps_of_a_load_come_in_order(tied):
     bucket = next(tied.role.group.worker.buckets("live"))
     with pytest.raises(SyncError, match=r"take\(\) without begin_load"):

@@ -27,7 +27,7 @@ class EngineGroup(Generator):
     """
 
     def __init__(self, generator: type[Generator], spec: GeneratorSpec, fleet: Fleet) -> None:
-        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
+        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module", "pause"}  # type: ignore[misc]
         self.spec, self.fleet = spec, fleet
         self.bridge: Bridge | None = None
         """The way of the weights, where they do not come through the object store."""

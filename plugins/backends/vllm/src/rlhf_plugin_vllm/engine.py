@@ -115,9 +115,14 @@ class Engine:
         with self._workers.needed():
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
-    def forget_prefixes(self) -> None:
-        """Drop cached keys and values."""
-        if not self._llm.reset_prefix_cache():
+    def drawn(self, names: Sequence[str]) -> list[int]:
+        """Tokens so far of requests that have not ended."""
+        scheduled, own = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
+        return [scheduled[own.external_req_ids[name][0]].num_output_tokens for name in names]
+
+    def forget_prefixes(self, under_way: bool = False) -> None:
+        """Drop cached keys and values; ``under_way``: those of requests under way too, which are computed again."""
+        if not self._llm.reset_prefix_cache(under_way):
             raise ModelError("vLLM keeps keys and values of old weights: requests are still under way")
 
     def sleep(self, level: int) -> None:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator as Steps
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from rlhf.errors import ModelError, SyncError, WorkerError, boundary
-from rlhf.interfaces import Generator, GeneratorSpec
+from rlhf.errors import ModelError, boundary
+from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
 from rlhf.requests import check_sampling
-from rlhf.sync.bucket import Bucket
-from rlhf.sync.link import Link, Shipment
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine import Engine, prefill_tokens
 from rlhf_plugin_vllm.footprint import footprint
+from rlhf_plugin_vllm.held import HeldWeights
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
-from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, Sample, check, sampling_parameters, scoring_parameters
+from rlhf_plugin_vllm.requests import (
+    LOWEST_TEMPERATURE,
+    Running,
+    Sample,
+    check,
+    sampling_parameters,
+    scoring_parameters,
+)
 
-_WEIGHTS, _CACHE = "weights", "kv_cache"
-_SHOWN = 8
 
-
-class VllmGenerator(Generator):
+class VllmGenerator(HeldWeights):
     """Continuous batching by vLLM 0.32, in process: no server, no engine process, with or without Ray.
 
     Tokens go in and come out; text is what the run's decoder makes of them, and a stop string ends a turn with the
@@ -42,7 +45,7 @@ class VllmGenerator(Generator):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop"}
+        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "pause", "top_p", "top_k", "min_p", "stop"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -65,24 +68,10 @@ class VllmGenerator(Generator):
         self.spec = spec
         where = platform()
         check_platform(self.config, where)
-        self._gives_back = not where.cpu
-        self._asleep: set[str] = set()
-        self._loading: int | None = None
-        self._unfit = "it has no weights yet"
-        """Why nothing can be sampled now; empty: it can."""
-        self._broken = ""
-        """Why nothing can be asked of the engine any more."""
-        self._given_up = False
         self._names = count()
-        self._engine: Engine | None = Engine(self.config, spec, where)
+        super().__init__(Engine(self.config, spec, where), gives_back=not where.cpu)
         self.longest = min(spec.max_tokens, self.engine.length)
         """Tokens, prompt and answer together."""
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            raise ModelError("the generator 'vllm' is closed")
-        return self._engine
 
     # ------------------------------------------------------------------------------------ sampling
 
@@ -92,27 +81,30 @@ class VllmGenerator(Generator):
         self._ready("sample")
         for i, request in enumerate(requests):
             check(i, request, self.engine.vocabulary, self.longest)
-        return self._run(list(requests))
+        return Running(self._run(list(requests)), self._check_resumed)
 
-    def _run(self, requests: list[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+    def _run(self, requests: list[GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
         self._ready("sample", alone=True)
-        live = {f"{next(self._names)}": Sample(i, r, self.spec.decode) for i, r in enumerate(requests)}
+        live = {f"{next(self._names)}": Sample(i, r, self.spec.decode, self.version) for i, r in enumerate(requests)}
         try:
+            self._live = live
             for name, sample in live.items():
                 parameters = sampling_parameters(sample.request, self.spec.eos_token_ids)
                 self.engine.add(name, sample.request.ids, parameters)
             while live:
                 yield from self._finished(live)
         finally:
+            self._live, self._ahead = {}, []
             if self._engine is not None:
                 self.engine.abort(list(live))
 
     def _finished(self, live: dict[str, Sample]) -> list[tuple[int, Turn]]:
         """One step of the engine; those of ``live`` that ended in it leave it."""
         turns = []
-        for output in self._step():
+        ahead, self._ahead = self._ahead, []
+        for output in ahead or self._step():
             sample = live.get(output.request_id)
-            ended = sample.take(output, self.version) if sample is not None else None
+            ended = sample.take(output) if sample is not None else None
             if sample is None or ended is None:
                 continue
             turn, early = ended
@@ -129,7 +121,7 @@ class VllmGenerator(Generator):
             return self.engine.step()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        self._rouse(_WEIGHTS, _CACHE)
+        self._rouse()
         self._ready("score", alone=True)
         found: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
@@ -142,7 +134,10 @@ class VllmGenerator(Generator):
                 self.engine.add(name, ids, scoring_parameters())
             while len(found) < len(names):
                 for output in self._step():
-                    found[output.request_id] = list(output.prompt_logprobs.logprobs)
+                    if output.request_id in self._live:  # paused: it draws a token beside
+                        self._ahead.append(output)
+                    else:
+                        found[output.request_id] = list(output.prompt_logprobs.logprobs)
         finally:
             self.engine.abort([name for name in names if name not in found])
         return [[found[name] for name in names]]
@@ -150,111 +145,14 @@ class VllmGenerator(Generator):
     def _ready(self, to: str, alone: bool = False) -> None:
         self.engine.check_workers()
         why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._unfit)
-        if alone and not why and self.engine.busy:  # an output is handed to whoever takes the step
-            why = "other samples are being drawn; exhaust or close that generate() first"
+        if not why and self._paused and to == "sample":
+            why = "it is paused; resume() it first"
+        if alone and not why and self.engine.busy and not self._paused:  # an output is handed to whoever takes the step
+            why = "other samples are being drawn; exhaust, close or pause() that generate() first"
         if why:
             raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
-
-    # ------------------------------------------------------------------------------------- weights
-
-    def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow. Keys and values of the old ones are dropped; a load under way is given up.
-
-        Raises ModelError while samples are being drawn.
-        """
-        if self._broken:
-            raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
-        if self.engine.busy:
-            raise ModelError("samples are being drawn: exhaust or close generate() before begin_load()")
-        self._rouse(_WEIGHTS)
-        self._unfit = f"its weights of version {version} are not complete"
-        self.engine.forget_prefixes()
-        self._tell("rlhf_begin")
-        self._loading = version
-
-    def receivers(self) -> int:
-        return self.config.tensor_parallel * self.config.pipeline_parallel
-
-    def connect(self, link: Link, first: int) -> None:
-        self._tell("rlhf_connect", link, first)
-
-    def take(self, bucket: Bucket | Shipment) -> None:
-        if self._loading is None:
-            raise SyncError("take() without begin_load()")
-        self._tell("rlhf_take", bucket)
-
-    def end_load(self) -> list[Proof]:
-        if self._loading is None:
-            raise SyncError("end_load() without begin_load()")
-        version, self._loading = self._loading, None
-        loaded = self._tell("rlhf_end")
-        for who, told in loaded.items():
-            if told.missing:
-                raise SyncError(
-                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not come. Nothing is "
-                    "sampled until a load is complete."
-                )
-        self.version, self._unfit, self._given_up = version, "", False
-        dtype, detail = self.engine.dtype, self.engine.where.distribution
-        return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
-
-    def stale(self, bucket: Bucket | Shipment) -> list[str]:
-        """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
-        return next(iter(self._tell("rlhf_differing", bucket).values()))
-
-    def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
-        engine is not used again, as later answers could not be told apart."""
-        try:
-            answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
-        except WorkerError:  # one of them is dead: whoever has engines replaces this one
-            raise
-        except Exception as error:
-            self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
-            raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error
-        named = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
-        for who, answer in named.items():
-            if answer.error:
-                raise SyncError(f"{who}: {answer.error}")
-        return {who: answer.value for who, answer in named.items()}
-
-    # -------------------------------------------------------------------------------------- memory
-
-    def sleep(self) -> None:
-        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU there is nothing to give back: cached
-        keys and values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
-        if self._asleep:
-            return
-        if self.engine.busy:
-            raise ModelError("samples are being drawn: exhaust or close generate() before sleep()")
-        self.engine.forget_prefixes()
-        if self._gives_back:
-            self.engine.sleep(self.config.sleep_level)
-            if self.config.sleep_level == 2:
-                self._given_up = True
-                self._unfit = "its weights were given up while it slept (sleep_level = 2) and did not come again"
-        self._asleep = {_WEIGHTS, _CACHE}
-
-    def wake(self) -> bool:
-        """Weights that were given up are asked for again, here or by whoever is told that they have to come."""
-        self._rouse(_WEIGHTS, _CACHE)
-        if self._given_up and self.refresh is not None:
-            self.refresh()
-        return self._given_up
-
-    def _rouse(self, *tags: str) -> None:
-        """Bring back what a sync or a canary needs: they come between two phases, while the generator may sleep."""
-        for tag in tags:
-            if tag in self._asleep:
-                if self._gives_back:
-                    self.engine.wake([tag])
-                self._asleep.discard(tag)
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

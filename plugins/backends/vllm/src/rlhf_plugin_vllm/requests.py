@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
@@ -73,28 +73,37 @@ def scoring_parameters() -> Any:
 class Sample:
     """One request under way."""
 
-    def __init__(self, position: int, request: GenerationRequest, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, position: int, request: GenerationRequest, decode: Callable[[Sequence[int]], str], version: int
+    ) -> None:
         self.position, self.request, self._decode = position, request, decode
+        self._versions = [(0, version)]
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         stop = request.sampling.stop
         self._search = StopSearch(stop, decode) if stop else None
 
-    def take(self, output: Any, version: int) -> tuple[Turn, bool] | None:
+    def go_on_with(self, version: int, drawn: int) -> None:
+        """Its tokens after the first ``drawn`` are chosen by weights of ``version``."""
+        if self._versions[-1][0] == drawn:
+            self._versions.pop()
+        self._versions.append((drawn, version))
+
+    def take(self, output: Any) -> tuple[Turn, bool] | None:
         """vLLM's output of the request; (turn, whether vLLM has to be told that it ended), once it ended."""
         part = output.outputs[0]
         self._ids += part.token_ids
         self._logprobs += part.logprobs.logprobs
         end = self._search.end(self._ids) if self._search is not None else None
         if end is not None:
-            return self._turn(end, "stop", version), not output.finished
+            return self._turn(end, "stop"), not output.finished
         if not output.finished:
             return None
         if part.finish_reason not in ("stop", "length"):
             raise ModelError(f"vLLM ended request {self.position} with {part.finish_reason!r} ({part.stop_reason!r})")
-        return self._turn(len(self._ids), part.finish_reason, version), False
+        return self._turn(len(self._ids), part.finish_reason), False
 
-    def _turn(self, count: int, finish: Finish, version: int) -> Turn:
+    def _turn(self, count: int, finish: Finish) -> Turn:
         ids, logprobs = self._ids[:count], self._logprobs[:count]
         if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
             raise ModelError(
@@ -105,8 +114,23 @@ class Sample:
             ids=ids,
             sampled=True,
             logprobs=logprobs,
-            versions=((0, version),),
+            versions=tuple(v for v in self._versions if v[0] < max(count, 1)),
             finish=finish,
             temperature=self.request.sampling.temperature or 1.0,
             text=self._decode(ids),
         )
+
+
+class Running(Iterator[tuple[int, Turn]]):
+    """Samples under way: what ``turns`` yields, while ``check`` raises nothing."""
+
+    def __init__(self, turns: Generator[tuple[int, Turn], None, None], check: Callable[[], None]) -> None:
+        self._turns, self._check = turns, check
+
+    def __next__(self) -> tuple[int, Turn]:
+        self._check()
+        return next(self._turns)
+
+    def close(self) -> None:
+        """Forget those that have not ended."""
+        self._turns.close()

@@ -1,0 +1,171 @@
+"""The weights of an engine: taken and proven, held by a pause, moved away in sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.errors import ModelError, SyncError, WorkerError
+from rlhf.interfaces import Generator, GeneratorSpec
+from rlhf.interfaces.generator import Proof
+from rlhf.sync.bucket import Bucket
+from rlhf.sync.link import Link, Shipment
+
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine import Engine
+from rlhf_plugin_vllm.requests import Sample
+
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+_SHOWN = 8
+
+
+class HeldWeights(Generator):
+    """What an engine holds. A subclass starts it, and samples."""
+
+    config: VllmGeneratorConfig
+    spec: GeneratorSpec
+
+    def __init__(self, engine: Engine, gives_back: bool) -> None:
+        """``gives_back``: sleeping frees memory."""
+        self._engine: Engine | None = engine
+        self._gives_back = gives_back
+        self._asleep: set[str] = set()
+        self._loading: int | None = None
+        self._unfit = "it has no weights yet"
+        """Why nothing can be sampled now; empty: it can."""
+        self._broken = ""
+        """Why nothing can be asked of the engine any more."""
+        self._given_up = False
+        self._live: dict[str, Sample] = {}
+        """Under way, by the engine's names."""
+        self._paused = False
+        self._ahead: list[Any] = []
+        """The engine's outputs for them that came while something was scored."""
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ModelError("the generator 'vllm' is closed")
+        return self._engine
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def begin_load(self, version: int) -> None:
+        """Weights of ``version`` follow. Keys and values of the old ones are dropped, also those of samples that a
+        pause holds; a load under way is given up.
+
+        Raises ModelError while samples are being drawn.
+        """
+        if self._broken:
+            raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
+        if self.engine.busy and not self._paused:
+            raise ModelError("samples are being drawn: exhaust or close generate() before begin_load(), or pause()")
+        self._rouse(_WEIGHTS)
+        self._unfit = f"its weights of version {version} are not complete"
+        self.engine.forget_prefixes(under_way=self._paused)
+        self._tell("rlhf_begin")
+        self._loading = version
+
+    def receivers(self) -> int:
+        return self.config.tensor_parallel * self.config.pipeline_parallel
+
+    def connect(self, link: Link, first: int) -> None:
+        self._tell("rlhf_connect", link, first)
+
+    def take(self, bucket: Bucket | Shipment) -> None:
+        if self._loading is None:
+            raise SyncError("take() without begin_load()")
+        self._tell("rlhf_take", bucket)
+
+    def end_load(self) -> list[Proof]:
+        if self._loading is None:
+            raise SyncError("end_load() without begin_load()")
+        version, self._loading = self._loading, None
+        loaded = self._tell("rlhf_end")
+        for who, told in loaded.items():
+            if told.missing:
+                raise SyncError(
+                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not come. Nothing is "
+                    "sampled until a load is complete."
+                )
+        self.version, self._unfit, self._given_up = version, "", False
+        ended = {output.request_id for output in self._ahead if output.finished}
+        waiting = [name for name in self._live if name not in ended]
+        for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
+            self._live[name].go_on_with(version, drawn)
+        dtype, detail = self.engine.dtype, self.engine.where.distribution
+        return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
+
+    def stale(self, bucket: Bucket | Shipment) -> list[str]:
+        """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
+        return next(iter(self._tell("rlhf_differing", bucket).values()))
+
+    def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
+        engine is not used again, as later answers could not be told apart."""
+        try:
+            answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
+        except WorkerError:  # one of them is dead: whoever has engines replaces this one
+            raise
+        except Exception as error:
+            self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
+            raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error
+        named = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
+        for who, answer in named.items():
+            if answer.error:
+                raise SyncError(f"{who}: {answer.error}")
+        return {who: answer.value for who, answer in named.items()}
+
+    # --------------------------------------------------------------------------------------- pause
+
+    def pause(self) -> None:
+        """Samples under way keep their tokens. vLLM computes their keys and values again with weights that come
+        meanwhile, so nothing of the old ones goes on beside them."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Raises ModelError where a load is not complete: pause() holds on then."""
+        if self._unfit:
+            raise ModelError(f"the generator 'vllm' cannot resume: {self._unfit}")
+        self._paused = False
+
+    def _check_resumed(self) -> None:
+        if self._paused:
+            raise ModelError("the generator 'vllm' is paused: resume() it first; the samples under way wait")
+
+    # -------------------------------------------------------------------------------------- memory
+
+    def sleep(self) -> None:
+        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU there is nothing to give back: cached
+        keys and values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
+        if self._asleep:
+            return
+        if self.engine.busy:
+            raise ModelError("samples are being drawn: exhaust or close generate() before sleep()")
+        self.engine.forget_prefixes()
+        if self._gives_back:
+            self.engine.sleep(self.config.sleep_level)
+            if self.config.sleep_level == 2:
+                self._given_up = True
+                self._unfit = "its weights were given up while it slept (sleep_level = 2) and did not come again"
+        self._asleep = {_WEIGHTS, _CACHE}
+
+    def wake(self) -> bool:
+        """Weights that were given up are asked for again, here or by whoever is told that they have to come."""
+        self._rouse()
+        if self._given_up and self.refresh is not None:
+            self.refresh()
+        return self._given_up
+
+    def _rouse(self, *tags: str) -> None:
+        """Bring back what a sync or a canary needs, all of it where nothing is named: they come between two phases,
+        while the generator may sleep."""
+        for tag in tags or (_WEIGHTS, _CACHE):
+            if tag in self._asleep:
+                if self._gives_back:
+                    self.engine.wake([tag])
+                self._asleep.discard(tag)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
