@@ -118,9 +118,11 @@ def test_a_reward_is_asked_for_as_it_was_told(chars, chat):
         assert asked == export.conditioned(prompt, 5.0)
 
 
-@pytest.mark.parametrize("rewards", [[], [1.0], [2.0, 2.0, 2.0]])
-def test_rewards_that_tell_nothing_apart_are_refused(rewards):
-    with pytest.raises(DataError, match="cannot be normalised"):
+@pytest.mark.parametrize(
+    ("rewards", "what"), [([], "0 rewards"), ([1.0], "1 reward"), ([2.0, 2.0, 2.0], "3 rewards, all equal,")]
+)
+def test_rewards_that_tell_nothing_apart_are_refused(rewards, what):
+    with pytest.raises(DataError, match=f"^{what} cannot be normalised"):
         export.conditional([group(*(("a", r) for r in rewards))])
 
 

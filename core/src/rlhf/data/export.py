@@ -99,9 +99,10 @@ def conditional(groups: Groups, condition: str = CONDITION) -> Export:
     answers = [a for group in _scored(groups, made) for a in group]
     rewards = [_score(a) for a in answers]
     if len(set(rewards)) < 2:
+        what = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
         raise DataError(
-            f"{len(rewards)} rewards of which {len(set(rewards))} differ cannot be normalised: a reward in the prompt "
-            "tells answers apart only where they differ. Score with another reward, or draw more samples."
+            f"{what} cannot be normalised: a reward in the prompt tells answers apart only where they differ. Score with "
+            "another reward, or draw more samples."
         )
     mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
     for answer, reward in zip(answers, rewards, strict=True):
