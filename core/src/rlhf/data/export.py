@@ -101,8 +101,8 @@ def conditional(groups: Groups, condition: str = CONDITION) -> Export:
     if len(set(rewards)) < 2:
         what = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
         raise DataError(
-            f"{what} cannot be normalised: a reward in the prompt tells answers apart only where they differ. Score with "
-            "another reward, or draw more samples."
+            f"{what} cannot be normalised: a reward in the prompt tells answers apart only where they differ. "
+            "Score with another reward, or draw more samples."
         )
     mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
     for answer, reward in zip(answers, rewards, strict=True):
