@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import tomllib
 
 import pytest
 from rlhf.config import load
@@ -11,9 +13,9 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli import plan, train
 from rlhf_cli.flags import overrides
-from rlhf_cli.main import split_dotted
+from rlhf_cli.main import COMMANDS, split_dotted
 
-from tests.pages import commands, name_of, pages
+from tests.pages import ROOT, commands, name_of, pages, read
 
 WHOLE = {"--algo", "--model", "--data"}
 """A command that names all of these says what the run is; others are shown to be completed."""
@@ -41,6 +43,27 @@ SHOWN = [
     for words in commands(page)
     if whole(words)
 ]
+
+
+def test_the_page_of_the_command_has_all_of_it():
+    page = read(ROOT / "cli" / "README.md")
+    assert {words[0] for words in commands(ROOT / "cli" / "README.md")} >= set(COMMANDS)
+    for action in ("preview", "export"):
+        assert f"`rlhf data {action} " in page
+    for action in ("list", "show", "check", "new"):
+        assert f"`rlhf plugins {action} " in page
+
+
+def test_extras_that_pages_install_exist():
+    declared = {"rlhf": tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]}
+    for member in ROOT.glob("plugins/*/*/pyproject.toml"):
+        project = tomllib.loads(read(member))["project"]
+        declared[project["name"]] = project.get("optional-dependencies", {})
+    shown = {
+        (page, *found) for page in pages() for found in re.findall(r"(?<![\w-])(rlhf[\w-]*)\[([a-z,-]+)\]", read(page))
+    }
+    assert len(shown) > 8
+    assert [s for s in shown if s[1] not in declared or not set(s[2].split(",")) <= set(declared[s[1]])] == []
 
 
 def test_there_are_such_commands():
