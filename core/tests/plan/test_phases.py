@@ -9,7 +9,8 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import Footprint, Sharding
 from rlhf.plan import EngineLayout, Layout, Machine, RoleLayout, formulas, make_plan, read_shape, sum_of
 from rlhf.plan import engines as engine_parts
-from rlhf.plan.busy import forwarding, left, left_by_training, training
+from rlhf.plan.again import gradient_places, left_of_first_step
+from rlhf.plan.busy import forwarding, left, training
 from rlhf.plan.engines import sampling
 from rlhf.plan.heap import LARGE
 from rlhf.plan.phases import loading, resting
@@ -188,9 +189,10 @@ def test_a_cpu_process_keeps_the_heap_that_it_had(shape, published):
 
 
 def test_in_one_process_sampling_finds_the_heap_that_training_left(shape):
-    """A cache of small tensors fits into it, one of large blocks is beside it; no phase before training has it."""
-    role = policy(shape, annotated=())
-    heap = left_by_training(role)
+    """A cache of small tensors fits into what the first step left, one of large blocks is beside it; no phase before
+    training has it."""
+    role = policy(shape, annotated=(), micro_tokens=4096)
+    heap = left_of_first_step(role)
     tensor = 2 * 3  # keys and values of three layers
 
     def moments(rows: int):
@@ -200,13 +202,14 @@ def test_in_one_process_sampling_finds_the_heap_that_training_left(shape):
         return made, sampling(sampler, CPU), formulas.weights(shape.parameters, Sharding())
 
     made, added, weights = moments(4)
-    assert sum_of(added) < heap
+    places = gradient_places(role)
+    assert places + sum_of(added) < heap
     assert made["generate"].total == 3 * weights + heap + formulas.PROCESS["cpu"] + formulas.LIBRARIES["cpu"]
     assert "allocator" not in made["load"].rows["process"] or not made["load"].rows["process"]["allocator"]
     assert made["train"].total == only(Layout((role,), None, CPU))["train"].total
     made, added, weights = moments(4096)
     assert added["cache"] >= tensor * LARGE
-    own = max(heap, sum_of(added) - added["cache"])
+    own = max(heap, places + sum_of(added) - added["cache"])
     rest = 3 * weights + formulas.PROCESS["cpu"] + formulas.LIBRARIES["cpu"]
     assert made["generate"].total == rest + added["cache"] + own
 

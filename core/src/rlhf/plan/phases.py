@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from rlhf.interfaces.launcher import GENERATOR
 from rlhf.plan import formulas
-from rlhf.plan.busy import Parts, forwarding, left, left_by_forward, left_by_training, sum_of, training
-from rlhf.plan.engines import engine_resting, left_by_sampling, sampling
+from rlhf.plan.again import found_again
+from rlhf.plan.busy import Parts, forwarding, left, sum_of, training
+from rlhf.plan.engines import engine_resting, sampling
 from rlhf.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
 PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
@@ -16,8 +17,6 @@ PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
 weights go to engines that hold their own; forward: the batch is annotated; train: forward, backward and step."""
 LOADED = ("weights", "working")
 """Parts that rest on a device from loading on; states and gradients come with the first step."""
-STEP = PHASES[2:]
-"""Those that come again with every step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
 """logits: the log-prob peak; cache: keys and values of the generator; working: temporaries, gathered weights, casts and
 buffers; allocator: freed and not given back; process: what a process takes before it holds a model."""
@@ -64,11 +63,13 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
     """
     s, trained = role.sharding, role.trained_parameters
     own = role.shape.parameters + (trained if s.adapter_rank else 0)
-    held = {"weights": formulas.weights(own, s), "optimizer": formulas.optimizer(trained, s)}
+    held = {"weights": formulas.weights(own, s), "optimizer": formulas.optimizer(trained, s, role.trained_matrices)}
     held["gradients"] = formulas.gradients(trained, s) if s.keeps_gradients else 0
     elsewhere = {"weights": s.host_weights, "optimizer": s.host_optimizer or (aside and s.offloads)}
     elsewhere["gradients"] = elsewhere["optimizer"]
     here = {part: size for part, size in held.items() if size and not elsewhere[part]}
+    if kept := formulas.file_kept(role.shape, s):
+        here["weights"] = here.get("weights", 0) + kept
     if role.borrowed:
         here["weights"] = here.get("weights", 0) + role.borrowed
     if s.buffers:
@@ -78,7 +79,8 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
 
 def loading(role: RoleLayout, device: str) -> Parts:
     """While its model is read: all weights that one rank holds for a moment, and the larger of what it maps of the file
-    and of what it needs to make its buffers. A divided language model computes once, for its head to be checked."""
+    and of what it needs to make its buffers. A divided language model computes once, for its head to be checked. What
+    is put together of several tensors of the file, such as experts, is beside them; so are the largest one's parts."""
     s, shape = role.sharding, role.shape
     on_cpu = device == "cpu"
     read = shape.read if shape.read and on_cpu else shape.parameters
@@ -86,7 +88,10 @@ def loading(role: RoleLayout, device: str) -> Parts:
     if shape.outputs == shape.vocabulary:
         made += formulas.gathered(shape, s, ahead=False).all
     mapped = int(shape.parameters * s.weight_bytes) if s.reads_whole and on_cpu else 0
-    return {"weights": int(read * s.weight_bytes / s.loading_ranks), "working": max(mapped, made)}
+    if shape.merged:
+        made += int(max(layer.largest for layer in shape.layers) * s.weight_bytes)
+    merged = shape.merged * formulas.FP32 if on_cpu and s.loading_ranks == 1 else 0
+    return {"weights": int(read * s.weight_bytes / s.loading_ranks) + merged, "working": max(mapped, made)}
 
 
 # --------------------------------------------------------------------------------------- a device
@@ -125,28 +130,13 @@ def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
 
 
 def _with_left(layout: Layout, moment: Moment, names: Sequence[str]) -> Moment:
-    """In one process on a CPU: what the phase lacks of the heap that another phase left. What a phase takes of the heap
-    fits into what is there already; its large blocks are beside it. Precomputing roles leave nothing, as they go."""
+    """In one process on a CPU: with what the phase finds of the heap again. Precomputing roles leave nothing, as they
+    go."""
     machine = layout.machine
     if machine.device != "cpu" or machine.processes or moment.phase in ("precompute", "load"):
         return moment
-    was = max((_left(layout, name, phase) for name in names for phase in STEP), default=0)
-    own = max((_left(layout, name, moment.phase) for name in moment.busy), default=0)
-    more = {"allocator": max(0, was - own)}
+    more = {"allocator": found_again(layout, names, moment.phase, moment.busy)}
     return replace(moment, rows={**moment.rows, PROCESS: _add(moment.rows[PROCESS], more)})
-
-
-def _left(layout: Layout, name: str, phase: str) -> int:
-    """Bytes of the heap that this role's work in the phase leaves, beside what rests in it."""
-    if not _works(layout, name, phase):
-        return 0
-    if name == GENERATOR:
-        assert layout.engines is not None
-        return left_by_sampling(layout.engines, layout.machine)
-    role = layout.role(name)
-    if phase == "train":
-        return left_by_training(role)
-    return left_by_forward(role) if phase in ("forward", "generate") else 0
 
 
 def _works(layout: Layout, name: str, phase: str) -> bool:
