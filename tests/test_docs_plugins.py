@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf.plugins import Plugins, parse_reference
 from rlhf.plugins.entry import KINDS
+from rlhf_cli.scaffold import write_plugin
 
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -17,6 +18,18 @@ def blocks(language):
 def test_the_file_example_works(tmp_path):
     (tmp_path / "brevity.py").write_text(blocks("python")[0])
     assert Plugins.discover().resolve("reward", f"file:{tmp_path / 'brevity.py'}").name == "brevity"
+
+
+def test_what_is_shown_of_a_new_plugin_is_what_the_command_writes(tmp_path):
+    folder = write_plugin("brevity", "reward", tmp_path)
+    for shown, file in (
+        (blocks("toml")[0], "pyproject.toml"),
+        (blocks("python")[1], "src/rlhf_plugin_brevity/__init__.py"),
+    ):
+        written = (folder / file).read_text(encoding="utf-8").splitlines()
+        lines = [line.split("  #")[0].rstrip() for line in shown.splitlines() if not line.startswith("# ")]
+        assert len(lines) > 5
+        assert [line for line in lines if line not in written] == []
 
 
 def test_every_python_block_compiles():
