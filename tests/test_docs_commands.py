@@ -1,4 +1,4 @@
-"""Whole commands of the documentation, those that need no run file, select and configure a run that can start."""
+"""Commands of the documentation: whole ones can be configured; scripts, extras and checks that it names are there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_cli import plan, train
 from rlhf_cli.flags import overrides
 from rlhf_cli.main import COMMANDS, split_dotted
 
-from tests.pages import ROOT, commands, name_of, pages, read
+from tests.pages import ROOT, commands, name_of, pages, read, tables
 
 WHOLE = {"--algo", "--model", "--data"}
 """A command that names all of these says what the run is; others are shown to be completed."""
@@ -64,6 +64,33 @@ def test_extras_that_pages_install_exist():
     }
     assert len(shown) > 8
     assert [s for s in shown if s[1] not in declared or not set(s[2].split(",")) <= set(declared[s[1]])] == []
+
+
+SCRIPT = re.compile(r"python ((?:benchmarks|examples|docs)/[\w/.-]+\.py)([^`\n#]*)")
+
+
+def test_scripts_that_pages_call_exist_and_have_the_flags():
+    shown = {(page, *found) for page in pages() for found in SCRIPT.findall(read(page))}
+    assert len(shown) > 15
+    for page, script, words in shown:
+        assert (ROOT / script).exists(), f"{name_of(page)} calls {script}"
+        source = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
+        for flag in re.findall(r"--[\w-]+", words):
+            assert f'"{flag}"' in source, f"{name_of(page)} calls {script} with {flag}"
+
+
+def test_every_check_of_the_doctor_is_on_its_page():
+    sources = "".join(path.read_text() for path in (ROOT / "core/src/rlhf/doctor").glob("*.py"))
+    named = {
+        name
+        for table in tables(ROOT / "docs/doctor.md")
+        for row in table.rows
+        for name in re.findall("`([^`]+)`", row["check"])
+    }
+    made = set(re.findall(r'Check\(\s*"([^"]+)"', sources))
+    assert len(made) > 20
+    assert sorted(made - named) == []
+    assert [name for name in sorted(named - made) if f'"{name}"' not in sources and name != "policy.model"] == []
 
 
 def test_there_are_such_commands():
