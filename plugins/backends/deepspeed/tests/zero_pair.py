@@ -243,11 +243,14 @@ def from_one() -> Any:
 def export() -> Any:
     one = trainer(here(), stage=3, ema_decay=0.9, export_shard_bytes=10_000, bucket=2000)
     steps(one, range(2))
+    whole, gathered = [], one.zero.gathered
+    one.zero.gathered = lambda parameters: whole.append(sum(p.ds_numel for p in parameters)) or gathered(parameters)
     one.export(FOLDER / "export")
     one.export(FOLDER / "export_ema", "ema")
+    one.zero.gathered = gathered
     exported = dict(one.weights())
     keep("exported", exported)
-    return sorted(exported)
+    return {"names": sorted(exported), "whole": max(whole)}
 
 
 @case("experts")
