@@ -10,7 +10,8 @@ are:
    is trained, and nearly all where adapters are; it is in large pieces, and what another phase takes fits.
 
 What activations of later steps take beyond that is at the end, where nothing that stays is made meanwhile: it is given
-back. What sampling and forward passes take is counted as staying; the next of them fits into it.
+back, most of the time (docs/plan.md has how much was found). What sampling and forward passes take is counted as
+staying; the next of them fits into it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What lives at a moment, and what an allocator keeps of what lived before.
 
-A CPU's is glibc's. Blocks below :data:`LARGE` share a heap: it grows to what lives in it at most and the holes between;
-it stays that large, as something at its end always lives. Larger blocks are mapped one by one and given back when they
-are freed. So a process takes its largest heap and its most large blocks, though these are not of the same moment.
+A CPU's is glibc's. Blocks below :data:`LARGE` share a heap: it grows to what lives in it at most and the holes between,
+and while a phase lasts something at its end lives, so it stays that large; :mod:`rlhf.plan.again` says what a later
+phase finds of it. Larger blocks are mapped one by one and given back when they are freed. So a process takes its
+largest heap and its most large blocks, though these are not of the same moment.
 """
 
 from __future__ import annotations
