@@ -142,3 +142,19 @@ def test_a_mask_is_refused():
         PackedAttention([3])(None, q, q, q, torch.ones(3, 3))
     with pytest.raises(ModelError, match="attention sinks"):
         PackedAttention([3])(None, q, q, q, None, s_aux=torch.zeros(2))
+
+
+@pytest.mark.parametrize("lens", [[5, 9], [5, 170]], ids=["short", "long"])
+def test_values_may_have_another_size_than_keys(lens):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, sum(lens), size, generator=g) for size in (8, 8, 4))
+    got, _ = PackedAttention(lens)(None, q, k, v, None)
+    parts = zip(*(x.split(lens, 2) for x in (q, k, v)), strict=True)
+    expected = torch.cat([F.scaled_dot_product_attention(a, b, c, is_causal=True) for a, b, c in parts], 2)
+    assert torch.allclose(got, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_keys_of_another_row_are_refused():
+    q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ModelError, match=r"one row of 3 tokens but got queries \(1, 2, 3, 4\) and keys \(1, 2, 5, 4\)"):
+        PackedAttention([3])(None, q, k, k, None)

@@ -47,6 +47,14 @@ def test_it_is_that_of_transformers():
     assert float(load_balance([(even, torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))])) == pytest.approx(2.0)
 
 
+def test_it_is_in_fp32_where_routers_compute_in_bf16():
+    """Two tokens with the same logits: E x (chosen of the first) x (its probability), e^3 / (e^3 + 1)."""
+    logits = torch.tensor([[3.0, 0.0]] * 2, dtype=torch.bfloat16)
+    found = load_balance([(logits, torch.tensor([[0], [0]]))])
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(2 * 0.9525741268, rel=1e-6)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_transformers(nll, checkpointing):
     trainer = made(gradient_checkpointing=checkpointing)

@@ -53,6 +53,27 @@ def test_growing_keeps_what_rows_hold(model):
     assert work["peak_cache_tokens"] < 0.7 * 5 * (5 + 280)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "capacities"),
+    [
+        ([forced(5, 10, 0), forced(5, 250, 1)], [6 + 64, 71 + 64, 136 + 64, 5 + 250 - 1]),
+        ([forced(300, 10, 0), forced(300, 90, 1)], [301 + 301 // 4, 300 + 90 - 1]),
+    ],
+    ids=["64 positions", "a quarter"],
+)
+def test_it_grows_in_steps_up_to_what_the_longest_row_can_use(model, monkeypatch, wanted, capacities):
+    """Each growth copies the cache, so it is not done for every token."""
+    found, reserve = [], SlotCache.reserve
+
+    def watch(self, like, slots, capacity, used):
+        found.append(capacity)
+        return reserve(self, like, slots, capacity, used)
+
+    monkeypatch.setattr(SlotCache, "reserve", watch)
+    sample(model, wanted)
+    assert found == capacities
+
+
 def test_rows_times_positions_stay_within_the_bound(model, monkeypatch):
     sizes = []
     reserve = SlotCache.reserve

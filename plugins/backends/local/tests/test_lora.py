@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec
-from rlhf.modeling.adapters import LoraOptions
+from rlhf.modeling.adapters import LoraOptions, add_adapters, linear
 from rlhf.modeling.fused import restore_layers
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
@@ -153,3 +153,23 @@ def test_what_cannot_work_is_refused(trained, make_trainer):
     with pytest.raises(TrainingError, match="trains adapters; its weights cannot be replaced"):
         trainer.load_weights(iter(()))
     assert len(make_trainer(lora=LoraOptions(rank=2, targets=("q_proj",))).parameters) == 4
+
+
+def test_an_adapter_is_added_in_bf16_under_autocast():
+    """W x = 1, to which alpha / rank x B A x adds 1/256, 2/256 and -1/256. The step of bf16 is 1/128 above 1, of which
+    the first is half and goes to the even neighbour, and 1/256 below."""
+    model = torch.nn.Sequential()
+    model.add_module("q_proj", torch.nn.Linear(4, 3, bias=False))
+    add_adapters(model, torch.nn.Linear(1, 1), LoraOptions(rank=2, alpha=1), seed=0)
+    layer = model.q_proj
+    with torch.no_grad():
+        layer.base_layer.weight.fill_(0.25)
+        layer.lora_A["default"].weight.fill_(0.25)
+        layer.lora_B["default"].weight.copy_(torch.tensor([1.0, 2.0, -1.0])[:, None].expand(3, 2) / 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(layer, torch.ones(5, 4))
+    assert y.dtype == torch.bfloat16
+    assert y.tolist() == [[1.0, 1.0 + 1 / 128, 1.0 - 1 / 256]] * 5
+    y.sum().backward()
+    assert torch.equal(layer.lora_B["default"].weight.grad, torch.full((3, 2), 0.5 * 5))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

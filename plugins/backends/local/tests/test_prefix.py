@@ -161,6 +161,24 @@ def test_short_attention_with_a_shared_front_passes_gradcheck():
     )
 
 
+def test_a_shared_keys_gradients_are_added_without_rounding():
+    """All sequences share their first token, and all scores are 0. Where only second tokens have a gradient, each gives
+    the first one's key 1/2 x scaling and its value 1/2. Added up in bf16, those of the 4 longer ones would be lost."""
+    lens = [2] * 256 + [9, 17, 25, 33]
+    stretches, place = [Stretch(0, 0, 2, 0)], [0, 1]
+    for n in lens[1:]:
+        own = stretches[-1].start + stretches[-1].length - stretches[-1].skip
+        stretches.append(Stretch(own, 1, n, len(place)))
+        place += [0, *range(own, own + n - 1)]
+    where = lay_out(stretches, max(place) + 1, torch.tensor(place))
+    q, k, v = (torch.full((max(place) + 1, 1, 1), x, dtype=torch.bfloat16) for x in (1.0, 0.0, -1.0))
+    v[0] = 1.0
+    out = matmul_attention(q, k.requires_grad_(), v.requires_grad_(), where, 2.0, None)
+    out[[s.start + 1 - s.skip for s in stretches]].sum().backward()
+    assert float(k.grad[0]) == 260 / 2 * 2.0
+    assert float(v.grad[0]) == 260 / 2
+
+
 def test_dropout_on_shared_tokens_is_refused():
     shared = shared_of([[1, 2], [1, 3]])
     q = torch.zeros(1, 2, 3, 4)

@@ -83,6 +83,22 @@ def test_automatic_precision_follows_the_checkpoint(tmp_path, make_trainer):
     assert saved.precision_note == f"{other} on cpu: as the resumed run had"
 
 
+def test_precision_that_was_asked_for_stays(tmp_path, make_trainer):
+    make_trainer(dtype="bf16").save(tmp_path)
+    trainer = make_trainer(dtype="fp32")
+    trainer.load(tmp_path)
+    assert (trainer.precision.name, trainer.precision_note) == ("fp32", "fp32 on cpu: asked for")
+
+
+def test_a_checkpoint_in_another_format_is_refused(tmp_path, make_trainer):
+    make_trainer().save(tmp_path)
+    facts = json.loads((tmp_path / "trainer.json").read_text())
+    assert facts["format"] == 1
+    (tmp_path / "trainer.json").write_text(json.dumps({**facts, "format": 2}))
+    with pytest.raises(CheckpointError, match=r"trainer\.json' has format 2; this version reads 1"):
+        make_trainer().load(tmp_path)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("view", ["live", "ema"])
 def test_exports_load_with_transformers(tmp_path, make_trainer, make_batch, nll, tied, view):

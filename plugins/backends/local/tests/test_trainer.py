@@ -67,6 +67,18 @@ def test_gradient_checkpointing_computes_layers_again(make_trainer, make_batch, 
     assert calls == {False: 1, True: 2}
 
 
+@pytest.mark.parametrize(("logits_chunk", "most"), [(500, 5), (198, 2), (197, 1), (50, 1), (10**6, 54)])
+def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_batch, nll, logits_chunk, most):
+    """The vocabulary has 99 tokens, 54 are trained; in passes without a gradient too."""
+    trainer, batch, rows = make_trainer(logits_chunk=logits_chunk), make_batch(LENS, loss=nll), []
+    trainer.loaded.head.register_forward_hook(lambda _, x, y: rows.append(y.shape[0]))
+    trainer.accumulate([batch], nll, {}, {})
+    trained = max(rows)
+    rows.clear()
+    trainer.forward([batch], ["logprobs"])
+    assert (trained, max(rows)) == (most, most)
+
+
 def test_training_lowers_the_loss_and_reports_the_step(make_trainer, make_batch, nll):
     batch, trainer = make_batch(LENS, loss=nll), make_trainer(lr=3e-3, schedule="linear", total_updates=4)
     losses, rates = [], []
