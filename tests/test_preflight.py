@@ -5,14 +5,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf.controller import build
+from rlhf.interfaces import ModelSpec
 from rlhf.modeling.checks import LEARNING
 from rlhf.modeling.config import TrainingConfig
+from rlhf.modeling.model import load_model
+from rlhf.modeling.skeleton import check_files
+from rlhf.testing.tiny import tiny_model, tiny_reward_model
+from rlhf.types import RoleSpec
 from rlhf_cli.main import main
+from safetensors.torch import load_file, save_file
 
 from tests.runs import Workshop
 
@@ -40,6 +51,17 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
     "cache": ("grpo", {"generator": {"max_cache_tokens": 6}}, "do not fit into generator.max_cache_tokens = 6"),
+    "adapters of no layer": (
+        "sft", {"trainer": {"lora": {"rank": 2, "targets": ["q_prj"]}}},
+        "no linear layer is called q_prj; there are down_proj, ... v_proj. Did you mean 'q_proj'?",
+    ),
+    "adapters of no layer, of a critic": (
+        "ppo", {"critic": {"trainer": {"lora": {"rank": 2, "targets": ["c_attn"]}}}},
+        "no linear layer is called c_attn; there are",
+    ),
+    "no experts": (
+        "sft", {"trainer": {"aux_loss_coef": 0.1}}, "aux_loss_coef = 0.1: Qwen3ForCausalLM has no experts to balance",
+    ),
     "reference": (
         "dpo", {"reference": {"trainer": {"lr": 1e-4, "lora": {"rank": 2}}}},
         "reference.trainer.lora ... reference.trainer.lr ... : reference is not trained, so nothing reads it. Remove",
@@ -103,6 +125,90 @@ def test_refused_by_a_dry_run_and_by_a_plan(tiny, name):
         assert code == 2
         assert all(part in text for part in why.split(" ... "))
     assert not (tiny.folder / f"preflight {name}").exists()
+
+
+def without(name: str) -> Callable[[Path], object]:
+    """What takes a tensor out of a model's file."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def configured(**fields: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def indexed(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    weights = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file": (lambda folder: (folder / "model.safetensors").unlink(), "there is no file model.safetensors"),
+    "no part": (indexed, "there is no file model-00001-of-00002.safetensors"),
+    "cut": (cut, "Error while deserializing header"),
+    "a pickle": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "has its weights in pytorch_model.bin only, which is not read",
+    ),
+    "a tensor less": (without("model.norm.weight"), "lacks 1 weights of a Qwen3ForCausalLM"),
+    "more layers": (configured(num_hidden_layers=3, layer_types=None), "weights of a Qwen3ForCausalLM"),
+    "a classifier": (
+        configured(architectures=["Qwen3ForSequenceClassification"]),
+        "is a Qwen3ForSequenceClassification, which writes no text",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_loaded_is_refused_by_its_headers(shop, name, monkeypatch):
+    if name in ("a tensor less", "more layers"):
+        pytest.importorskip("accelerate")
+    change, why = MODELS[name]
+    change(Path(shutil.copytree(shop.model, shop.folder / "model")))
+    path = run_file(shop, name, "sft", {"policy": {"model": str(shop.folder / "model")}})
+    code, text = said("train", path, "--dry-run")
+    assert code == 1
+    assert why in text
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it started"))
+    assert said("train", path)[0] == 1
+
+
+def test_a_reward_model_that_cannot_be_loaded_is_refused_by_its_headers(shop):
+    pytest.importorskip("accelerate")
+    tiny_reward_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1)
+    reward = [{"use": "model", "model": str(shop.folder / "rm")}]
+    path = shop.arguments(shop.config("rloo", "rm", reward=reward))[1]
+    assert said("train", path, "--dry-run")[0] == 0
+    without("score.weight")(shop.folder / "rm")
+    code, text = said("train", path, "--dry-run")
+    assert code == 1
+    assert "role 'reward_model' lacks 1 weights of a Qwen3ForSequenceClassification" in text
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])
+def test_what_loads_is_not_refused(tmp_path, architecture):
+    """Converted, fused and shared weights included."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    path = tiny_model(tmp_path, architecture=architecture, **(experts if "moe" in architecture else {}))
+    for head in ("lm", "scalar"):
+        spec = ModelSpec(RoleSpec("policy", head=head, trained=True), str(path))
+        check_files(spec)
+        load_model(spec, torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")

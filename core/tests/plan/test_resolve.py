@@ -155,7 +155,7 @@ def test_adapters_beside_no_layer_are_refused(published, plugins):
     targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
     with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
         layout(published, plugins, targets)
-    with pytest.raises(ConfigError, match=r"trainer\.lora: gpt2 has no linear layer"):
+    with pytest.raises(ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer"):
         layout(published, plugins, LORA, model="gpt2")
 
 

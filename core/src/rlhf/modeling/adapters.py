@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.interfaces.component import ComponentConfig
 
 NAME = "default"
@@ -77,8 +77,11 @@ def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -
     if targets is None:
         return list(linear)
     if unknown := sorted(set(targets) - set(there.values())):
-        names = ", ".join(sorted(set(there.values())))
-        raise ConfigError(f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {names}")
+        names = sorted(set(there.values()))
+        raise ConfigError(
+            f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {', '.join(names)}."
+            + "".join(did_you_mean(name, names) for name in unknown)
+        )
     return [name for name, last in there.items() if last in targets]
 
 

@@ -11,6 +11,7 @@ from rlhf.modeling.flash_attention import check_kernel
 from rlhf.modeling.kernels import check_kernels
 from rlhf.modeling.precision import choose_device, choose_precision
 from rlhf.modeling.schedule import Schedule
+from rlhf.modeling.skeleton import check_model
 
 LEARNING = frozenset(
     {
@@ -30,6 +31,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     """
     if spec.role.trained and spec.total_updates:
         Schedule(config, spec.total_updates)
+    check_model(config, spec)
     if device is None:
         return
     on = choose_device(wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,35 +88,13 @@ def load_model(
     is of a kind that packing or the separate head cannot represent.
     """
     kind = spec.role.head
-    outputs = _outputs(kind)
-    config = read(spec, "model", AutoConfig.from_pretrained)
-    auto: Any = AutoModelForCausalLM if outputs is None else _classification(config.architectures or ())
+    auto, from_lm = model_class(spec, read(spec, "model", AutoConfig.from_pretrained))
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
-    classifies = [a for a in config.architectures or () if "Classification" in a]
-    if outputs is None and classifies:  # with a tied head it would load without a word
-        raise ModelError(
-            f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but the "
-            "role needs a language model. Name the language model that it was made from."
-        )
-    from_lm = outputs is not None and not classifies
     if from_lm:
-        options["num_labels"] = outputs
-    elif outputs is not None and config.num_labels != outputs:
-        raise ModelError(
-            f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
-            f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
-        )
+        options["num_labels"] = _outputs(kind)
     with torch.random.fork_rng(devices=[]), quiet():  # what the checkpoint lacks is drawn, not from our state
         module, info = read(spec, "model", auto.from_pretrained, **options)
-    missing = sorted(info["missing_keys"])
-    if from_lm:
-        missing = [name for name in missing if not name.startswith("score.")]
-    damaged = missing or sorted(str(m) for m in info["mismatched_keys"])
-    if damaged:
-        raise ModelError(
-            f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
-            f"{type(module).__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
-        )
+    require_weights(spec, type(module), info, from_lm)
     use_packed_attention(module)
     loaded = _take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
@@ -128,10 +106,54 @@ def load_model(
     if lora is not None:
         add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     module.eval().to(device)
-    if outputs is None:
+    if kind == "lm":
         check_head(loaded, spec)
     use_kernels(loaded, kernels)
     return loaded
+
+
+def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
+    """(the class of transformers that loads the role's kind of model, whether its head is not in the checkpoint).
+
+    Args:
+        config: the model's.
+
+    Raises ModelError where the model is of another kind than the role.
+    """
+    kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
+    classifies = [a for a in architectures if "Classification" in a]
+    if outputs is None:
+        if classifies:  # with a tied head it would load without a word
+            raise ModelError(
+                f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but "
+                "the role needs a language model. Name the language model that it was made from."
+            )
+        return AutoModelForCausalLM, False
+    if classifies and config.num_labels != outputs:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
+            f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
+        )
+    return _classification(architectures), not classifies
+
+
+def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool) -> None:
+    """Raises ModelError where the checkpoint lacks weights.
+
+    Args:
+        model: the class that was loaded.
+        info: what transformers tells of it (``output_loading_info``).
+        from_lm: its head is not in the checkpoint.
+    """
+    missing = sorted(info["missing_keys"])
+    if from_lm:
+        missing = [name for name in missing if not name.startswith("score.")]
+    damaged = missing or sorted(str(m) for m in info["mismatched_keys"])
+    if damaged:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
+            f"{model.__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
+        )
 
 
 def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
