@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -9,8 +10,10 @@ from pydantic import ValidationError
 from rlhf.errors import CapabilityError, PluginError
 from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.testing.models import model_path
-from rlhf_plugin_vllm import platforms
+from rlhf.testing.tiny import tiny_model
+from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
 from rlhf_plugin_vllm.engine import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
@@ -137,3 +140,34 @@ def test_the_footprint_is_what_the_options_claim():
     assert VllmGenerator.footprint(config(kv_cache_gib=2.0), "bf16", 1, "cuda").kv_space == 2**31
     for options in VllmGenerator.lighter:
         config(**options)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(generator, "platform", lambda: CPU)
+
+
+def test_heads_that_the_attention_of_a_cpu_does_not_take_are_refused_by_the_config(on_a_cpu, tmp_path):
+    def checked(path):
+        VllmGenerator.check(config(), GeneratorSpec((), str, str(path), "fp32", max_tokens=64), [], "cpu")
+
+    checked(model_path(head_dim=32))
+    with pytest.raises(
+        CapabilityError, match="has attention heads of size 8; vLLM's attention on a CPU takes 32, 64, "
+    ):
+        checked(tiny_model(tmp_path / "8", hidden=16, heads=2, kv_heads=1))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
+    with pytest.raises(CapabilityError, match="is a mixture of experts: on a CPU vLLM goes on with the experts' old"):
+        checked(tiny_model(tmp_path / "moe", architecture="qwen3_moe", **experts))
+
+
+def test_the_sizes_of_heads_are_those_of_the_installed_vllm():
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    assert list(supported_head_sizes()) == attention.CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_sizes_that_are_written_otherwise_are_not_known():
+    assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return [32, 64]")) == (32, 64)
+    assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return SIZES")) is None
+    assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return 32")) is None
+    assert _returned(ast.parse("x = 1")) is None

@@ -14,6 +14,7 @@ from rlhf.published import model_folder
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is
+from rlhf_plugin_vllm.cpu_models import check_cpu_model
 from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.scratch import Scratch
@@ -220,14 +221,19 @@ def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Plat
 def _length(spec: GeneratorSpec) -> int:
     """One more than the longest sequence of the run, so that one of full length can be scored; at most what the model
     has positions for, unless it stretches them."""
-    from transformers import AutoConfig
-
-    place = model_folder(spec.path, code=spec.trust_remote_code)
-    config = AutoConfig.from_pretrained(place, trust_remote_code=spec.trust_remote_code).get_text_config()
+    config = text_config(spec)
     positions = getattr(config, "max_position_embeddings", None)
     stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     wanted = spec.max_tokens + 1
     return wanted if positions is None or stretched else min(wanted, positions)
+
+
+def text_config(spec: GeneratorSpec) -> Any:
+    """The config of the model's text part."""
+    from transformers import AutoConfig
+
+    place = model_folder(spec.path, code=spec.trust_remote_code)
+    return AutoConfig.from_pretrained(place, trust_remote_code=spec.trust_remote_code).get_text_config()
 
 
 def _check_cpu_model(model: Any) -> None:
@@ -238,17 +244,9 @@ def _check_cpu_model(model: Any) -> None:
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if not model.use_mla and size not in sizes:
-        raise CapabilityError(
-            f"{model.model!r} has attention heads of size {size}; vLLM's attention on a CPU takes "
-            f"{', '.join(map(str, sizes))}. Use a GPU, another model, or --generator.use transformers."
-        )
-    if model.get_num_experts() > 0:
-        raise CapabilityError(
-            f"{model.model!r} is a mixture of experts: on a CPU vLLM goes on with the experts' old weights after new "
-            "ones came. Use a GPU, or --generator.use transformers."
-        )
+    size = None if model.use_mla else model.get_head_size()
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    check_cpu_model(model.model, size, sizes, model.get_num_experts())
 
 
 def _first(error: BaseException) -> str:

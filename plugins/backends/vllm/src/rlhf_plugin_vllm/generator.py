@@ -15,7 +15,8 @@ from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.engine import Engine, prefill_tokens
+from rlhf_plugin_vllm.cpu_models import check_cpu_config
+from rlhf_plugin_vllm.engine import Engine, prefill_tokens, text_config
 from rlhf_plugin_vllm.footprint import footprint
 from rlhf_plugin_vllm.held import HeldWeights
 from rlhf_plugin_vllm.platforms import check as check_platform
@@ -62,6 +63,8 @@ class VllmGenerator(HeldWeights):
             where = platform()
             check_platform(config, where)
             prefill_tokens(config, spec, where)
+            if where.cpu:
+                check_cpu_config(spec.path, text_config(spec))
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: VllmGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]

@@ -1,0 +1,77 @@
+"""Models that vLLM's kernels for CPUs compute wrongly or not at all."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CapabilityError
+
+_BACKEND = ("v1", "attention", "backends", "cpu_attn.py")
+_SIZES = "get_supported_head_sizes"
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Fields of a config in which vLLM looks for a number of experts."""
+
+
+def check_cpu_model(model: str, head_size: int | None, sizes: Collection[int] | None, experts: int) -> None:
+    """Raises CapabilityError where a model cannot be sampled from on a CPU.
+
+    Args:
+        head_size: of its attention; None: not known, or of a latent cache, which other kernels compute.
+        sizes: what vLLM's attention on a CPU takes; None: not known.
+    """
+    if head_size is not None and sizes is not None and head_size not in sizes:
+        raise CapabilityError(
+            f"{model!r} has attention heads of size {head_size}; vLLM's attention on a CPU takes "
+            f"{', '.join(map(str, sizes))}. Use a GPU, another model, or --generator.use transformers."
+        )
+    if experts > 0:
+        raise CapabilityError(
+            f"{model!r} is a mixture of experts: on a CPU vLLM goes on with the experts' old weights after new "
+            "ones came. Use a GPU, or --generator.use transformers."
+        )
+
+
+def check_cpu_config(model: str, config: Any) -> None:
+    """:func:`check_cpu_model` by the config of transformers alone, without importing vLLM, which takes seconds and
+    changes the process.
+
+    Args:
+        config: of the text model.
+    """
+    size = getattr(config, "head_dim", None)
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if size is None and isinstance(heads, int) and isinstance(hidden, int):
+        size = hidden // heads
+    if getattr(config, "kv_lora_rank", None):
+        size = None
+    counts = [getattr(config, name, None) for name in _EXPERTS]
+    check_cpu_model(model, size, supported_head_sizes(), max(c if isinstance(c, int) else 0 for c in counts))
+
+
+@cache
+def supported_head_sizes() -> tuple[int, ...] | None:
+    """What the installed vLLM's ``CPUAttentionBackend.get_supported_head_sizes`` returns, read in its source; None
+    where it is written otherwise than as a list of numbers: then the engine says it when it starts."""
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found is not None else None
+    for place in places or ():
+        file = Path(place).joinpath(*_BACKEND)
+        if file.is_file():
+            return _returned(ast.parse(file.read_text(encoding="utf-8")))
+    return None
+
+
+def _returned(tree: ast.AST) -> tuple[int, ...] | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == _SIZES and isinstance(node.body[-1], ast.Return):
+            try:
+                sizes = ast.literal_eval(node.body[-1].value or ast.Constant(None))
+            except ValueError:
+                return None
+            return tuple(sizes) if isinstance(sizes, list) and all(isinstance(s, int) for s in sizes) else None
+    return None
