@@ -127,6 +127,27 @@ def test_refused_by_a_dry_run_and_by_a_plan(tiny, name):
     assert not (tiny.folder / f"preflight {name}").exists()
 
 
+def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):
+    """Held-out rows, a recording, the scale of a reward model: each refused before a model is loaded."""
+    long = str(shop.rows("long.jsonl", [{"prompt": "9" * 80, "answer": "1"}]))
+    tiny_reward_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1)
+    scaled = {"use": "model", "model": str(shop.folder / "rm"), "normalise": True}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"data": {"eval": long}}, "the prompt has 80 tokens; data.max_tokens = 64 leaves no room to answer"),
+        (
+            {"rollout": {"use": "replay", "path": str(shop.folder / "no")}},
+            "neither a file nor a folder with step-*.jsonl",
+        ),
+        ({"rollout": {"use": "replay", "path": long}}, "long.jsonl:1 is not a recorded sample"),
+        ({"reward": [scaled]}, "normalise = true needs the numbers `mean` and `std` > 0"),
+    ]
+    for number, (changes, why) in enumerate(cases):
+        path = shop.arguments(shop.config("rloo", f"read{number}", **changes))[1]
+        code, text = said("train", path, "--dry-run")
+        assert code != 0
+        assert why in text
+
+
 def without(name: str) -> Callable[[Path], object]:
     """What takes a tensor out of a model's file."""
 

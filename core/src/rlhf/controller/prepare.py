@@ -112,8 +112,11 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
+    if rollout is not None:
+        rollout.check()
+    held_out = len(data.eval_rows()[: config.eval.max_rows])  # they are looked at, whatever they are for
     if algorithm.data != "prompts":
-        _check_eval_rows(algorithm, len(data.eval_rows()[: config.eval.max_rows]))
+        _check_eval_rows(algorithm, held_out)
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,

@@ -62,6 +62,10 @@ class Rollout(Component):
     needs_generator: bool = True
     """False: it never calls ``ctx.generate``, so the run starts no generator and syncs no weights."""
 
+    def check(self) -> None:
+        """Refuse before anything starts what every :meth:`run` would fail for: a file that is not there, say. Raises
+        ConfigError."""
+
     @abstractmethod
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         """All turns of one sample.

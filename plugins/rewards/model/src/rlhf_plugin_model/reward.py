@@ -44,12 +44,15 @@ class ModelReward(Reward):
         self._score: ScoreWithRole | None = None
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Raises ConfigError where the model scores steps: it has no score of a whole answer."""
+        """Raises ConfigError where the model scores steps: it has no score of a whole answer; ModelError where
+        it was not saved with what ``normalise`` reads."""
         if self._separator is not None:
             raise ConfigError(
                 f"reward {self.name!r}: {self.config.model!r} is a process reward model, which is read after each step "
                 f"that ends with {self._separator!r}. Use --reward plugin:prm --reward.prm.model {self.config.model}"
             )
+        if self.config.normalise:
+            self._scale()
         return (RoleSpec(self.config.role, head="scalar", model=self.config.model),)
 
     @cached_property
@@ -60,19 +63,24 @@ class ModelReward(Reward):
         except ModelError:
             return None  # that there is no such model is said where it is loaded
 
+    def _scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of its outputs, as its training saved them."""
+        settings = settings_of(self.config.model, f"reward {self.name!r}")
+        mean, std = settings.get("mean"), settings.get("std")
+        if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+            raise ModelError(
+                f"reward {self.name!r}: normalise = true needs the numbers `mean` and `std` > 0 in the config.json "
+                f"of {self.config.model!r}, got mean = {mean!r}, std = {std!r}. Set normalise = false, or train "
+                "the reward model so that it saves them."
+            )
+        return float(mean), float(std)
+
     async def setup(self, context: RewardContext) -> None:
         self._score = context.score_with_role
         settings = settings_of(self.config.model, f"reward {self.name!r}")
         self._vocabulary = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size") or math.inf
         if self.config.normalise:
-            mean, std = settings.get("mean"), settings.get("std")
-            if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
-                raise ModelError(
-                    f"reward {self.name!r}: normalise = true needs the numbers `mean` and `std` > 0 in the config.json "
-                    f"of {self.config.model!r}, got mean = {mean!r}, std = {std!r}. Set normalise = false, or train "
-                    "the reward model so that it saves them."
-                )
-            self._mean, self._std = float(mean), float(std)
+            self._mean, self._std = self._scale()
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self._score is None:

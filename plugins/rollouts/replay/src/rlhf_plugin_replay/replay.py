@@ -40,6 +40,10 @@ class Replay(Rollout):
         super().__init__(config)
         self._turns: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] | None = None
 
+    def check(self) -> None:
+        """Reads the recording."""
+        self._recording()
+
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         recorded = self._recording().get(ctx.index)
         number, sample = ctx.index
