@@ -5,6 +5,7 @@ division."""
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,55 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
     assert "continues as a different run" in resumed.said
     assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4]
     assert resumed.lines()[3]["stream/version"] == 3, "generated when the run was told of a further step"
+
+
+def test_roles_apart_and_a_resume_on_fewer_of_everything_compute_what_one_process_does(
+    tiny: Workshop, tmp_path: Path
+) -> None:
+    """PPO: critic and reference on devices of their own, a reward model on those of two engines, stale batches; told to
+    stop, and resumed with one rank and one engine on one device. What was sampled, one process learns again."""
+    place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", **SIZES), tiny.data)
+    critic = tiny_model(tmp_path / "critic", head="scalar", seed=7, **SIZES)
+    judge = tiny_model(tmp_path / "judge", head="scalar", seed=5, **SIZES)
+    config = place.config(
+        "ppo",
+        "run",
+        launcher={"use": "ray", "cpus": 6},
+        trainer={"use": "deepspeed", "stage": 3, "lr": 1e-2},
+        critic={"model": str(critic)},
+        generator={"use": "vllm", "kv_cache_gib": 0.25},
+        placement={
+            "policy": {"ranks": 2},
+            "critic": {"ranks": 2},
+            "reference": {"share": "critic"},
+            "generator": {"ranks": 2},
+            "reward_model": {"ranks": 2, "share": "generator"},
+        },
+        algorithm={"kl": {"coef": 0.05}},
+        stream={"staleness": 1},
+        checkpoint={"every": 1},
+    )
+    config["reward"] = [*config["reward"], {"use": f"model:{judge}", "name": "reward_model"}]
+    first = Training(place, config)
+    with first.held_after(1):
+        first.process.send_signal(signal.SIGTERM)
+    stopped = first.finish()
+    assert stopped.code == 128 + signal.SIGTERM, stopped.said
+    assert len(stopped.lines()) in (1, 2)
+    roles = ("critic", "reference", "generator", "reward_model")
+    together = {"policy": {"ranks": 1}} | {role: {"ranks": 1, "share": "policy"} for role in roles}
+    resumed = Training(place, merged(config, {"placement": together, "trainer": {"stage": 2}}), "--resume").finish()
+    assert resumed.code == 0, resumed.said
+
+    alone = dict.fromkeys(("launcher", "generator", "placement")) | {"trainer": {"use": "torch", "stage": None}}
+    replay = {
+        "rollout": {"use": "replay", "path": str(resumed.path / "rollouts")},
+        "run": {"output": str(tmp_path / "again")},
+    }
+    again = place.run_config(merged(merged(config, alone), replay))
+    assert again.code == 0, again.said
+    assert [line["stream/version"] for line in resumed.lines()] == [0, 0, 1]
+    for ours, theirs in zip(resumed.lines(), again.lines(), strict=True):
+        names = [name for name in theirs if name.endswith(("/loss", "/grad_norm")) or name == "reward"]
+        assert len(names) >= 4
+        assert {n: ours[n] for n in names} == {n: pytest.approx(theirs[n], rel=1e-3, abs=1e-4) for n in names}
