@@ -232,6 +232,15 @@ def test_of_a_checkpoint_in_bf16_nothing_of_the_file_stays(tmp_path):
     assert read_shape(str(path)).merged == 0
 
 
+def test_an_embedding_that_is_not_the_head_is_not_read_with_the_file(tmp_path):
+    tied, own = (str(tiny_model(tmp_path / f"{t}", **SMALL, tied=t)) for t in (True, False))
+    size = read_shape(own).embedding
+    unread = [read_shape(tied), read_shape(tied, "scalar"), read_shape(own), read_shape(own, "scalar")]
+    assert [shape.unread for shape in unread] == [0, size, size, size]
+    assert formulas.file_unread(unread[1], Sharding(keeps_file=True)) == 4 * size
+    assert formulas.file_unread(unread[1], Sharding()) == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: what is mapped is read from /proc")
 def test_the_file_of_stacked_experts_stays_resident(tmp_path):
     """What :func:`formulas.file_kept` counts: weights that are views of it keep all of it mapped, stacks are copies."""

@@ -30,7 +30,7 @@ def training(role: RoleLayout, device: str) -> tuple[Parts, int]:
     s, moments = role.sharding, _train(role, device)
     added = _fullest(moments)
     sizes = [total(m.values()) for m in moments]
-    added["allocator"] = heap.allocator(sizes, _states(role), device)
+    added["allocator"] = heap.allocator(sizes, _holed(_states(role), moments), device)
     away = s.host_optimizer and not s.keeps_gradients
     return added, formulas.gradients(role.trained_parameters, s) if away else 0
 
@@ -48,7 +48,10 @@ def left_by_forward(role: RoleLayout) -> int:
 
 
 def left_by_training(role: RoleLayout) -> int:
-    return heap.kept([total(m.values()) for m in _train(role, "cpu")], _states(role)) if role.trained else 0
+    if not role.trained:
+        return 0
+    moments = _train(role, "cpu")
+    return heap.kept([total(m.values()) for m in moments], _holed(_states(role), moments))
 
 
 def _fullest(moments: Sequence[Moment]) -> Parts:
@@ -88,9 +91,12 @@ def _train(role: RoleLayout, device: str) -> list[Moment]:
     )
     stepping = {"gradients": gradients, "working": formulas.step(shape, s, role.trained_matrices)}
     return [
-        {"gradients": gradients, "activations": live, "logits": head, "working": total([gathered, working])}
-        for live, head, working in moments
-    ] + [stepping]
+        *(
+            {"gradients": gradients, "activations": live, "logits": head, "working": total([gathered, working])}
+            for live, head, working in moments
+        ),
+        stepping,
+    ]
 
 
 def _states(role: RoleLayout) -> Size:
@@ -99,6 +105,13 @@ def _states(role: RoleLayout) -> Size:
         return Size()
     counts = (role.trained_parameters, role.scattered_parameters)
     return Size(*(formulas.optimizer(n, role.sharding, min(n, role.trained_matrices)) for n in counts))
+
+
+def _holed(states: Size, moments: Sequence[Moment]) -> Size:
+    """The optimizer's states as far as they may have holes, on a CPU. They are made in the first step, when its
+    activations have gone and its gradients are there: what is free among them is no more than what went."""
+    went = max(total(size for part, size in moment.items() if part != "gradients").heap for moment in moments)
+    return Size(states.all, min(states.heap, int(went / heap.HOLES)))
 
 
 def _layer(role: RoleLayout, device: str) -> Size:

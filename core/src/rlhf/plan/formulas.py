@@ -53,6 +53,12 @@ def file_kept(shape: ModelShape, sharding: Sharding) -> int:
     return shape.merged * FP32 if sharding.keeps_file else 0
 
 
+def file_unread(shape: ModelShape, sharding: Sharding) -> int:
+    """4 x parameters of the mapped file that are not in memory before the model computes: those of an embedding that is
+    not the head too, whose language model computes once while it is loaded."""
+    return shape.unread * FP32 if sharding.keeps_file else 0
+
+
 def optimizer(trained: int, sharding: Sharding, matrices: int = 0) -> int:
     """Trained parameters x (optimizer state + master weights + average) / ranks.
 

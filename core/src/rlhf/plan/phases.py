@@ -80,7 +80,8 @@ def resting(role: RoleLayout, *, aside: bool = False) -> tuple[Parts, int]:
 def loading(role: RoleLayout, device: str) -> Parts:
     """While its model is read: all weights that one rank holds for a moment, and the larger of what it maps of the file
     and of what it needs to make its buffers. A divided language model computes once, for its head to be checked. What
-    is put together of several tensors of the file, such as experts, is beside them; so are the largest one's parts."""
+    is put together of several tensors of the file, such as experts, is beside them; so are the largest one's parts.
+    Of a file that stays mapped, what nothing computes with yet is not there yet."""
     s, shape = role.sharding, role.shape
     on_cpu = device == "cpu"
     read = shape.read if shape.read and on_cpu else shape.parameters
@@ -91,7 +92,8 @@ def loading(role: RoleLayout, device: str) -> Parts:
     if shape.merged:
         made += int(max(layer.largest for layer in shape.layers) * s.weight_bytes)
     merged = shape.merged * formulas.FP32 if on_cpu and s.loading_ranks == 1 else 0
-    return {"weights": int(read * s.weight_bytes / s.loading_ranks) + merged, "working": max(mapped, made)}
+    weights = int(read * s.weight_bytes / s.loading_ranks) + merged - formulas.file_unread(shape, s)
+    return {"weights": weights, "working": max(mapped, made)}
 
 
 # --------------------------------------------------------------------------------------- a device
@@ -190,7 +192,9 @@ def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tup
     aside = phase == "generate" and _shares_with_engines(layout, role.name)
     parts, host = resting(role, aside=aside)
     if phase == "load":
-        return (loading(role, machine.device) if busy else {k: v for k, v in parts.items() if k in LOADED}), host
+        loaded = {k: v for k, v in parts.items() if k in LOADED}
+        loaded["weights"] = loaded.get("weights", 0) - formulas.file_unread(role.shape, role.sharding)
+        return (loading(role, machine.device) if busy else loaded), host
     if busy and phase == "train":
         added, away = training(role, machine.device)
         return _add({k: v for k, v in parts.items() if k != "gradients"}, added), host + away

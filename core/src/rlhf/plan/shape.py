@@ -50,6 +50,9 @@ class ModelShape:
     merged: int = 0
     """Parameters that are made of several tensors of an fp32 checkpoint each, such as experts, stacked while they are
     read; of a checkpoint in lower precision, of which nothing stays, 0."""
+    unread: int = 0
+    """Parameters of an fp32 checkpoint that nothing computes with while the model is loaded: an embedding that is not
+    the head too."""
     matrices: int = 0
     """Parameters in matrices of the layers: of two dimensions, so without stacked experts."""
     matrix: int = 0
@@ -87,8 +90,15 @@ class ModelShape:
         )
         outside = self.parameters - sum(layer.parameters for layer in self.layers)
         own = outside + sum(layer.parameters for layer in layers)
-        divided = {"merged": self.merged // ranks, "matrices": self.matrices // ranks}
-        return replace(self, layers=layers, parameters=own, small=min(self.small, own), read=self.parameters, **divided)
+        return replace(
+            self,
+            layers=layers,
+            parameters=own,
+            small=min(self.small, own),
+            read=self.parameters,
+            merged=self.merged // ranks,
+            matrices=self.matrices // ranks,
+        )
 
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
         """Of low-rank adapters beside every linear layer, or beside those whose names end with one of ``targets``."""
@@ -129,6 +139,7 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
     tied = own_head is not None and own_head.weight is embedding
     hidden, (vocabulary, width) = int(text.hidden_size), embedding.shape
     shapes = tuple(layer_shape(layer, text) for layer in layers)
+    in_fp32 = str(config.dtype or "float32").removeprefix("torch.") == "float32"  # as configs without it are meant
     matrices = [p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2]
     outputs = _outputs(head, int(vocabulary))
     total = sum(p.numel() for p in module.parameters())
@@ -152,19 +163,18 @@ def read_shape(path: str, head: str = "lm", trust_remote_code: bool = False) -> 
         sum(p.numel() for p in module.parameters() if p.numel() * 4 < LARGE),
         getattr(text, "max_position_embeddings", None),
         int(width) if width != hidden else 0,
-        merged=_merged(module, config),
+        merged=_merged(module) if in_fp32 else 0,
+        unread=vocabulary * width if in_fp32 and not (tied and head == "lm") else 0,
         matrices=sum(matrices),
         matrix=max(matrices, default=0),
     )
 
 
-def _merged(module: Any, config: Any) -> int:
-    """transformers says which of the module's tensors it puts together. A config without a precision is of fp32."""
+def _merged(module: Any) -> int:
+    """transformers says which of the module's tensors it puts together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    if str(config.dtype or "float32").removeprefix("torch.") != "float32":
-        return 0
     made = [c for c in get_model_conversion_mapping(module) if isinstance(c, WeightConverter)]
     ends = tuple(target for conversion in made for target in conversion.target_patterns)
     return sum(p.numel() for name, p in module.named_parameters() if name.endswith(ends)) if ends else 0
