@@ -148,6 +148,19 @@ def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):
         assert why in text
 
 
+@pytest.mark.parametrize(("use", "option"), [("tensorboard", "folder"), ("mlflow", "tracking_uri")])
+def test_an_observer_whose_folder_cannot_be_is_refused_before_models_are_loaded(shop, use, option, monkeypatch):
+    if find_spec(use) is None:
+        pytest.skip(f"{use} is not installed")
+    observer = [{"use": use, option: str(shop.data / "below")}]
+    path = shop.arguments(shop.config("sft", "observed", observer=observer))[1]
+    monkeypatch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
+    for words in (("train", path, "--dry-run"), ("train", path)):
+        code, text = said(*words)
+        assert code == 2
+        assert f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, as {shop.data} is a file" in text
+
+
 def without(name: str) -> Callable[[Path], object]:
     """What takes a tensor out of a model's file."""
 

@@ -22,7 +22,7 @@ from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.precompute import BATCHES, precompute
 from rlhf.controller.prepare import Prepared, on_processor, prepare
-from rlhf.controller.resuming import check_resume
+from rlhf.controller.resuming import check_observers, check_resume
 from rlhf.controller.roles import Role
 from rlhf.controller.rollouts import Rollouts
 from rlhf.controller.run import Run
@@ -95,6 +95,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         if found := start.get("on_processor"):
             prepared.specs = on_processor(prepared.specs, Precision(**found))
     check_resume(prepared)
+    check_observers(prepared)
     roles = launch_roles(prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress))
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]

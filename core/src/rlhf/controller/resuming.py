@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.controller.added_options import allow_defaults
 from rlhf.controller.prepare import Prepared
@@ -9,10 +11,17 @@ from rlhf.observe.rundir import RunDirectory
 
 
 def check_output(prepared: Prepared) -> None:
-    """Refuse what :func:`rlhf.controller.build.build` would refuse about ``run.output``, in its words; nothing is
-    changed there. Raises ConfigError or CheckpointError."""
+    """Refuse what :func:`rlhf.controller.build.build` would refuse about ``run.output`` and what writes there, in
+    its words; nothing is changed there. Raises ConfigError or CheckpointError."""
     RunDirectory.check(prepared.config.run.output, prepared.config.run.resume)
     check_resume(prepared)
+    check_observers(prepared)
+
+
+def check_observers(prepared: Prepared) -> None:
+    """Raises ConfigError where an observer could not begin (:meth:`Observer.check`)."""
+    for observer in prepared.observers.values():
+        observer.check(Path(prepared.config.run.output))
 
 
 def check_resume(prepared: Prepared) -> None:

@@ -28,6 +28,14 @@ class Observer(Component):
     """Called on the driver, in the order the observers are listed. What one raises ends the run with its name;
     ``state_dict`` keeps a logger's run id over a resume."""
 
+    def check(self, output: Path) -> None:
+        """Refuse before anything is started or made what :meth:`run_started` would fail for, as far as it shows without
+        a network: a folder that cannot be, a login that is not there. Raises ConfigError.
+
+        Args:
+            output: the run's folder, which may not exist yet.
+        """
+
     def run_started(self, info: RunInfo) -> None:
         """Before the first step."""
 

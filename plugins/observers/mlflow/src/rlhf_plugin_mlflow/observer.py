@@ -21,6 +21,7 @@ from pydantic import field_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.observe import first_samples, redact
+from rlhf.observe.folders import require_possible
 from rlhf.types import Group
 
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _PARAM_LENGTH = 100, 1000, 6000
@@ -81,8 +82,13 @@ class MLflowObserver(Observer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = str(state.get("run_id", ""))
 
+    def check(self, output: Path) -> None:
+        place = self._place(output)
+        if "://" not in place and place != "databricks":
+            require_possible(Path(place), "observer 'mlflow', tracking_uri")
+
     def run_started(self, info: RunInfo) -> None:
-        place = self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(info.output / "mlruns")
+        place = self._place(info.output)
         uri = place if "://" in place or place == "databricks" else Path(place).absolute().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow writes folders where it is told to only
@@ -119,6 +125,10 @@ class MLflowObserver(Observer):
         if self._client is not None:
             self._client.set_terminated(self._run_id, status=_ENDS[status])
             self._client = None
+
+    def _place(self, output: Path) -> str:
+        """A server or a folder."""
+        return self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(output / "mlruns")
 
     def _new_run(self, client: Any, info: RunInfo) -> str:
         """Make it, with the config: as parameters, and whole as an artifact."""

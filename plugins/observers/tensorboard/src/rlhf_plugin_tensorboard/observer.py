@@ -6,10 +6,12 @@ import html
 import json
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
 from rlhf.observe import Sample, first_samples, redact
+from rlhf.observe.folders import require_possible
 from rlhf.types import Group
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -43,6 +45,9 @@ class TensorBoardObserver(Observer):
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
         self._writer: EventFileWriter | None = None
+
+    def check(self, output: Path) -> None:
+        require_possible(output / self.config.folder, "observer 'tensorboard', folder")
 
     def run_started(self, info: RunInfo) -> None:
         self._writer = EventFileWriter(str(info.output / self.config.folder))

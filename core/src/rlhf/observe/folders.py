@@ -1,0 +1,16 @@
+"""Folders that observers are told to write to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+
+
+def require_possible(folder: Path, option: str) -> None:
+    """Raises ConfigError, naming the option, where ``folder`` is a file or lies below one; makes nothing."""
+    for place in (folder, *folder.absolute().parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            raise ConfigError(f"{option}: {folder} cannot be a folder, as {place} is a file. Name another.")
