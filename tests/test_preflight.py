@@ -161,6 +161,22 @@ def test_an_observer_whose_folder_cannot_be_is_refused_before_models_are_loaded(
         assert f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, as {shop.data} is a file" in text
 
 
+def test_a_login_that_is_not_there_is_missed_before_models_are_loaded(shop, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for words in ((), ("--dry-run",)):
+        path = shop.arguments(shop.config("sft", "logged", observer=[{"use": "wandb"}]))[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
+            code, text = said("train", path, *words)
+        assert code == 2
+        assert "observer 'wandb' could not start: no API key is configured. Set WANDB_API_KEY in" in text
+    path = shop.arguments(shop.config("sft", "unlogged", observer=[{"use": "wandb", "mode": "offline"}]))[1]
+    assert said("train", path, "--dry-run")[0] == 0
+
+
 def without(name: str) -> Callable[[Path], object]:
     """What takes a tensor out of a model's file."""
 

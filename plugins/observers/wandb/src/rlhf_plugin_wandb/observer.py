@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import wandb
@@ -60,6 +62,12 @@ class WandbObserver(Observer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = str(state.get("run_id", ""))
 
+    def check(self, output: Path) -> None:
+        """In a terminal W&B asks for the key itself, when the run starts."""
+        mode = self.config.mode or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not sys.stdin.isatty() and not wandb.login(prompt=False, verify=False):
+            raise _not_started("no API key is configured.")
+
     def run_started(self, info: RunInfo) -> None:
         settings = wandb.Settings(
             console="off",
@@ -82,10 +90,7 @@ class WandbObserver(Observer):
                 settings=settings,
             )
         except wandb.errors.Error as cause:
-            raise ConfigError(
-                f"observer 'wandb' could not start: {_without_key(str(cause))} Set {_KEY} in the environment, run "
-                f'`wandb login`, or log without network: [[observer]] use = "wandb", mode = "offline".'
-            ) from None  # the cause's traceback may hold the key
+            raise _not_started(_without_key(str(cause))) from None  # the cause's traceback may hold the key
         self._run_id = self._run.id
         self._run.define_metric("*", step_metric="step")
 
@@ -112,6 +117,13 @@ class WandbObserver(Observer):
             self._run.summary["status"] = status
             self._run.finish(exit_code=1 if status == "failed" else 0)
             self._run = None
+
+
+def _not_started(why: str) -> ConfigError:
+    return ConfigError(
+        f"observer 'wandb' could not start: {why} Set {_KEY} in the environment, run "
+        f'`wandb login`, or log without network: [[observer]] use = "wandb", mode = "offline".'
+    )
 
 
 def _without_key(text: str) -> str:
