@@ -112,3 +112,20 @@ def test_wrong_shapes_and_double_names_are_refused(make_batch):
         compute(batch, hidden, weight, [Head("bad", lambda logits, *_: logits.sum())])
     with pytest.raises(TrainingError, match="share a name"):
         compute(batch, hidden, weight, [LOGPROBS, LOGPROBS])
+
+
+def test_heads_compute_in_fp32_under_autocast(make_batch):
+    """Also what they read of hidden states in bf16. 1 + 1/512 is no number of bf16."""
+    batch, hidden, weight = setup(make_batch)
+    matrix = torch.full((8, 1), 1 / 8 + 1 / 4096)
+
+    def product(read, ids, columns, constants):
+        assert read.dtype == torch.float32
+        return torch.ones_like(read)[:, :8] @ matrix
+
+    heads = [Head("of_hidden", product, reads="hidden"), Head("of_logits", product)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compute(batch, hidden.to(torch.bfloat16), weight, heads)
+    for value in got.values():
+        assert value.dtype == torch.float32
+        assert value.unique().tolist() == [1 + 1 / 512]

@@ -51,8 +51,12 @@ def test_a_head_is_lent_by_reference_in_one_process(tmp_path, make_trainer):
 def test_where_logits_are_in_bf16_the_lent_head_is_too(make_trainer):
     head = fabricate.output_head("lender", 0)
     wide = OutputHead(head.weight_VH.repeat(4, 1))
-    for head_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        trainer = make_trainer(dtype="bf16", head_fp32=head_fp32)
+    for own, head_fp32, dtype in (
+        ("bf16", True, torch.float32),
+        ("bf16", False, torch.bfloat16),
+        ("fp32", False, torch.float32),
+    ):
+        trainer = make_trainer(dtype=own, head_fp32=head_fp32)
         trainer.borrow_head("lender", wide)
         borrowed = trainer.borrowed["lender"]
         assert borrowed.weight_VH.dtype == dtype

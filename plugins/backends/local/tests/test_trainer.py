@@ -198,6 +198,7 @@ def test_frozen_roles_hold_no_optimizer(make_trainer, make_batch, nll):
     trainer = make_trainer(trained=False)
     assert trainer.optimizer is None
     assert not any(p.requires_grad for p in trainer.module.parameters())
+    assert list(trainer.parameters) == [name for name, _ in trainer.module.named_parameters()]
     with pytest.raises(TrainingError, match=r"role 'policy' is not trained: accumulate\(\)"):
         trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
 
