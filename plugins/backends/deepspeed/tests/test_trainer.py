@@ -372,6 +372,22 @@ def test_what_a_rank_holds(folder):
     assert (held.second_ranks, held.host_optimizer, held.host_weights) == (2, True, True)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_a_rank_holds_of_muon(folder, stage):
+    """One momentum for the layers' matrices, two moments for all else; of a mapped file what it computes with."""
+    from rlhf.plan import formulas, read_shape
+
+    one = trainer(spec(folder), stage=stage, optimizer="muon")
+    one.update([batch(0)], TokenLoss(), {}, {})
+    facts, shape = type(one).sharding(one.config, one.spec, "cpu"), read_shape(one.spec.path)
+    parameters = sum(s.numel() for s in one.tensors.shapes.values())
+    kept = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
+    said = formulas.optimizer(parameters, facts, shape.matrices)
+    assert kept == pytest.approx(said, rel=0.01)
+    assert said < 0.8 * formulas.optimizer(parameters, facts)
+    assert (facts.step_bytes, facts.step_matrices, facts.keeps_file) == (4.0, 3, stage == 0)
+
+
 TAKES_NOTHING_ALONG = """
 import sys
 import torch
