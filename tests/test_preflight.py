@@ -19,7 +19,7 @@ from rlhf.interfaces import ModelSpec
 from rlhf.modeling.checks import LEARNING
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.model import load_model
-from rlhf.modeling.skeleton import check_files
+from rlhf.modeling.skeleton import check_files, skeleton
 from rlhf.testing.tiny import tiny_model, tiny_reward_model
 from rlhf.types import RoleSpec
 from rlhf_cli.main import main
@@ -175,6 +175,23 @@ def test_a_login_that_is_not_there_is_missed_before_models_are_loaded(shop, tmp_
         assert "observer 'wandb' could not start: no API key is configured. Set WANDB_API_KEY in" in text
     path = shop.arguments(shop.config("sft", "unlogged", observer=[{"use": "wandb", "mode": "offline"}]))[1]
     assert said("train", path, "--dry-run")[0] == 0
+
+
+def test_a_policy_that_cannot_be_sampled_from_is_refused_by_its_config(shop):
+    mamba = tiny_model(shop.folder / "mamba", architecture="mamba", hidden=16, heads=2)
+    code, text = said("train", run_file(shop, "mamba", "rloo", {"policy": {"model": str(mamba)}}), "--dry-run")
+    assert code == 1
+    assert "MambaForCausalLM" in text
+    assert "the generator 'transformers' cannot sample from it" in text
+    changes = {"policy": {"model": str(shop.folder / "short")}, "sampling": {"max_new_tokens": 40}}
+    configured(max_position_embeddings=41)(Path(shutil.copytree(shop.model, shop.folder / "short")))
+    path = run_file(shop, "short", "rloo", changes)
+    assert said("train", path, "--dry-run")[0] == 0
+    configured(max_position_embeddings=40)(shop.folder / "short")
+    skeleton.cache_clear()
+    code, text = said("train", path, "--dry-run")
+    assert code == 2
+    assert "a prompt and max_new_tokens = 40 do not fit into the positions of" in text
 
 
 def without(name: str) -> Callable[[Path], object]:

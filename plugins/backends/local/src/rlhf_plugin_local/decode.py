@@ -81,6 +81,13 @@ class Decoder:
         return out.logits[0] if keep_P is None or self._keep else out.logits[0, keep_P]
 
 
+def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
+    """Longest sequence of the model, with or without its values, and the config field that says so. Raises ModelError
+    where it cannot be sampled from here."""
+    _check([module])
+    return _positions(module.config.get_text_config())
+
+
 def _check(models: list[PreTrainedModel]) -> None:
     """Refuse what the slot cache would sample from wrongly."""
     if not models:

@@ -14,11 +14,12 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
 from rlhf.modeling.sharding import computes_bf16
+from rlhf.modeling.skeleton import skeleton
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
 from torch import nn
 
-from rlhf_plugin_local.decode import Decoder
+from rlhf_plugin_local.decode import Decoder, check_model
 from rlhf_plugin_local.loop import SamplingLoop
 
 YIELD_STEPS = 16
@@ -76,6 +77,19 @@ class TransformersGenerator(Generator):
                 raise ConfigError(
                     f"a prompt and max_new_tokens = {sampling.max_new_tokens} do not fit into "
                     f"generator.max_cache_tokens = {config.max_cache_tokens}. Raise it, or lower max_new_tokens."
+                )
+        if not spec.path:
+            return
+        try:
+            module = skeleton(spec.path, spec.trust_remote_code)
+        except Exception:  # anything: configs are other people's files, and loading the model says it better
+            return
+        limit, field = check_model(module)
+        for sampling in samplings if limit is not None else ():
+            if sampling.max_new_tokens >= limit:
+                raise ConfigError(
+                    f"a prompt and max_new_tokens = {sampling.max_new_tokens} do not fit into the positions of "
+                    f"{spec.path}, {field} = {limit}. Lower max_new_tokens."
                 )
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
