@@ -85,8 +85,8 @@ class TransformersGenerator(Generator):
         except Exception:  # anything: configs are other people's files, and loading the model says it better
             return
         limit, field = check_model(module)
-        for sampling in samplings if limit is not None else ():
-            if sampling.max_new_tokens >= limit:
+        for sampling in samplings:
+            if limit is not None and sampling.max_new_tokens >= limit:
                 raise ConfigError(
                     f"a prompt and max_new_tokens = {sampling.max_new_tokens} do not fit into the positions of "
                     f"{spec.path}, {field} = {limit}. Lower max_new_tokens."
