@@ -21,6 +21,10 @@ from rlhf_plugin_local.cache import LayerKV, SlotCache
 NAME = "rlhf_sampling"
 QUERIES = 512
 """Queries per block where prompt attention is written out (windows, soft caps, sinks): bounds the score matrix."""
+POSITIONS = 32
+"""On a CPU in bf16 a decoding step attends to whole blocks of so many positions, the last ones hidden. oneDNN keeps
+what it compiled for each shape, and with one more position in every step that lies between temporaries which grow: the
+heap falls to pieces that nothing fits into any more."""
 
 AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
 
@@ -64,7 +68,8 @@ class StepAttention(PackedAttention):
 
     def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[int, int]) -> None:
         """``length``: the largest position of a live row + 1; what is attended to at most."""
-        self.cache, self.position_S, self.length, self.windows = cache, position_S, length, windows
+        self.cache, self.position_S, self.windows = cache, position_S, windows
+        self.length = min(-(-length // POSITIONS) * POSITIONS, cache.capacity) if _compiles_shapes(cache) else length
         # Built once a step for all layers of a kind.
         self._index: dict[int, Tensor] = {}
         self._bias: dict[tuple[int | None, int], Tensor] = {}
@@ -112,6 +117,10 @@ class StepAttention(PackedAttention):
             bias_SL.masked_fill_(hidden_SL, float("-inf"))
             self._bias[window, heads] = bias_SL.repeat_interleave(heads, 0)[:, None]
         return self._bias[window, heads]
+
+
+def _compiles_shapes(cache: SlotCache) -> bool:
+    return cache.keys[0].device.type == "cpu" and cache.keys[0].dtype != torch.float32
 
 
 def _check(module: Any, options: Mapping[str, Any]) -> None:
