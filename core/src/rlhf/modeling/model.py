@@ -41,12 +41,22 @@ class LoadedModel:
     """``auto`` | ``sdpa`` | ``flash``: the kernel on a GPU."""
     fresh_head: bool = False
     """The checkpoint has no head of this kind (a causal language model under a scalar role): :func:`draw_head`."""
+    positions: int | None = None
+    """Positions that have a learned embedding, where the model has such (GPT-2, OPT): no sequence is longer."""
 
     @property
     def vocabulary(self) -> int:
         """Rows of the embedding: token ids are below it."""
         embedding: Any = self.module.get_input_embeddings()
         return int(embedding.num_embeddings)
+
+    def require_positions(self, lens: Sequence[int]) -> None:
+        """Raises ModelError where a sequence is longer than the model's positions."""
+        if self.positions is not None and max(lens) > self.positions:
+            raise ModelError(
+                f"a sequence has {max(lens)} tokens, but the model has learned embeddings for {self.positions} "
+                f"positions only. Set data.max_tokens = {self.positions} or less."
+            )
 
     def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor:
         """[N, hidden] of packed sequences; ``use_cache=False`` always, whatever the model's config says."""
@@ -98,6 +108,7 @@ def load_model(
     use_packed_attention(module)
     loaded = _take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
+    loaded.positions = _learned_positions(module)
     if divided:
         module.eval().to(device)
         return loaded
@@ -154,6 +165,14 @@ def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_
             f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
             f"{model.__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
         )
+
+
+def _learned_positions(module: PreTrainedModel) -> int | None:
+    """By the table of embeddings, beside that of tokens, with a row for each position (OPT's has two before them)."""
+    positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
+    sizes = {int(table.num_embeddings) for table in tables}
+    return positions if positions and sizes & {positions, positions + 2} else None
 
 
 def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:

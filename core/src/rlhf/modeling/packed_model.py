@@ -48,6 +48,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
     With ``share`` a prefix that sequences have in common is computed once (:mod:`rlhf.modeling.prefix`).
     """
     lens = batch.lens_B.tolist()
+    loaded.require_positions(lens)
     shared = share_prefixes(batch.ids_N, lens) if share else None
     if shared is None:
         return loaded.hidden(batch.ids_N, batch.position_N, lens), None

@@ -12,7 +12,13 @@ from rlhf.modeling.model import load_model
 from rlhf.testing.tiny import tiny_model, tiny_reward_model
 from rlhf.types import RoleSpec
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GPT2Config,
+    OPTConfig,
+)
 
 CPU = torch.device("cpu")
 
@@ -112,3 +118,42 @@ def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path, make
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
     assert make_trainer(path).eos_token_ids == (7, 9, 1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=99, n_embd=16, n_layer=1, n_head=2, n_positions=12),
+        OPTConfig(
+            vocab_size=99,
+            hidden_size=16,
+            ffn_dim=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=12,
+            word_embed_proj_dim=16,
+        ),
+    ],
+    ids=["gpt2", "opt"],
+)
+def test_more_tokens_than_learned_positions_are_refused(config, tmp_path):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.positions == 12
+    loaded.require_positions([3, 12])
+    with pytest.raises(ModelError, match=r"has 13 tokens, but .* 12 positions only\. Set data\.max_tokens = 12"):
+        loaded.require_positions([3, 13])
+
+
+def test_rotary_positions_have_no_end(model_path):
+    loaded = load(model_path)
+    assert loaded.positions is None
+    loaded.require_positions([10**6])
+
+
+def test_a_trainer_asks_for_its_positions(make_trainer, make_batch, nll):
+    trainer = make_trainer()
+    trainer.loaded.positions = 5
+    trainer.accumulate([make_batch((5, 4), 0, nll)], nll, {}, {})
+    with pytest.raises(ModelError, match="a sequence has 6 tokens"):
+        trainer.accumulate([make_batch((6, 4), 0, nll)], nll, {}, {})

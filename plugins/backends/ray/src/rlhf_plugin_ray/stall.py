@@ -69,8 +69,8 @@ class Stall:
         hints = []
         if "T (stopped)" in own:
             hints.append(
-                "The process is stopped (SIGSTOP, a debugger, a suspended terminal): on its node, "
-                f"`kill -CONT {self.member.facts['pid']}` lets it go on; the run itself has to be resumed."
+                "The process is stopped (SIGSTOP, a debugger, a suspended terminal): find out on its node what stopped "
+                "it. It ends with the run, which has to be resumed."
             )
         elif "D (disk sleep)" in own:
             hints.append(
