@@ -92,6 +92,14 @@ def test_the_same_run_has_nothing_to_say():
     assert require_same_run(compare(meta(), meta(run__output="b", run__resume=True)), "step-3") == []
 
 
+def test_a_plugin_may_be_named_in_another_way():
+    assert compare(meta(), meta(reward__0__use="plugin:math")) == []
+    [other] = compare(meta(), meta(reward__0__use="plugin:length"))
+    assert other.severity == "refuse"
+    [kept] = compare(meta(policy__model="math"), meta(policy__model="plugin:math"))
+    assert kept.key == "policy.model", "a path means what it says"
+
+
 def test_a_plugin_of_another_distribution_is_another_plugin():
     other = [{**PLUGINS[0], "distribution": "someone-elses-math"}]
     assert [d.severity for d in compare(meta(), meta(plugins=other))] == ["refuse"]

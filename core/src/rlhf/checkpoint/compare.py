@@ -118,9 +118,14 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str,
     found = []
     for key in sorted({*old, *new}):
         a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
-        if (a != b or type(a) is not type(b)) and key not in _IGNORED:
+        if (_meant(key, a) != _meant(key, b) or type(a) is not type(b)) and key not in _IGNORED:
             found.append(Difference(prefix + key, a, b, severity(key, a, b)))
     return found
+
+
+def _meant(key: str, value: Any) -> Any:
+    """``use = "plugin:math"`` and ``use = "math"`` name the same."""
+    return value.removeprefix("plugin:") if key.endswith(".use") and isinstance(value, str) else value
 
 
 def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
