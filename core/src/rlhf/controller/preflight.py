@@ -9,8 +9,6 @@ from rlhf.controller.drawing import evaluation_sampling, training_sampling
 from rlhf.controller.parts import RunParts, section_of, where_trainer
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.modeling.precision import choose_device
-from rlhf.modeling.skeleton import check_files
-from rlhf.modeling.trainer import PackedTrainer
 
 
 def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
@@ -25,8 +23,8 @@ def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str,
     device = choose_device("auto").type if here and launcher.here(chosen.config) else None
     for name, spec in specs.items():
         trainer = made.trainer(name)
-        if here and issubclass(trainer.resolved.cls, PackedTrainer):  # others may read other files
-            check_files(spec)
+        if here:
+            trainer.resolved.cls.check_files(spec)
         trainer.resolved.cls.check(trainer.config, spec, device)
     if generator is not None and "policy" in specs:
         policy, data = specs["policy"], config.data

@@ -122,6 +122,11 @@ class Trainer(Component):
         """
 
     @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        """Refuse before anything starts a model whose files the constructor would refuse, as far as it shows without
+        reading weights. Asked where the run is started, not where it is only planned. Raises ModelError."""
+
+    @classmethod
     def sharding(cls, config: Any, spec: ModelSpec, device: str) -> Sharding:
         """What a rank would hold of ``spec``'s model, without building it (``rlhf plan``); the default is a whole copy.
 

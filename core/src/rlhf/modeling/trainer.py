@@ -30,6 +30,7 @@ from rlhf.modeling.padding import set_padding
 from rlhf.modeling.precision import Precision, choose_precision
 from rlhf.modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf.modeling.sharding import sharding
+from rlhf.modeling.skeleton import check_files
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -44,6 +45,10 @@ class PackedTrainer(Trainer):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
     config: TrainingConfig
+
+    @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        check_files(spec)
 
     @classmethod
     def sharding(cls, config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
