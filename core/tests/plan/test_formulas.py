@@ -16,7 +16,7 @@ from rlhf.modeling.attention import packed
 from rlhf.modeling.fused import LAYERS, restore_layers
 from rlhf.modeling.model import load_model
 from rlhf.modeling.prefix import share_prefixes
-from rlhf.plan import engines, formulas, read_shape
+from rlhf.plan import engines, formulas, logits_peak, read_shape
 from rlhf.plan.adapters import adapter_holes
 from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
@@ -319,19 +319,19 @@ def test_tensors_of_32_mib_are_mapped_apart(published):
     inputs = formulas.activations(shape, 4096, 512, s, "cpu", checkpointing=True)
     assert inputs.heap == inputs.all
     assert shape.small == shape.parameters - 151936 * 1024
-    assert formulas.head_gradient(shape).heap == 0
+    assert logits_peak.head_gradient(shape).heap == 0
 
 
 def test_logits_are_chunked():
     shape = Shape(outputs=1000, hidden=10)
     s = Sharding(logits=4000)
-    assert formulas.logits(shape, 3, s) == 3 * 1000 * 4
-    assert formulas.logits(shape, 100, s) == 4 * 1000 * 4
-    assert formulas.copies(["logprobs"], backward=False) == 2
-    assert formulas.copies(["logprobs", "entropy"], backward=True) == 6
-    assert formulas.copies(["logprobs", "margin"], backward=True) == 6
-    assert formulas.head_backward(shape, 3, s, ["logprobs"]).all == 4 * 12_000 + 2 * 3 * 10 * 4
-    assert formulas.head_backward(shape, 100, s, ["logprobs"]).all == 4 * 16_000 + 2 * 100 * 10 * 4 + 10_000 * 4
+    assert logits_peak.logits(shape, 3, s) == 3 * 1000 * 4
+    assert logits_peak.logits(shape, 100, s) == 4 * 1000 * 4
+    assert logits_peak.copies(["logprobs"], backward=False) == 2
+    assert logits_peak.copies(["logprobs", "entropy"], backward=True) == 6
+    assert logits_peak.copies(["logprobs", "margin"], backward=True) == 6
+    assert logits_peak.head_backward(shape, 3, s, ["logprobs"]).all == 4 * 12_000 + 2 * 3 * 10 * 4
+    assert logits_peak.head_backward(shape, 100, s, ["logprobs"]).all == 4 * 16_000 + 2 * 100 * 10 * 4 + 10_000 * 4
 
 
 class Shape:

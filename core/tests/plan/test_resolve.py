@@ -10,7 +10,7 @@ import pytest
 from rlhf.config import load
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
-from rlhf.plan import Machine, as_json, describe, formulas, make_plan, nearest, resolve, sum_of, target
+from rlhf.plan import Machine, as_json, describe, logits_peak, make_plan, nearest, resolve, sum_of, target
 from rlhf.plan.busy import training
 from rlhf.plan.machines import cpu_memory
 from rlhf.plan.phases import loading, resting
@@ -71,8 +71,8 @@ def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published,
     assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
     alone, beside = (resting(replace(made.roles[0], borrowed=b))[0] for b in (0, made.roles[0].borrowed))
     assert beside["weights"] - alone["weights"] == 128_256 * 4096 * 4
-    assert formulas.copies(("hidden",), backward=False) == 0
-    assert formulas.copies(("logprobs", "hidden"), backward=True) == formulas.copies(("logprobs",), backward=True)
+    assert logits_peak.copies(("hidden",), backward=False) == 0
+    assert logits_peak.copies(("logprobs", "hidden"), backward=True) == logits_peak.copies(("logprobs",), backward=True)
 
 
 def test_options_reach_the_layout(published, plugins):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf.plan import formulas, heap
+from rlhf.plan import formulas, heap, logits_peak
 from rlhf.plan.heap import Size, total
 from rlhf.plan.layout import RoleLayout
 
@@ -62,7 +62,7 @@ def _fullest(moments: Sequence[Moment]) -> Parts:
 def _forward(role: RoleLayout, device: str) -> list[Moment]:
     s, shape = role.sharding, role.shape
     always = [formulas.gathered(shape, s), formulas.casts(shape, s)]
-    head = formulas.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
+    head = logits_peak.head_forward(shape, role.micro_tokens, s, role.annotated or role.outputs)
     return [{"working": total([*always, _layer(role, device)])}, {"working": total(always), "logits": head}]
 
 
@@ -81,11 +81,11 @@ def _train(role: RoleLayout, device: str) -> list[Moment]:
         alone = formulas.gradients(role.scattered_parameters, s)
         gradients = Size(formulas.gradients(role.trained_parameters, s), alone)
     moments = (
-        (kept, formulas.head_forward(shape, tokens, s, role.outputs), casts),
-        (kept, formulas.head_backward(shape, tokens, s, role.outputs), copied),
+        (kept, logits_peak.head_forward(shape, tokens, s, role.outputs), casts),
+        (kept, logits_peak.head_backward(shape, tokens, s, role.outputs), copied),
         (
             computed,
-            formulas.head_gradient(shape) if tied else none,
+            logits_peak.head_gradient(shape) if tied else none,
             total([copied, _layer(role, device), formulas.weight_gradient(shape, s)]),
         ),
     )
