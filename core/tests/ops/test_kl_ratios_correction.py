@@ -158,7 +158,24 @@ def test_weights_are_zero_or_within_the_band(d, what):
     """Defect 1: sequence-masked weights were not clamped; inf and 0 x inf were possible."""
     config = CorrectionConfig(preset=what) if isinstance(what, str) else CorrectionConfig(level=what[0], mode=what[1])
     for w in weights(d, config):
-        assert w == 0.0 or 0.5 - 1e-6 <= w <= 5.0 + 1e-6
+        assert w == 0.0 or config.low - 1e-6 <= w <= config.high + 1e-6
+
+
+def test_mis_is_one_sided_as_published():
+    """Sequences of 2000 tokens with log-ratios of deviation 0.02: their products have deviation 0.9 in the log."""
+    config = CorrectionConfig(preset="mis")
+    assert (config.low, config.high) == (0.0, 3.0)
+    noise = torch.randn(100, 2000, generator=torch.Generator().manual_seed(0)) * 0.02
+    d = (noise - 0.0002).reshape(-1)  # E[exp] = 1: the samples are those of the generator
+    sequence = [n for n in range(100) for _ in range(2000)]
+    masked = (torch.tensor(weights(d.tolist(), config, sequence)) == 0).float().mean()
+    two_sided = CorrectionConfig(preset="mis", low=0.5, high=5.0)
+    assert masked < 0.1
+    assert (torch.tensor(weights(d.tolist(), two_sided, sequence)) == 0).float().mean() > 0.25
+    assert CorrectionConfig.model_validate(config.model_dump()) == config
+    assert (two_sided.low, two_sided.high) == (0.5, 5.0)
+    for other in ("tis", "icepop", "seq_mask_tis"):
+        assert (CorrectionConfig(preset=other).low, CorrectionConfig(preset=other).high) == (0.5, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +187,7 @@ def test_weights_are_zero_or_within_the_band(d, what):
         ({"mode": "mask"}, "a correction needs both, or a preset"),
         ({"low": 0.4}, "no correction is on"),
         ({"high": 4.0}, "no correction is on"),
-        ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 5.0\]"),
+        ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 3.0\]"),
     ],
 )
 def test_corrections_that_say_nothing_or_two_things_are_refused(options, message):

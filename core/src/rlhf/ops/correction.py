@@ -5,25 +5,35 @@ tokens, of a sequence as the product. The mode says what happens outside the ban
 the weight to the nearer end, ``mask`` makes it 0. Losses multiply by the weight; the denominators of their means stay
 as they are, so masking a token does not make the others louder.
 
-================  ==================================  ======================================================
-preset            level, mode                         source
-================  ==================================  ======================================================
-``tis``           token, truncate                     Yao et al. 2025, "Your efficient RL framework secretly
-                                                      brings you off-policy RL training"
-``icepop``        token, mask                         Ling team 2025, arXiv:2510.18855
-``seq_mask_tis``  sequence mean, mask; then           as ``tis``, without the sequences whose geometric mean
-                  token, truncate                     leaves the band
-``mis``           sequence product, mask              Liu et al. 2025, "When speed kills stability"
-================  ==================================  ======================================================
+================  =========================  ===============  ==================================================
+preset            level, mode                band             source
+================  =========================  ===============  ==================================================
+``tis``           token, truncate            [0.5, 5]         Yao et al. 2025, "Your efficient RL framework
+                                                              secretly brings you off-policy RL training"
+``icepop``        token, mask                [0.5, 5]         Ling team 2025, arXiv:2510.18855
+``seq_mask_tis``  sequence mean, mask; then  [0.5, 5]         OpenRLHF's ``seq-mask-tis``
+                  token, truncate
+``mis``           sequence product, mask     [0, 3]           Liu et al. 2025, "When speed kills stability"; C is
+                                                              the default of TRL's ``sequence_mask``
+================  =========================  ===============  ==================================================
 
-Deviations: (1) ``truncate`` is two-sided; ``low = 0`` gives the one-sided form of the paper. (2) ``seq_mask_tis``
-truncates its token weights, so every weight of every preset is 0 or within [low, high]. (3) Log-ratios are bounded to
-+-20 before exp; a log-ratio that is not a number weighs 0.
+Deviations:
+
+1. ``tis``: the paper truncates from above only, w = min(ratio, C). Our band is OpenRLHF's, which also lifts weights
+   below 0.5 to 0.5. ``low = 0`` gives the paper's form.
+2. ``icepop``: none; the band is the paper's.
+3. ``seq_mask_tis``: OpenRLHF masks sequences and leaves their token weights unbounded. Here they are truncated to the
+   same band, so that every weight of every preset is 0 or within [low, high].
+4. ``mis``: none in the form, w = ratio where ratio <= C, else 0. TRL takes C = 3; verl's preset of this name rejects
+   below 0.5 and above 2, which ``low = 0.5`` and ``high = 2`` give. A product over many tokens leaves a two-sided band
+   by ordinary rounding differences, and many sequences with it.
+5. All: log-ratios are bounded to +-20 before exp; a log-ratio that is not a number weighs 0. A level and a mode
+   without a preset have the band [0.5, 5].
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -41,6 +51,8 @@ PRESETS: dict[str, tuple[Level, Mode]] = {
     "seq_mask_tis": ("token", "truncate"),  # after the mask on the sequence mean
     "mis": ("sequence_product", "mask"),
 }
+ONE_SIDED = {"low": 0.0, "high": 3.0}
+"""The band of ``mis``, where the run file gives none."""
 
 
 class CorrectionConfig(ComponentConfig):
@@ -53,9 +65,14 @@ class CorrectionConfig(ComponentConfig):
     mode: Mode | None = None
     """Outside the band: move the weight to the nearer end (``truncate``) or make it 0 (``mask``)."""
     low: float = Field(default=0.5, ge=0)
-    """Lower end of the band of weights."""
+    """Lower end of the band of weights; 0 with preset ``mis``."""
     high: float = Field(default=5.0, gt=0)
-    """Upper end of the band of weights."""
+    """Upper end of the band of weights; 3 with preset ``mis``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _band(cls, data: Any) -> Any:
+        return {**ONE_SIDED, **data} if isinstance(data, dict) and data.get("preset") == "mis" else data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
