@@ -413,3 +413,39 @@ def test_a_full_disk(forks: Forks, shop: Workshop, kilobytes: int) -> None:
     assert again.wait() == 0, again.output
     assert Finished(shop.folder / "run", 0).lines() == whole.lines()
     assert Finished(shop.folder / "run", 0).weights == whole.weights
+
+
+# ------------------------------------------------------------------------------------------ plugins
+
+UNDECLARED = """
+from rlhf.interfaces import Algorithm, Slot
+from rlhf.ops.rows import pack_rows
+from rlhf.types import Annotation, Needs, RoleSpec, Update
+
+class Undeclared(Algorithm):
+    name = "undeclared"
+    data = "demonstrations"
+    slots = {"loss": Slot("loss", "nll")}
+
+    def needs(self):
+        return Needs(roles=(RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples):
+        return pack_rows(examples)
+
+    def annotations(self, step):
+        return [Annotation("reference", "logprobs", "ref_logprobs")] if step >= FROM else []
+
+    def updates(self, step):
+        return [Update("policy", "loss")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "who"), [(0, "annotations() of algorithm 'undeclared'"), (1, "annotations() of 'undeclared'")]
+)
+def test_an_undeclared_role_is_an_error_in_words(shop: Workshop, first: int, who: str) -> None:
+    path = shop.file("undeclared.py", UNDECLARED.replace("FROM", str(first)))
+    run = shop.run("sft", "run", algorithm={"use": f"file:{path}"})
+    refused(run, f"{who} names the role 'reference'", "holds policy", "RoleSpec('reference')", code=1)
+    assert nothing_written(run) == (first == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rlhf.controller.learn import Metrics
+from rlhf.controller.learn import Metrics, role_of
 from rlhf.controller.roles import Role
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.data.rows import Example
@@ -45,7 +45,7 @@ def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Seq
     if batch is None:
         return {}
     for annotation in algorithm.annotations(0):
-        batch = roles[annotation.role].annotate(batch, [annotation])
+        batch = role_of(roles, annotation.role, f"annotations() of {algorithm.name!r}").annotate(batch, [annotation])
     batch, _ = algorithm.credit(batch)
     metrics: Metrics = {}
     for update in algorithm.updates(0):
@@ -54,7 +54,8 @@ def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Seq
         loss = algorithm.parts[update.loss]
         weighted = batch
         for annotation in loss.prepass():
-            weighted = roles[annotation.role].annotate(weighted, [annotation])
+            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
+            weighted = reader.annotate(weighted, [annotation])
         weighted = weigh(loss.prepare(weighted), loss.reduce())
         sums = finish_sums(roles[update.role].evaluate(weighted, loss, update))
         metrics |= {f"eval/{name}" if update.role == "policy" else f"eval/{update.role}/{name}": value

@@ -41,7 +41,8 @@ def learn(
     """
     wanted = algorithm.annotations(step)
     for name in dict.fromkeys(a.role for a in wanted):
-        batch = roles[name].annotate(batch, [a for a in wanted if a.role == name])
+        role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
+        batch = role.annotate(batch, [a for a in wanted if a.role == name])
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step)
@@ -51,6 +52,16 @@ def learn(
         else:
             metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
     return batch, metrics
+
+
+def role_of(roles: Mapping[str, Role], name: str, who: str) -> Role:
+    """The role that an algorithm or a loss names. Raises TrainingError where the algorithm does not declare it."""
+    if name not in roles:
+        raise TrainingError(
+            f"{who} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
+            f"algorithm declares its roles: needs() must return Needs(roles=(..., RoleSpec({name!r})))."
+        )
+    return roles[name]
 
 
 def catch_up(planned: Iterable[Update | Snapshot], roles: Mapping[str, Role]) -> None:
@@ -79,12 +90,13 @@ def train(
             f"the update of {update.role!r} has {update.epochs} x {update.minibatches} optimizer steps and leaves out "
             f"{sorted(update.live)}: only a single step may, as the live output differs from it afterwards"
         )
-    role, parts, skipped = roles[update.role], [], 0
+    role, parts, skipped = role_of(roles, update.role, "updates()"), [], 0
     grad_norms: list[float] = []
     result = None
     for minibatch in minibatches(batch, update, seed, step):
         for annotation in loss.prepass():  # by the weights of now: earlier minibatches have changed them
-            minibatch = roles[annotation.role].annotate(minibatch, [annotation])
+            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
+            minibatch = reader.annotate(minibatch, [annotation])
         with boundary(TrainingError, f"loss {loss.name!r}"):
             minibatch = weigh(loss.prepare(minibatch), loss.reduce())
         sums, result = role.update(minibatch, loss, update)
@@ -126,7 +138,7 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := share source + (1 - share) role`` on every rank."""
-    source, target = roles[update.source], roles[update.role]
+    source, target = (role_of(roles, name, "a Snapshot in updates()") for name in (update.source, update.role))
     sent = list(source.group.stream("buckets", "live"))
     if update.share < 1:
         old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]

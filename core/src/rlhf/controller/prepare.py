@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf.data.vocabulary import check_vocabularies
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, PluginInvalid
 from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import Precision, choose_device, choose_precision
@@ -144,6 +144,7 @@ def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapsho
         updates, snapshots: of the whole run, as :func:`_schedule` counts them.
     """
     algorithm, roles = made.algorithm, made.roles
+    _check_declared(algorithm, roles, snapshots)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
         f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
@@ -155,6 +156,23 @@ def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapsho
     asked = [name for name in roles if section_of(made.config, name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     raise_problems("this head cannot be lent", lending.problems_of(algorithm.needs().lent, roles, snapshots, asked))
+
+
+def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
+    """Raises PluginInvalid where the first step names a role that nobody declares. Later steps are not looked at."""
+    updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
+    prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
+    named = {
+        "annotations()": {a.role for a in algorithm.annotations(0)},
+        "updates()": {*(update.role for update in updates), *snapshots},
+        "prepass() of a loss": {a.role for a in prepass},
+    }
+    for who, names in named.items():
+        if unknown := sorted(names - set(roles)):
+            raise PluginInvalid(
+                f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nobody declares. The run "
+                f"holds {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
+            )
 
 
 def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
