@@ -83,6 +83,7 @@ class Plain(Loss):
 
 def algorithm(batch):
     return SimpleNamespace(
+        name="plain",
         assemble=lambda examples: batch,
         annotations=lambda step: [Annotation("policy", "logprobs", "old")],
         credit=lambda batch: (batch.with_column("unit", "credit", torch.ones(batch.units)), {"reward/mean": 1.0}),
