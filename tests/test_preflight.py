@@ -93,6 +93,25 @@ HERE: dict[str, tuple[str, dict[str, Any], str]] = {
 """What a CPU cannot do; ``rlhf plan`` may be for another machine."""
 
 
+JUDGE = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult, RoleSpec
+
+
+class Judge(Reward):
+    name = "judge"
+
+    def roles(self):
+        return (RoleSpec("judge", head="scalar"),)
+
+    async def setup(self, context):
+        self.ask = context.score_with_role
+
+    async def score(self, group):
+        return [RewardResult(v) for v in await self.ask("judge", [t.turns[0].ids for t in group.trajectories])]
+"""
+
+
 def said(*words: str) -> tuple[int, str]:
     """Exit code and everything that a command printed."""
     out, err = io.StringIO(), io.StringIO()
@@ -265,6 +284,38 @@ def test_a_reward_model_that_cannot_be_loaded_is_refused_by_its_headers(shop):
     code, text = said("train", path, "--dry-run")
     assert code == 1
     assert "role 'reward_model' lacks 1 weights of a Qwen3ForSequenceClassification" in text
+
+
+@pytest.mark.parametrize("reward", ["model", "file"])
+def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch):
+    """Its head would be random, and nothing trains it."""
+    changes: dict[str, Any] = {"reward": [{"use": "model", "model": str(shop.model)}]}
+    if reward == "file":
+        judge = shop.file("judge.py", JUDGE)
+        changes = {"reward": [{"use": f"file:{judge}"}], "roles": {"judge": {"model": str(shop.model)}}}
+    path = shop.arguments(shop.config("rloo", "random", **changes))[1]
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it started"))
+    for words in (("train", path, "--dry-run"), ("train", path)):
+        code, text = said(*words)
+        assert code == 1, text
+        assert "is a Qwen3ForCausalLM, which has no trained 'scalar' head, and this run does not train the role" in text
+        assert "Name a sequence-classification model with 1 label" in text
+
+
+def test_a_language_model_is_no_reward_model_of_score_and_eval(shop, monkeypatch):
+    monkeypatch.setattr("rlhf.controller.score.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf.controller.inference.launch_roles", lambda *_: pytest.fail("it started"))
+    shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
+    for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):
+        code, text = said(*words)
+        assert code == 1
+        assert "which has no trained 'scalar' head, and this run does not train the role" in text
+
+
+def test_a_role_that_is_trained_may_start_from_a_language_model(shop):
+    for algorithm in ("ppo", "reward_model"):
+        code, text = said("train", shop.arguments(shop.config(algorithm, algorithm))[1], "--dry-run")
+        assert code == 0, text
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])

@@ -171,6 +171,14 @@ class ForgetsNothing(PlainTrainer):
         return None
 
 
+class TakesAnyHead(PlainTrainer):
+    """A random head is taken for a reward model's."""
+
+    @classmethod
+    def check_files(cls, spec):
+        return None
+
+
 def suite(made):
     return type("Broken", (TrainerContract,), {"trainer": made, "registered": False})()
 
@@ -196,6 +204,7 @@ def suite(made):
         (BorrowsUnscaled, "test_lent_head", "the loss is .*, plainly computed"),
         (EvaluatesIntoGradients, "test_evaluate", "changed the weight"),
         (ForgetsNothing, "test_zero_grad", "after zero_grad"),
+        (TakesAnyHead, "test_frozen_head", "its head would be random"),
     ],
 )
 def test_broken_trainer_fails_the_right_check(made, check, message):

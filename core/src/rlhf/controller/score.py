@@ -20,6 +20,7 @@ from rlhf.controller.answering import scorer_of
 from rlhf.controller.launching import launch_roles
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.parts import active_reward, model_of, model_spec, places_of, run_parts
+from rlhf.controller.preflight import check_parts
 from rlhf.controller.prepare import Prepared, on_processor
 from rlhf.controller.reading import read_role, score_with_role, together
 from rlhf.controller.scoring import Scorer
@@ -221,6 +222,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     if any(spec.dtype == "auto" for spec in specs.values()):
         specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
     policy = model_spec(made.config, {"policy": RoleSpec("policy")}, "policy")
+    check_parts(made, places, specs, here=True)
     check_vocabularies(policy, tokenizer, specs.values())
     used = [*(s.resolved for s in parts.values()), *(r.resolved for r in made.rewards)]
     return Prepared(

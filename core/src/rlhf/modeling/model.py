@@ -129,7 +129,8 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     Args:
         config: the model's.
 
-    Raises ModelError where the model is of another kind than the role.
+    Raises ModelError where the model is of another kind than the role, and where a role that is not trained would get a
+    fresh head: nothing would ever train it.
     """
     kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
     classifies = [a for a in architectures if "Classification" in a]
@@ -144,6 +145,12 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
             f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
+        )
+    if not classifies and not spec.role.trained:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
+            f"which has no trained {kind!r} head, and this run does not train the role: what it says would be random. "
+            f"Name a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
         )
     return _classification(architectures), not classifies
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
@@ -45,10 +46,21 @@ class PlainTrainer(Trainer):
 
     # ---------------------------------------------------------------------------------- the model
 
+    @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        """A role that is not trained needs a model that was saved with its head."""
+        from transformers import AutoConfig
+
+        if spec.role.trained or spec.role.head == "lm":
+            return
+        if not any("Classification" in name for name in AutoConfig.from_pretrained(spec.path).architectures or ()):
+            raise ModelError(f"{spec.path!r} has no {spec.role.head!r} head, and {spec.role.name!r} is not trained")
+
     def load_module(self) -> nn.Module:
         """The transformers model of the role."""
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+        self.check_files(self.spec)
         if self.language_model:
             return AutoModelForCausalLM.from_pretrained(self.spec.path, dtype=torch.float32).eval()
         labels = 1 if self.spec.role.head == "scalar" else int(self.spec.role.head.split(":")[1])

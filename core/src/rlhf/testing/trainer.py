@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.errors import ModelError
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.ops.heads import resolve_head
@@ -95,6 +96,24 @@ class TrainerContract(TrainerStateChecks, Contract):
                             continue
                         masked = got[0][h.name][~batch.tok[h.over]]
                         expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
+
+    def test_frozen_head(self) -> None:
+        """A role that is not trained and needs a scalar head is refused a language model, by ``check_files`` and by the
+        constructor: its head would be random."""
+        path = model_path(self.architectures[0], "lm")
+        spec = ModelSpec(RoleSpec("policy", "scalar"), str(path))
+        ways = {
+            "check_files()": lambda config: self.cls.check_files(spec),
+            "the constructor": lambda config: self.make(config, head="scalar", trained=False, path=path),
+        }
+        for config in self.grid():
+            for name, way in ways.items():
+                try:
+                    way(config)
+                except ModelError:
+                    continue
+                expect(False, f"{self.about(config)} {name} takes a language model for a scalar role that is not "
+                              "trained: its head would be random. Raise ModelError")  # fmt: skip
 
     def test_packing(self) -> None:
         """Sequences do not see each other: packed together, alone and in any order they give the same outputs."""

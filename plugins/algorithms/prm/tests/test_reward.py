@@ -17,6 +17,8 @@ from rlhf_plugin_prm.reward import ProcessReward, _probability
 BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
 CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}
 
+LABELS = {"right_token_id": 7, "wrong_token_id": 9}
+
 
 @pytest.fixture
 def model(tmp_path):
@@ -165,6 +167,8 @@ def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
     lm = {"architectures": ["Qwen3ForCausalLM"]}
     with pytest.raises(ConfigError, match=r"does not say which tokens its labels are. Set label_tokens"):
         score(group("a;"), model=model(**lm))
+    with pytest.raises(ConfigError, match=r"does not say which tokens its labels are. Set label_tokens"):
+        ProcessReward(ProcessReward.Config(model=model(**lm))).roles()
     with pytest.raises(ConfigError, match=r"label_tokens: 'good' must be one token .* 4 \("):
         score(group("a;"), model=model(**lm), label_tokens=("good", "-"))
     with pytest.raises(ConfigError, match="has two classes and no label_tokens"):
@@ -179,7 +183,7 @@ def test_what_cannot_be_read_is_refused(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "head"), [(CLASSES, "classes:2"), ({"architectures": ["LlamaForCausalLM"]}, "lm"),
+    ("settings", "head"), [(CLASSES, "classes:2"), ({"architectures": ["LlamaForCausalLM"], **LABELS}, "lm"),
                            ({"architectures": ["LlamaForTokenClassification"]}, "classes:2")]
 )  # fmt: skip
 def test_the_role_follows_the_model(model, settings: dict, head: str) -> None:

@@ -23,8 +23,8 @@ from transformers import (
 CPU = torch.device("cpu")
 
 
-def load(path, head="lm", seed=0):
-    return load_model(ModelSpec(RoleSpec("critic", head), str(path), seed=seed), CPU)
+def load(path, head="lm", seed=0, trained=True):
+    return load_model(ModelSpec(RoleSpec("critic", head, trained), str(path), seed=seed), CPU)
 
 
 def test_weights_are_fp32_whatever_the_file_holds(tmp_path):
@@ -52,9 +52,24 @@ def test_a_fresh_scalar_head_is_seeded_and_leaves_random_state_alone(model_path)
     assert load(model_path, "classes:3").head.weight.shape == (3, 32)
 
 
+@pytest.mark.parametrize("head", ["scalar", "classes:2"])
+def test_a_role_that_is_not_trained_gets_no_fresh_head(tmp_path, head):
+    path = tiny_model(tmp_path)
+    why = rf"role 'critic' is a Qwen3ForCausalLM, which has no trained '{head}' head, and this run does not train"
+    with pytest.raises(ModelError, match=why):
+        load(path, head, trained=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    with pytest.raises(ModelError, match=r"is a qwen3, which has no trained"):
+        load(path, head, trained=False)
+    assert load(path, head).fresh_head
+
+
 def test_a_reward_model_keeps_its_head(tmp_path):
     path = tiny_reward_model(tmp_path)
-    assert torch.equal(load(path, "scalar").head.weight, load_file(path / "model.safetensors")["score.weight"])
+    for trained in (True, False):
+        head = load(path, "scalar", trained=trained).head
+        assert torch.equal(head.weight, load_file(path / "model.safetensors")["score.weight"])
     with pytest.raises(ModelError, match="has 1 labels, but the role's head is 'classes:2'"):
         load(path, "classes:2")
 

@@ -263,7 +263,7 @@ def test_other_architectures(architecture, options, tmp_path, make_trainer, nll)
 
 def test_scores_are_those_of_one_sequence_at_a_time(make_trainer):
     batch = batch_of(CASES["identical, and one inside another"])
-    trainer = make_trainer(head="scalar", trained=False)
+    trainer = make_trainer(head="scalar")
     [whole] = trainer.forward([batch], ["scores"])
     alone = trainer.forward([batch.select([u]) for u in range(batch.units)], ["scores"])
     assert (whole["scores"] - torch.cat([part["scores"] for part in alone])).abs().max() < 3e-6

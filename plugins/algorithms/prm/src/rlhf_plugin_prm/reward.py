@@ -90,28 +90,34 @@ class ProcessReward(Reward):
         return separator_of(self._settings, self.config.model, self.config.separator)
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Raises ConfigError, before a model is loaded, where the option ``separator`` contradicts the model."""
+        """Raises ConfigError, before a model is loaded, where an option contradicts the model, or nothing says which
+        tokens the labels of a language model are."""
         assert self._separator
+        self._check_labels()
         return (RoleSpec(self.config.role, head=self._head, model=self.config.model),)
+
+    def _check_labels(self) -> None:
+        given = self.config.label_tokens
+        if self._head == CLASSES:
+            if given is not None:
+                raise ConfigError(f"reward {self.name!r}: {self.config.model!r} has two classes and no label_tokens")
+        elif given is None and label_ids(self._settings) is None:
+            raise ConfigError(
+                f"reward {self.name!r}: {self.config.model!r} is a language model whose config.json does not say which "
+                'tokens its labels are. Set label_tokens, e.g. ["+", "-"] (right, wrong)'
+            )
 
     async def setup(self, context: RewardContext) -> None:
         if context.tokens is None:
             raise RewardError(f"reward {self.name!r} needs the policy's tokenizer, which this run does not give")
         self._context, self._ends = context, StepEnds(context.tokens.decode, self._separator)
         self._read = step_logits()
-        given = self.config.label_tokens
+        self._check_labels()
         if self._head == CLASSES:
-            if given is not None:
-                raise ConfigError(f"reward {self.name!r}: {self.config.model!r} has two classes and no label_tokens")
             return
+        given = self.config.label_tokens
         named = None if given is None else tuple(context.tokens.single(t, "label_tokens") for t in given)
-        labels = named or label_ids(self._settings)
-        if labels is None:
-            raise ConfigError(
-                f"reward {self.name!r}: {self.config.model!r} is a language model whose config.json does not say which "
-                'tokens its labels are. Set label_tokens, e.g. ["+", "-"] (right, wrong)'
-            )
-        self._read = step_logits(*labels)
+        self._read = step_logits(*(named or label_ids(self._settings) or ()))
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self._context is None or self._context.read_role is None:
