@@ -12,10 +12,14 @@ from collections import Counter
 import pytest
 from rlhf.plugins.entry import KINDS
 from rlhf_cli.main import main
+from rlhf_cli.scaffold import LIKE
+
+WRITTEN = {f"my_{kind}": (kind, None) for kind in KINDS} | {f"like_{like}": ("algorithm", like) for like in LIKE}
+"""{name: (kind, --like)}: everything that the command can write."""
 
 
-def new(output, name, kind):
-    return main(["plugins", "new", name, "--kind", kind, "--output", str(output)])
+def new(output, name, kind, like=None):
+    return main(["plugins", "new", name, "--kind", kind, "--output", str(output), *(["--like", like] if like else [])])
 
 
 def test_it_says_where_it_wrote_and_what_comes_next(tmp_path, capsys):
@@ -46,10 +50,34 @@ def test_the_class_says_its_kind_once(tmp_path, name, made):
     assert [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)] == [made]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+BASES = {None: "Algorithm", "supervised": "Algorithm", "policy_gradient": "PolicyGradient", "pairs": "PairLearning"}
+
+
+@pytest.mark.parametrize("like", [None, *LIKE])
+def test_an_algorithm_begins_as_what_was_named_and_else_as_a_supervised_one(tmp_path, like):
+    assert new(tmp_path, "x", "algorithm", like) == 0
+    source = (tmp_path / "rlhf-plugin-x/src/rlhf_plugin_x/algorithm.py").read_text()
+    assert f"class XAlgorithm({BASES[like]}):" in source
+
+
+def test_like_is_for_algorithms_and_says_what_is_allowed(tmp_path, capsys):
+    assert new(tmp_path, "x", "reward", "pairs") == 2
+    assert capsys.readouterr().err == (
+        "rlhf: --like pairs was given with --kind reward, but only --kind algorithm has several templates (supervised, "
+        "policy_gradient, pairs). Leave out --like, or write --kind algorithm\n"
+    )
+    assert new(tmp_path, "x", "algorithm", "pair") == 2
+    assert capsys.readouterr().err == (
+        "rlhf: --like pair: there is no such template. Did you mean 'pairs'? Allowed are supervised, policy_gradient, "
+        "pairs\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "like"), WRITTEN.values())
 @pytest.mark.parametrize("name", ["none", "class", "reward", "x1", "a_b_c"])
-def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, name):
-    assert new(tmp_path, name, kind) == 0
+def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, like, name):
+    assert new(tmp_path, name, kind, like) == 0
     for path in (tmp_path / f"rlhf-plugin-{name.replace('_', '-')}").rglob("*"):
         if path.is_file():
             text = path.read_text()
@@ -101,8 +129,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
 def workshop(tmp_path_factory):
     """(folder of all kinds' distributions, environment in which they are installed, beside what was)."""
     folder, target = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("installed")
-    for kind in KINDS:
-        assert new(folder, f"my_{kind}", kind) == 0
+    for name, (kind, like) in WRITTEN.items():
+        assert new(folder, name, kind, like) == 0
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
     folders = sorted(str(p) for p in folder.iterdir())
     done = subprocess.run([*install, "--target", str(target), *folders], capture_output=True, text=True, check=False)
@@ -112,7 +140,7 @@ def workshop(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(workshop):
-    """{kind: Counter of outcomes}, and the output, of one pytest over all of them."""
+    """{name: Counter of outcomes}, and the output, of one pytest over all of them."""
     folder, environment = workshop
     report = folder.parent / "report.xml"
     flags = ["--import-mode=importlib", "-q", "-rs", "-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={report}"]
@@ -120,20 +148,20 @@ def outcomes(workshop):
     flags += ["--rootdir", str(folder)]
     command = [sys.executable, "-m", "pytest", *flags, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
-    found = {kind: Counter() for kind in KINDS}
+    found = {name: Counter() for name in WRITTEN}
     for case in ET.parse(report).iter("testcase"):
         place = f"{case.get('classname')} {case.get('name')}"
-        kind = next(k for k in KINDS if f"test_my_{k}" in place)
-        found[kind][next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")] += 1
+        name = next(n for n in WRITTEN if f"test_{n}" in place)
+        found[name][next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")] += 1
     return found, done.stdout[-6000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, kind):
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, name):
     found, output = outcomes
-    assert set(found[kind]) == {"passed"}, output
-    assert found[kind]["passed"] >= 6, "its own tests and the conformance suite"
+    assert set(found[name]) == {"passed"}, output
+    assert found[name]["passed"] >= 6, "its own tests and the conformance suite"
 
 
 @pytest.mark.slow
@@ -142,4 +170,4 @@ def test_new_plugins_are_listed_and_import(workshop, monkeypatch, capsys):
     monkeypatch.syspath_prepend(environment["PYTHONPATH"])
     main(["plugins", "list", "--json", "--check"])
     status = {(row["kind"], row["name"]): row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert {kind: status[kind, f"my_{kind}"] for kind in KINDS} == dict.fromkeys(KINDS, "ok")
+    assert {name: status[kind, name] for name, (kind, _) in WRITTEN.items()} == dict.fromkeys(WRITTEN, "ok")

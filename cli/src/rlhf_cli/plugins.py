@@ -14,6 +14,8 @@ from rlhf.errors import PluginNotFound, RlhfError, did_you_mean
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 
+from rlhf_cli.scaffold import LIKE, write_plugin
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new = action("new", "write a new plugin: a distribution that installs and passes its own tests")
     new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
     new.add_argument("--kind", required=True, help=", ".join(KINDS))
+    new.add_argument("--like", help=f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})")
     new.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder to make it in (default: here)")
     check = action("check", "run the conformance suite of the plugin's kind")
     check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
@@ -114,9 +117,7 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
 
 
 def _new(args: argparse.Namespace) -> int:
-    from rlhf_cli.scaffold import write_plugin
-
-    folder = write_plugin(args.name, args.kind, args.output)
+    folder = write_plugin(args.name, args.kind, args.output, args.like)
     then = [f"pip install -e {folder}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
     _write("\n  ".join([f"wrote {folder}; next:", *then]))
     return 0

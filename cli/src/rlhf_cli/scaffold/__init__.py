@@ -6,11 +6,12 @@ The files under ``templates/`` are what is written, with names in place of ``@NA
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from rlhf import __version__
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins.references import check_kind
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -22,6 +23,12 @@ THIRD_PARTIES = {
     "trainer": ["torch", "transformers", "safetensors"],
 }
 """What the written source imports beyond ``rlhf``."""
+LIKE = {
+    "supervised": ("algorithm", "loss"),
+    "policy_gradient": ("algorithm", "advantage", "loss"),
+    "pairs": ("algorithm", "loss"),
+}
+"""What ``--like`` chooses of an algorithm, and the kinds of the classes that are written; the first is the default."""
 SELECT = {
     "algorithm": '`--algo @NAME@`, or in the run file `[algorithm] use = "@NAME@"`',
     "reward": '`--reward @NAME@`, or in the run file `[[reward]] use = "@NAME@"`',
@@ -33,12 +40,17 @@ SELECT = {
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
 
 
-def write_plugin(name: str, kind: str, output: Path) -> Path:
+def write_plugin(name: str, kind: str, output: Path, like: str | None = None) -> Path:
     """Write the distribution ``rlhf-plugin-NAME`` into the folder ``output``; returns its folder.
 
-    Raises ConfigError: no such kind, a name that is none, a folder that exists already, or that cannot be made.
+    Args:
+        like: which of ``LIKE`` an algorithm begins as; the first where None.
+
+    Raises ConfigError: no such kind, a name that is none, a ``like`` of another kind or of no template, a folder that
+    exists already, or that cannot be made.
     """
     check_kind(kind)
+    check_like(kind, like)
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be a plugin's name: a letter, then lower case letters, digits and '_'")
     distribution = f"rlhf-plugin-{name.replace('_', '-')}"
@@ -46,13 +58,16 @@ def write_plugin(name: str, kind: str, output: Path) -> Path:
     if folder.exists():
         raise ConfigError(f"{folder} exists already; remove it, or choose another name or --output")
     package = f"rlhf_plugin_{name}"
-    names = _names(name, kind, distribution, package)
+    like = like or next(iter(LIKE))
+    kinds = LIKE[like] if kind == "algorithm" else (kind,)
+    source = f"{kind}_{like}" if kind == "algorithm" else kind
+    names = _names(name, kind, kinds, distribution, package)
     files = {
         "pyproject.toml": _template("pyproject.toml"),
         "README.md": _template("README.md"),
         f"src/{package}/__init__.py": _template("init.py"),
-        f"src/{package}/{kind}.py": _template(f"{kind}.py"),
-        f"tests/test_{name}.py": _template(f"test_{kind}.py"),
+        f"src/{package}/{kind}.py": _template(f"{source}.py"),
+        f"tests/test_{name}.py": _template(f"test_{source}.py"),
     }
     try:
         for path, text in files.items():
@@ -63,9 +78,21 @@ def write_plugin(name: str, kind: str, output: Path) -> Path:
     return folder
 
 
-def _names(name: str, kind: str, distribution: str, package: str) -> dict[str, str]:
+def check_like(kind: str, like: str | None) -> None:
+    """Raises ConfigError for a ``like`` of another kind than ``algorithm``, and for one that has no template."""
+    allowed = ", ".join(LIKE)
+    if like is not None and kind != "algorithm":
+        raise ConfigError(
+            f"--like {like} was given with --kind {kind}, but only --kind algorithm has several templates ({allowed}). "
+            f"Leave out --like, or write --kind algorithm"
+        )
+    if like is not None and like not in LIKE:
+        raise ConfigError(f"--like {like}: there is no such template.{did_you_mean(like, LIKE)} Allowed are {allowed}")
+
+
+def _names(name: str, kind: str, kinds: Sequence[str], distribution: str, package: str) -> dict[str, str]:
     camel = "".join(part.capitalize() for part in name.split("_"))
-    classes = {k: _class(camel, k) for k in ([kind, "loss"] if kind == "algorithm" else [kind])}
+    classes = {k: _class(camel, k) for k in kinds}
     major, minor = (int(part) for part in __version__.split(".")[:2])
     core = f"rlhf-core>={major}.{minor},<{major}.{minor + 1}"
     return {
@@ -77,6 +104,7 @@ def _names(name: str, kind: str, distribution: str, package: str) -> dict[str, s
         "MODULE": kind,
         "CLASS": classes[kind],
         "LOSS_CLASS": classes.get("loss", ""),
+        "ADVANTAGE_CLASS": classes.get("advantage", ""),
         "DEPENDENCIES": ", ".join(f'"{r}"' for r in [core, *THIRD_PARTIES.get(kind, [])]),
         "ENTRY_POINTS": "".join(f'[project.entry-points."rlhf.{k}"]\n{name} = "{package}"\n\n' for k in classes),
         "HOOKS": "\n\n".join(_hook(k, cls, package, kind) for k, cls in classes.items()),
