@@ -174,8 +174,28 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
     assert any(line.startswith("left out  reward probe: cases: ") for line in lines), (
         "no case was supplied: said, not hidden"
     )
-    assert lines[-1].endswith("left out")
+    assert lines[-1] == f"Of {len(lines) - 1} checks {len(lines) - 2} passed, 0 failed and 1 were left out."
     assert code == 0, out
+
+
+@pytest.mark.parametrize("only", ["state", "cases", "secrets"])
+def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installed, capsys, only):
+    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
+    code, out, _ = run(capsys, "check", "probe", "--json", "-k", only)
+    assert code == 0
+    assert [row["check"] for row in json.loads(out)] == [name for name in every if only in name] != []
+
+
+def test_check_says_which_checks_there_are(installed, capsys):
+    installed("probe", REWARD.replace("path: str\n", "path: str = 'x'\n"))
+    every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
+    code, out, err = run(capsys, "check", "probe", "-k", "repeatabel")
+    assert (code, out) == (2, "")
+    assert err == (
+        "rlhf: -k repeatabel: no check of kind reward has this in its name. Did you mean 'repeatable'? "
+        f"The checks are {', '.join(every)}\n"
+    )
 
 
 def test_check_fails_where_a_plugin_breaks_a_rule(installed, capsys):
@@ -198,7 +218,7 @@ def test_check_says_one_reason_once(tmp_path, capsys):
     assert code == 1
     assert len(failed) > 1
     assert "no game" in failed[0]
-    assert "for the same reason as " in failed[1]
+    assert failed[1].endswith(f"The reason is that of {failed[0].split(': ')[1]}.")
     assert "no game" not in failed[1]
 
 

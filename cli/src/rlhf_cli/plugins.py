@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import PluginNotFound, RlhfError, did_you_mean
+from rlhf.errors import ConfigError, PluginNotFound, RlhfError, did_you_mean
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = action("check", "run the conformance suite of the plugin's kind")
     check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
     check.add_argument("--kind", help="where several kinds have the name")
+    check.add_argument("-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this")
     check.add_argument("--json", action="store_true", help="one JSON list of objects")
 
 
@@ -128,25 +129,41 @@ def _check(args: argparse.Namespace) -> int:
 
     plugins = Plugins.discover()
     rows: list[dict[str, Any]] = []
-    for resolved in _resolve_all(plugins, args.name, args.kind):
+    selected = _resolve_all(plugins, args.name, args.kind)
+    _refuse_unknown_check(args.only, [resolved.kind for resolved in selected])
+    for resolved in selected:
         said: dict[str, str] = {}
 
         def report(result: conformance.CheckResult, resolved: Resolved = resolved, said: dict[str, str] = said) -> None:
             rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
             if not args.json:
                 first = said.setdefault(result.detail, result.name)
-                detail = result.detail if first == result.name or result.passed else f"for the same reason as {first}"
+                new = first == result.name or (result.passed and not result.skipped)
+                detail = result.detail if new else f"The reason is that of {first}."
                 _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
 
         # What a plugin prints must not stand in the JSON.
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-            conformance.run(resolved, report)
+            conformance.run(resolved, report, args.only)
     counts = Counter(row["outcome"] for row in rows)
     if args.json:
         _write(json.dumps(rows, indent=2))
     else:
-        _write(f"{len(rows)} checks: {counts['ok']} ok, {counts['FAILED']} failed, {counts['left out']} left out")
+        found = f"{counts['FAILED']} failed and {counts['left out']} were left out"
+        _write(f"Of {len(rows)} checks {counts['ok']} passed, {found}.")
     return 1 if counts["FAILED"] or not rows else 0
+
+
+def _refuse_unknown_check(only: str, kinds: list[str]) -> None:
+    """Raises ConfigError where no check of these kinds has ``only`` in its name."""
+    from rlhf.testing.conformance import check_names
+
+    names = list(dict.fromkeys(name for kind in kinds for name in check_names(kind)))
+    if not any(only in name for name in names):
+        raise ConfigError(
+            f"-k {only}: no check of kind {' or '.join(kinds)} has this in its name.{did_you_mean(only, names)} "
+            f"The checks are {', '.join(names)}"
+        )
 
 
 def _row(result: Any) -> dict[str, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from rlhf.errors import PluginInvalid
 from rlhf.interfaces import KINDS, Env, Loss, Reward
-from rlhf.testing.conformance import SUITES, CheckResult, run, suite
+from rlhf.testing.conformance import SUITES, CheckResult, check_names, run, suite
 from rlhf.testing.contract import Contract
+from rlhf.testing.hearing import DECOY
 from rlhf.types import EnvStep, LossOutput, Reduce, RewardResult
 
 
@@ -83,11 +85,56 @@ def test_every_kind_has_a_suite_of_its_own():
         assert [n for n in dir(made) if n.startswith("test_") and n not in dir(Contract)], kind
 
 
-def test_every_check_says_what_it_proves():
+def test_every_check_says_what_it_proves_in_whole_sentences():
     for kind in SUITES:
         for name in dir(suite(kind)):
             if name.startswith("test_"):
-                assert (getattr(suite(kind), name).__doc__ or "").strip(), f"{kind}.{name}"
+                said = (inspect.getdoc(getattr(suite(kind), name)) or "").partition("\n\n")[0]
+                assert said[:1].isupper() or said[:2] == "``", f"{kind}.{name}: {said}"
+                assert said.endswith("."), f"{kind}.{name}: {said}"
+
+
+def test_what_a_check_proves_is_reported_whole_and_as_plain_text():
+    details = {r.name: r.detail for r in run(Selected("env", "hidden", Hidden))}
+    assert details["episodes"] == (
+        "Observations are texts, steps are EnvSteps with finite rewards, whichever action comes first; the row is left "
+        "alone."
+    )
+    assert details["methods"] == "`reset`, `step` and `close` are all `async def` or all plain `def`."
+
+
+@pytest.mark.parametrize("kind", SUITES)
+def test_checks_can_be_chosen_by_a_part_of_their_names(kind):
+    names = check_names(kind)
+    assert len(set(names)) == len(names) > 5
+    assert names[:2] == ["class", "entry_point"]
+    assert names[-1] == "secrets"
+
+
+def test_only_the_chosen_checks_run_and_the_search_for_secrets_sees_all():
+    calls = []
+
+    class Telling(Brevity):
+        """Prints a secret while it scores."""
+
+        async def score(self, group):
+            calls.append(group)
+            print(os.environ[DECOY])
+            return await super().score(group)
+
+    selected = Selected("reward", "brevity", Telling)
+    every = [r.name for r in run(selected)]
+    assert every == check_names("reward")
+    calls.clear()
+    assert [r.name for r in run(selected, only="config")] == ["config"]
+    assert calls == []
+    [secrets] = run(selected, only="secrets")
+    assert not secrets.passed
+    assert secrets.detail == (
+        "What it prints or raises shows the whole environment. Logs are kept and passed on, so no secret may stand in "
+        "them."
+    )
+    assert run(selected, only="no such check") == []
 
 
 def test_good_plugin_passes_and_says_what_was_left_out():
@@ -98,7 +145,7 @@ def test_good_plugin_passes_and_says_what_was_left_out():
     assert [r.name for r in results][:2] == ["class", "entry_point"]
     left_out = by_name(results)["cases"]
     assert left_out.skipped
-    assert "not supplied: cases" in left_out.detail
+    assert "supply: cases" in left_out.detail
 
 
 def test_failures_are_results_not_exceptions():

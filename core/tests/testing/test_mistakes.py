@@ -166,7 +166,9 @@ def test_a_secret_that_is_printed_or_raised_is_named_and_not_shown(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k-" + "Zq7" * 6)
     with redirect_stdout(io.StringIO()) as said:
         found = failures("reward", Tells)
-    assert found["secrets"] == "what it prints or raises shows $JUDGE_API_KEY: logs are kept and passed on"
+    assert found["secrets"] == (
+        "What it prints or raises shows $JUDGE_API_KEY. Logs are kept and passed on, so no secret may stand in them."
+    )
     assert found["every_answer_alone"].startswith("ValueError: 401 for $JUDGE_API_KEY (")
     assert "key: $JUDGE_API_KEY\n" in said.getvalue()
     assert "Zq7" not in said.getvalue() + json.dumps(found)

@@ -38,7 +38,7 @@ class AdapterContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_recognises(self) -> None:
-        """Its own files, and no others; nothing is executed to find out."""
+        """It recognises its own files and no others, and executes nothing to find out."""
         for config in self.grid():
             about, adapter = self.about(config), self.build(config)
             for kind in ("reward", "env", "loss"):

@@ -197,7 +197,7 @@ class AdvantageContract(Contract):
                         )
 
     def test_statement(self) -> None:
-        """Equal to the author's plain statements."""
+        """The estimator equals the author's plain statements."""
         has_baseline = type(self).statement_baseline is not AdvantageContract.statement_baseline
         has_returns = type(self).statement_returns is not AdvantageContract.statement_returns
         if not has_baseline and not has_returns:

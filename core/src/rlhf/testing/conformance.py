@@ -45,6 +45,10 @@ class Selected(Protocol):
     def cls(self) -> type[Any]: ...
 
 
+SECRETS = "secrets"
+"""Name of the check that is made after the others: what they printed and raised holds no secret."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """One check of one plugin."""
@@ -54,7 +58,7 @@ class CheckResult:
     passed: bool
     """Also True for a check that was left out, as the author did not supply what it needs; ``detail`` says what."""
     detail: str
-    """What the check proves; where it failed, what is wrong."""
+    """What the check proves; where it failed, what is wrong; where it was left out, what it needs."""
     skipped: bool = False
 
 
@@ -66,10 +70,21 @@ def suite(kind: str) -> type[Contract]:
     return getattr(importlib.import_module(module), name)
 
 
-def run(resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None) -> list[CheckResult]:
-    """Every check of the kind's suite on ``resolved.cls``, with its default config.
+def check_names(kind: str) -> list[str]:
+    """The names of all checks that :func:`run` does for a kind, in its order."""
+    return [*(_short(name) for name in _methods(suite(kind))), SECRETS]
 
-    ``progress`` is called after each. Nothing a plugin raises stops the others, and warnings are kept quiet.
+
+def run(
+    resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, only: str = ""
+) -> list[CheckResult]:
+    """The checks of the kind's suite on ``resolved.cls``, with its default config.
+
+    Args:
+        progress: called after each check.
+        only: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
+
+    Nothing a plugin raises stops the others, and warnings are kept quiet.
     """
     contract = suite(resolved.kind)
     attributes = dict(getattr(resolved.cls, ATTRIBUTE, {}))
@@ -82,47 +97,64 @@ def run(resolved: Selected, progress: Callable[[CheckResult], None] = lambda res
     packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
     made = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
     instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
-    results, hearing = [], Hearing()
-    for name, check in _checks(instance):
+    results: list[CheckResult] = []
+
+    def report(result: CheckResult) -> None:
+        if only in result.name:
+            results.append(result)
+            progress(result)
+
+    hearing = Hearing()
+    for name in _methods(contract):
+        if only not in _short(name) and only not in SECRETS:  # what every check prints is searched for secrets
+            continue
         with hearing():
-            result = _run(name, check, resolved.cls)
-        results.append(replace(result, detail=hearing.hide(result.detail)))
-        progress(results[-1])
-    results.append(_secrets(hearing))
-    progress(results[-1])
+            result = _run(name, getattr(instance, name), resolved.cls)
+        report(replace(result, detail=hearing.hide(result.detail)))
+    report(_secrets(hearing))
     return results
 
 
 def _secrets(hearing: Hearing) -> CheckResult:
     if not hearing.told:
-        return CheckResult("secrets", True, "Nothing that is printed or raised holds a secret of the environment.")
+        return CheckResult(SECRETS, True, "Nothing that is printed or raised holds a secret of the environment.")
     names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.told))
-    return CheckResult("secrets", False, f"what it prints or raises shows {names}: logs are kept and passed on")
+    said = f"What it prints or raises shows {names}. Logs are kept and passed on, so no secret may stand in them."
+    return CheckResult(SECRETS, False, said)
 
 
-def _checks(instance: Contract) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The test methods, those of every component first, then in the order they are written."""
+def _methods(contract: type[Contract]) -> Iterator[str]:
+    """Names of the test methods, those of every component first, then in the order they are written."""
     seen: set[str] = set()
-    for base in (Contract, *reversed(type(instance).__mro__)):
+    for base in (Contract, *reversed(contract.__mro__)):
         for name in vars(base):
             if name.startswith("test_") and name not in seen:
                 seen.add(name)
-                yield name, getattr(instance, name)
+                yield name
+
+
+def _short(method: str) -> str:
+    return method.removeprefix("test_")
+
+
+def _first_paragraph(check: Callable[[], None]) -> str:
+    """Of the docstring, on one line and as plain text."""
+    return " ".join((inspect.getdoc(check) or "").partition("\n\n")[0].replace("``", "`").split())
 
 
 def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
-    short, proves = name.removeprefix("test_"), (inspect.getdoc(check) or "").split("\n")[0]
+    short = _short(name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check()
     except unittest.SkipTest as left_out:
-        return CheckResult(short, True, f"left out, {left_out}", skipped=True)
+        return CheckResult(short, True, f"{left_out}", skipped=True)
     except AssertionError as failure:
         return CheckResult(short, False, str(failure) or "an assertion without a message failed")
     except Exception as error:
         return CheckResult(short, False, f"{type(error).__name__}: {error}{_place(error, cls)}")
-    return CheckResult(short, True, proves)
+    return CheckResult(short, True, _first_paragraph(check))
 
 
 def _place(error: BaseException, cls: type[Any]) -> str:

@@ -38,7 +38,7 @@ def expect(condition: bool, message: str) -> None:
 
 def missing(what: str) -> unittest.SkipTest:
     """Raise this where the author did not supply ``what``: pytest and ``rlhf plugins check`` report a skip."""
-    return unittest.SkipTest(f"not supplied: {what}")
+    return unittest.SkipTest(f"The check needs what only you can supply: {what}")
 
 
 class Contract:
@@ -115,7 +115,7 @@ class Contract:
         )
 
     def test_config(self) -> None:
-        """Strict, frozen, documented, and equal after a round trip through JSON."""
+        """The config is strict, frozen, documented, and equal after a round trip through JSON."""
         cls = self.cls.Config
         expect(issubclass(cls, ComponentConfig), f"{cls.__qualname__} must subclass rlhf.interfaces.ComponentConfig")
         check_fields(cls)

@@ -84,7 +84,7 @@ class ObserverContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_listens(self) -> None:
-        """What it defines is called: one of its methods at least is an event."""
+        """At least one of its methods is an event, so it is called."""
         own = sorted(n for n, member in vars(self.cls).items() if not n.startswith("_") and inspect.isfunction(member))
         hears = any(getattr(self.cls, event) is not getattr(Observer, event) for event in EVENTS)
         expect(

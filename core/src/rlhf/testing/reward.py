@@ -104,7 +104,7 @@ class RewardContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_results(self) -> None:
-        """One RewardResult per trajectory, in order; values finite or None; step rewards at sampled tokens."""
+        """Each trajectory gets one RewardResult, in order; values are finite or None; steps are at sampled tokens."""
         for config in self.grid():
             about, reward = self.about(config), self.ready(config)
             for group in self.groups():

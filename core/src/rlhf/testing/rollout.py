@@ -215,7 +215,7 @@ class RolloutContract(Contract):
             expect(first == second, f"{self.about(config)} two runs with equal answers give other turns")
 
     def test_budget(self) -> None:
-        """Where the tokens run out the rollout ends, it neither hangs nor goes beyond ``max_tokens``."""
+        """The rollout ends where its tokens run out; it neither hangs nor goes beyond ``max_tokens``."""
         for config in self.grid():
             about = self.about(config)
             context, turns, error = self.run(config, max_tokens=24, env_turns=50)
