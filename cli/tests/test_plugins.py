@@ -142,14 +142,18 @@ def test_show_reads_files_too(tmp_path, capsys):
     assert (code, err.endswith("could be of any kind: add --kind, e.g. --kind reward\n")) == (2, True)
 
 
-def test_show_an_unknown_name(installed, capsys):
+def test_show_an_unknown_name(installed, tmp_path, capsys):
     installed("probe", REWARD)
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
-    assert err == (
-        "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed. "
-        "Try: pip install rlhf-plugin-prob\n"
+    assert err == "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed.\n"
+    info = tmp_path / "rlhf-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rlhf\nVersion: 0.1.0\nRequires-Dist: rlhf-plugin-xyz\n"
     )
+    assert run(capsys, "show", "xyz")[2].endswith("what is installed. Try: pip install rlhf-plugin-xyz\n")
+    assert run(capsys, "show", "zyx")[2].endswith("what is installed.\n")
 
 
 def test_show_every_kind_that_has_the_name(installed, tmp_path, capsys):

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.errors import ConfigError, PluginNotFound, RlhfError, did_you_mean
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
+from rlhf.plugins.registry import distribution_of
 
 from rlhf_cli.scaffold import LIKE, write_plugin
 
@@ -108,8 +109,8 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
     if not kinds:
         names = sorted({e.name for e in plugins.list()})
         raise PluginNotFound(
-            f"no plugin named {reference.name!r}.{did_you_mean(reference.name, names)} `rlhf plugins list` shows "
-            f"what is installed. Try: pip install rlhf-plugin-{reference.name.replace('_', '-')}"
+            f"no plugin named {reference.name!r}.{did_you_mean(reference.name, names)} `rlhf plugins list` shows what "
+            f"is installed.{plugins.how_to_install(distribution_of(reference.name))}"
         )
     return [plugins.resolve(k, ref) for k in kinds]
 

@@ -23,7 +23,7 @@ from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
-from rlhf.plugins.requirements import check_requirements
+from rlhf.plugins.requirements import check_requirements, published
 from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved
 
 Entries = list[Entry]
@@ -121,7 +121,13 @@ class Plugins:
 
     def check_requirements(self, texts: Iterable[str]) -> None:
         """Check ``run.requires``; see :func:`rlhf.plugins.check_requirements`."""
-        check_requirements(texts, lambda name: installed.version(name, self._path))
+        check_requirements(texts, lambda name: installed.version(name, self._path), self._path)
+
+    def how_to_install(self, distribution: str) -> str:
+        """`` Try: pip install DISTRIBUTION``; empty where it is installed, or not known to exist."""
+        name = canonicalize_name(distribution)
+        here = any(canonicalize_name(e.distribution) == name for e in self._entries)
+        return f" Try: pip install {distribution}" if name in published(self._path) and not here else ""
 
     # ------------------------------------------------------------------------------------- installed
 
@@ -157,19 +163,18 @@ class Plugins:
             ]
             if offered:
                 return f"{wanted} offers no {kind} {name!r}; it offers: {', '.join(offered)}"
-            return (
-                f"{kind} {reference.text!r}: the distribution {wanted} is not installed, or offers no plugins. "
-                f"Try: pip install {wanted}"
-            )
+            near = did_you_mean(wanted, {e.distribution for e in self._all()})
+            what = f"{kind} {reference.text!r}: the distribution {wanted} is not installed, or offers no plugins."
+            return what + (near or self.how_to_install(wanted))
         names = sorted({e.name for e in self._all() if e.kind == kind})
-        line = f"Try: pip install rlhf-plugin-{name.replace('_', '-')}"
-        installed = f"Installed: {', '.join(names) or 'none'}."
+        line = self.how_to_install(distribution_of(name))
+        installed = f" Installed: {', '.join(names) or 'none'}."
         if reference.options:
             served = f"is served by the plugin {name!r}, which is not installed."
-            return f"{kind} {reference.text!r} {served} {installed} {line}"
-        text = f"no {kind} named {name!r}.{did_you_mean(name, names)} {installed} "
+            return f"{kind} {reference.text!r} {served}{installed}{line}"
+        text = f"no {kind} named {name!r}.{did_you_mean(name, names)}{installed}"
         if others := [e for e in self._all() if e.name == name]:
-            return text + f"{name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
+            return f"{text} {name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
         return text + line
 
     def _import(self, entry: Entry) -> type[Any]:
@@ -244,6 +249,11 @@ class Plugins:
         if getattr(cls, "name", None) == "":
             cls.name = source.name
         return check_class(kind, cls, f"{kind} {reference.text!r}, adapted by {entry}")
+
+
+def distribution_of(name: str) -> str:
+    """What the distribution of a plugin is called by convention."""
+    return f"rlhf-plugin-{name.replace('_', '-')}"
 
 
 def _order(entry: Entry) -> tuple[int, str, str]:

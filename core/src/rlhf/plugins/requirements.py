@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
@@ -22,6 +22,19 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def published(path: Sequence[str] | None = None) -> frozenset[str]:
+    """Distributions that are known to exist: those that ``rlhf`` requires or has as an extra. Nothing else may be named
+    after ``pip install``, as anybody can publish a package of a free name. Empty where ``rlhf`` is not installed.
+
+    Args:
+        path: folders in which to look for ``rlhf``, in place of ``sys.path``.
+    """
+    where = {} if path is None else {"path": [*path]}
+    for found in importlib_metadata.distributions(name="rlhf", **where):
+        return frozenset(canonicalize_name(Requirement(text).name) for text in found.requires or ())
+    return frozenset()
+
+
 def unmet(requirement: Requirement, version: str | None) -> str:
     """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met."""
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -35,13 +48,19 @@ def unmet(requirement: Requirement, version: str | None) -> str:
 
 
 def check_requirements(
-    requirements: Iterable[str], version_of: Callable[[str], str | None] = installed_version
+    requirements: Iterable[str],
+    version_of: Callable[[str], str | None] = installed_version,
+    path: Sequence[str] | None = None,
 ) -> None:
     """Check ``run.requires`` of a run file, e.g. ``["rlhf-plugin-math>=0.1"]``.
 
+    Args:
+        path: as for :func:`published`.
+
     Raises:
         ConfigError: a text that is not a requirement.
-        PluginVersionMismatch: names every requirement that is not met, and the pip line that would meet them.
+        PluginVersionMismatch: names every requirement that is not met, and the pip line for those distributions that
+            are known to exist.
     """
     problems, wanted = [], []
     for text in requirements:
@@ -52,8 +71,11 @@ def check_requirements(
             raise ConfigError(
                 f"run.requires: {text!r} is not a requirement ({why}); write e.g. 'rlhf-plugin-math>=0.1'"
             ) from cause
-        if problem := unmet(requirement, version_of(requirement.name)):
+        version = version_of(requirement.name)
+        if problem := unmet(requirement, version):
             problems.append(problem)
-            wanted.append(f"'{requirement.name}{requirement.specifier}'")
+            if version is not None or canonicalize_name(requirement.name) in published(path):
+                wanted.append(f"'{requirement.name}{requirement.specifier}'")
     if problems:
-        raise PluginVersionMismatch(f"the run {'; '.join(problems)}. Try: pip install {' '.join(wanted)}")
+        line = f" Try: pip install {' '.join(wanted)}" if wanted else ""
+        raise PluginVersionMismatch(f"the run {'; '.join(problems)}.{line}")
