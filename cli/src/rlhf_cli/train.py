@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from rlhf.controller.build import train
 
     finished = train(config, plugins)
-    sys.stdout.write(f"{finished.status}: {finished.directory.path}\n")
+    sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
     return finished.exit_code
 
 

@@ -118,6 +118,9 @@ class StreamSection(ComponentConfig):
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     """What happens to a sample whose rollout or reward failed: end the run, leave it out, or leave its group out and
     refill."""
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Largest share of failed samples with which a run goes on where ``on_failed_sample`` is not ``abort``, and an
+    evaluation in any case. Of the latest samples: those drawn for a batch at once, with earlier ones 64 at least."""
     rollout_deadline: Positive = 600.0
     """Seconds for one sample's whole rollout, generation excluded."""
 

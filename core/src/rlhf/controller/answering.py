@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf.controller.drawing import evaluation_sampling, training_sampling
+from rlhf.controller.failures import Failures
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.reading import read_role, score_with_role
@@ -108,13 +109,15 @@ class NoGenerator(Generator):
         raise RolloutError("the rollout asked for tokens, but declares needs_generator = False: set it to True")
 
 
-def training_settings(config: RunFile, given: float = 0.0) -> RolloutSettings:
+def training_settings(config: RunFile, note: Callable[[str], None], given: float = 0.0) -> RolloutSettings:
     """How training samples are drawn: ``[sampling]`` and ``[stream]``.
 
     Args:
+        note: says the first failed sample.
         given: ``Needs.given`` of the algorithm.
     """
-    s = config.sampling
+    s, policy = config.sampling, config.stream.on_failed_sample
+    then = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
     return RolloutSettings(
         training_sampling(config),
         s.samples_per_prompt,
@@ -122,13 +125,18 @@ def training_settings(config: RunFile, given: float = 0.0) -> RolloutSettings:
         config.run.seed,
         config.data.max_tokens,
         config.stream.rollout_deadline,
-        config.stream.on_failed_sample == "abort",
+        policy == "abort",
         given,
+        Failures(config.stream.max_failed, note, then=then),
     )
 
 
-def evaluation_settings(config: RunFile) -> RolloutSettings:
-    """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
+def evaluation_settings(config: RunFile, note: Callable[[str], None]) -> RolloutSettings:
+    """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``.
+
+    Args:
+        note: says the first failed sample.
+    """
     return RolloutSettings(
         evaluation_sampling(config),
         config.eval.samples,
@@ -137,4 +145,5 @@ def evaluation_settings(config: RunFile) -> RolloutSettings:
         config.data.max_tokens,
         config.stream.rollout_deadline,
         abort_on_failure=False,
+        failures=Failures(config.stream.max_failed, note, "evaluation sample", "has no reward"),
     )

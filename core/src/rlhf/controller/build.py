@@ -122,7 +122,9 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         run.weights, run.phases, run.closers = answers.sync, answers.phases, answers.closers
         opened += answers.closers
         if prepared.online:
-            run.stream = _stream(prepared, answers.rollouts)
+            run.stream = _stream(prepared, answers.rollouts, progress.note)
+            assert run.stream.settings.failures is not None
+            run.failures.append(run.stream.settings.failures)
     if rows:
         run.evaluate = _evaluation(run, prepared, rows, answers)
         run.best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
@@ -156,13 +158,13 @@ def _precomputed(
     return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing)
 
 
-def _stream(prepared: Prepared, rollouts: Rollouts) -> Stream:
+def _stream(prepared: Prepared, rollouts: Rollouts, note: Callable[[str], None]) -> Stream:
     """The training batches of an online run."""
     config, needs = prepared.config, prepared.algorithm.needs()
     return Stream(
         prepared.data,
         rollouts,
-        training_settings(config, needs.given),
+        training_settings(config, note, needs.given),
         batch_size=config.data.batch_size,
         total_steps=prepared.total_steps,
         staleness=config.stream.staleness,
@@ -178,7 +180,9 @@ def _evaluation(run: Run, prepared: Prepared, rows: list[Row], answers: Answerin
     """What an evaluation computes: the metrics of the policy's answers to ``rows``, and of an offline run its loss."""
     config, parts = prepared.config, list[Callable[[], Metrics]]()
     if answers is not None:
-        settings = evaluation_settings(config)
+        settings = evaluation_settings(config, run.progress.note)
+        assert settings.failures is not None
+        run.failures.append(settings.failures)
         parts.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
     if not prepared.online:
         examples = prepared.data.examples(rows)

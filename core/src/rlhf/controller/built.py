@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint import CheckpointStore
+from rlhf.controller.failures import Failures
 from rlhf.controller.learn import Metrics
 from rlhf.controller.phases import Phases
 from rlhf.controller.reports import Reports
@@ -49,6 +50,8 @@ class Built:
     evaluate: Callable[[], Metrics] | None = None
     best: BestTracker | None = None
     first_step: int = 0
+    failures: list[Failures] = field(default_factory=list)
+    """The failed samples of training and of evaluation."""
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

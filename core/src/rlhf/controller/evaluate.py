@@ -28,9 +28,12 @@ def evaluate_rollouts(
     """Answer every row ``samples`` times with the weights of now; metrics are named ``eval/...``.
 
     Seeds depend on the run's seed, the row's place and the sample alone: two evaluations of the same weights are equal,
-    and so are two runs' evaluations. Failed samples count as failed, whatever the training policy is.
+    and so are two runs' evaluations. Failed samples count as failed, whatever the training policy is; where too many
+    fail, RolloutError (``stream.max_failed``).
     """
     settings = replace(settings, abort_on_failure=False)
+    if settings.failures is not None:
+        settings.failures.forget()
     groups: list[Group] = []
     for start in range(0, len(rows), batch_size):
         groups += rollouts.run(rows[start : start + batch_size], start, settings)

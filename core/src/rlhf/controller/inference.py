@@ -46,12 +46,12 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
     config = _for_answers(config, plugins)
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
     for note in prepared.data.notes:
-        print(f"note: {note}", file=sys.stderr)  # noqa: T201
+        _say(note)
     launcher = prepared.parts["launcher"].build()
     with ExitStack() as closing:
         closing.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
-        made = answering(prepared, roles, launcher, lambda line: print(line, file=sys.stderr))  # noqa: T201
+        made = answering(prepared, roles, launcher, _say)
         for closer in reversed(made.closers):
             closing.callback(closer)
         made.sync.push(0)
@@ -72,7 +72,7 @@ def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
             "algorithm": Choice(use="answer"),
             "data": config.data.model_copy(update=data),
             "sampling": SamplingSection(max_new_tokens=config.sampling.max_new_tokens, stop=config.sampling.stop),
-            "stream": StreamSection(rollout_deadline=config.stream.rollout_deadline),
+            "stream": _deadlines(config.stream),
             "roles": {name: section for name, section in config.roles.items() if name in held},
             "placement": {name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *held}},
             "observer": (),
@@ -80,6 +80,14 @@ def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
             **unused,
         }
     )
+
+
+def _deadlines(section: StreamSection) -> StreamSection:
+    return StreamSection(rollout_deadline=section.rollout_deadline, max_failed=section.max_failed)
+
+
+def _say(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)  # noqa: T201
 
 
 def evaluate_model(
@@ -92,7 +100,7 @@ def evaluate_model(
     ``left_out``, the number of rows that are not among them, where there are any."""
     with answers(config, plugins) as (prepared, made):
         rows = prepared.data.eval_rows()[: config.eval.max_rows]
-        settings = evaluation_settings(config)
+        settings = evaluation_settings(config, _say)
         metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
         if save is not None:
             write_groups(save, groups, prepared.data.template.prompt_of)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rlhf.controller.failures import Failures, describe
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
 from rlhf.controller.waves import Waves
@@ -62,6 +63,8 @@ class RolloutSettings:
     abort_on_failure: bool = True
     given: float = 0.0
     """Share of the rows whose group is the row's own answer (``Needs.given``)."""
+    failures: Failures | None = None
+    """Counts the samples that fail where that does not abort, and stops where too many do."""
 
     def gives(self, number: int) -> bool:
         """Whether group ``number`` holds its row's own answer."""
@@ -97,6 +100,8 @@ class Rollouts:
         numbers = range(first_number, first_number + len(rows))
         drawn = [number for number in numbers if not settings.gives(number)]
         samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
+        if settings.failures is not None:
+            settings.failures.expect(len(samples))
         waves = Waves(self.generator, self.main, samples, self.limit)
         tasks = [
             asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
@@ -119,9 +124,11 @@ class Rollouts:
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
-                f"sample {failed.index[1]} of row {row.index} of {row.source!r} failed: {failed.error}\n"
+                f"sample {describe(failed)}\n"
                 'The run stops because stream.on_failed_sample is "abort"; "drop_sample" and "drop_group" go on.'
             )
+        for trajectory in group.trajectories if settings.failures is not None else ():
+            settings.failures.add(trajectory)
         return group
 
     async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:

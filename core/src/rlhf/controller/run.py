@@ -62,6 +62,11 @@ class Run(Built):
         `rlhf train ... &&` is not to find half of a model."""
         return 128 + self.stop.signal if self.status == "stopped" and self.stop.signal else 0
 
+    @property
+    def outcome(self) -> str:
+        """The status, with the samples that failed."""
+        return ", ".join([self.status, *(str(f) for f in self.failures if f.failed)])
+
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
         return self.reports.timed(phase)
@@ -146,9 +151,10 @@ class Run(Built):
             if self.status != "failed":
                 if self.status == "finished" and not self.updates:
                     self.status = "failed"
+                    failed = "".join(f"\n{f}; the first: {f.first}" for f in self.failures if f.failed)
                     raise TrainingError(
                         f"the run made {self.done} steps and not one update: every step was empty or skipped. Look at "
-                        "stream/filtered, stream/failed_groups and */skipped in metrics.jsonl"
+                        f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
                 with self.writing(self.directory.model):
                     self.directory.publish_model(self.saves.write_model)

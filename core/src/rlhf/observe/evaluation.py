@@ -40,6 +40,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``score``      the same of their scores, where a source gives one of its own (or steps with credit at their tokens)
     ``length``     sampled tokens per answer; ``truncated``: share of answers cut at the token budget
     ``unscored``   share of answers without a reward (failed, or no source applied)
+    ``failed``     share of answers whose rollout or scoring failed, where any did
     ``prompts``    number of prompts
 
     An answer without a reward is no wrong answer: it leaves its prompt's count, and a prompt with fewer than k scored
@@ -80,6 +81,8 @@ def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, fl
         metrics["truncated"] = _mean(t.truncated for t in written)
     if answers:
         metrics["unscored"] = _mean(not _scored(t) for t in answers)
+        if any(t.status == "failed" for t in answers):
+            metrics["failed"] = _mean(t.status == "failed" for t in answers)
     metrics["prompts"] = float(len(groups))
     return metrics
 

@@ -1,0 +1,132 @@
+"""A rollout or a reward that fails gives no reward: the run says why, and ends where too many fail."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from rlhf_cli.main import main
+
+from tests.runs import Workshop
+from tests.test_bad_input import refused
+
+SAMPLED = ("drop_sample", "drop_group")
+
+
+def hanging(shop: Workshop, rows: str) -> dict[str, Any]:
+    """An environment that never answers in those rows, and gives 1 in the others."""
+    text = f"""
+import asyncio
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+class Hanging(Env):
+    async def reset(self, row, seed):
+        self.row = row
+        return ""
+    async def step(self, action):
+        if self.row.index {rows}:
+            await asyncio.sleep(60)
+        return EnvStep(reward=1.0, done=True)
+"""
+    return {
+        "env": {"use": f"file:{shop.file('hanging.py', text)}", "deadline": 0.2},
+        "rollout": {"use": "multi_turn"},
+        "reward": None,
+        "data": {"shuffle": False},
+        "run": {"steps": 2},
+    }
+
+
+@pytest.mark.parametrize("policy", SAMPLED)
+def test_an_environment_that_always_hangs_ends_the_run_at_once(shop: Workshop, policy: str) -> None:
+    run = shop.run("rloo", "run", stream={"on_failed_sample": policy}, **hanging(shop, ">= 0"))
+    error = refused(run, "of the latest 12 samples failed, and stream.max_failed = 0.5", "deadline of 0.2 s", code=1)
+    assert "env 'hanging'" in error
+    assert run.out.count("step() took longer than its deadline") == 1, "the first cause, once"
+    assert not run.lines(), "no step was made of nothing"
+
+
+def test_an_environment_that_hangs_for_most_rows_is_no_reward_of_one(shop: Workshop) -> None:
+    """The samples that are left have the reward 1 each: a run that finishes with them tells nothing."""
+    changes = hanging(shop, "% 4 != 3")
+    refused(shop.run("rloo", "run", stream={"on_failed_sample": "drop_sample"}, **changes), "stream.max_failed", code=1)
+
+
+@pytest.mark.parametrize("policy", SAMPLED)
+def test_what_failed_is_said_at_the_first_failure_and_in_the_last_line(shop: Workshop, policy: str) -> None:
+    changes = hanging(shop, "== 1") | {"stream": {"on_failed_sample": policy}}
+    reward = shop.file("length.py", "def score(prompt, completion, row):\n    return len(completion) / 7\n")
+    run = shop.train("rloo", "run", **changes | {"reward": [{"use": f"file:{reward}"}]})
+    notes = [line for line in run.out.splitlines() if "failed: EnvError" in line]
+    assert len(notes) == 1
+    assert "of row 1 of" in notes[0]
+    assert f'(stream.on_failed_sample = "{policy}")' in run.out
+    assert run.out.splitlines()[-1] == f"finished, 3 of 27 samples failed (11.1 %): {run.path}", "a group was refilled"
+
+
+@pytest.mark.parametrize("form", ["async def", "def"])
+def test_a_reward_that_is_never_in_time_is_no_success(shop: Workshop, form: str) -> None:
+    wait = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
+    text = f"import asyncio, time\n{form} score(prompt, completion, row):\n    {wait}\n    return 1.0\n"
+    judge = {"use": f"file:{shop.file('judge.py', text)}", "deadline": 0.2}
+    run = shop.run("rloo", "run", reward=[judge], stream={"on_failed_sample": "drop_group"})
+    refused(run, "samples failed, and stream.max_failed", "score() took longer than its deadline of 0.2 s", code=1)
+
+
+def test_a_share_of_one_goes_on_and_the_end_names_the_first_cause(shop: Workshop) -> None:
+    stream = {"on_failed_sample": "drop_sample", "max_failed": 1.0}
+    run = shop.run("rloo", "run", stream=stream, **hanging(shop, ">= 0"))
+    refused(run, "not one update", "samples failed (100 %); the first: 0 of row 0", "deadline of 0.2 s", code=1)
+
+
+def test_a_share_outside_of_zero_to_one_is_refused(shop: Workshop) -> None:
+    refused(shop.run("rloo", "run", stream={"max_failed": 5}), "stream.max_failed", "less than or equal to 1")
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+def judged(shop: Workshop, rows: str) -> dict[str, Any]:
+    """A reward that raises for those rows of evaluation and for none of training."""
+    held = shop.rows("held.jsonl", [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(4)])
+    text = f"""
+async def score(prompt, completion, row):
+    if row.get("response") is None and int(row["answer"]) {rows}:
+        raise ConnectionError("the judge is down")
+    return len(completion) / 7
+"""
+    return {"data": {"eval": str(held)}, "reward": [{"use": f"file:{shop.file('judge.py', text)}"}]}
+
+
+def test_an_evaluation_of_which_too_much_fails_ends_the_run_and_keeps_its_steps(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", run={"steps": 2}, eval={"every": 1}, **judged(shop, "> 0"))
+    refused(run, "3 of the latest 4 evaluation samples failed", "ConnectionError: the judge is down", code=1)
+    assert run.last_checkpoint.name.endswith("1")
+
+
+def test_an_evaluation_of_which_little_fails_says_so(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", run={"steps": 2}, eval={"every": 1}, **judged(shop, "== 0"))
+    assert [line["eval/failed"] for line in run.lines()] == [0.25, 0.25]
+    assert run.out.count("the judge is down") == 1
+    assert run.out.splitlines()[-1] == f"finished, 2 of 8 evaluation samples failed (25 %): {run.path}"
+
+
+def test_rlhf_eval_says_what_failed_and_stops_where_too_much_does(
+    shop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(rows: str, *flags: str) -> tuple[int, str, str]:
+        _, path = shop.arguments(shop.config("rloo", "run", **judged(shop, rows)))
+        code = main(["eval", path, "--json", *flags])
+        return code, *capsys.readouterr()
+
+    code, out, err = evaluate("== 0")
+    assert code == 0, err
+    assert json.loads(out)["failed"] == 0.25
+    assert "note: evaluation sample 0 of row 0 of" in err
+    assert "the judge is down" in err
+    code, out, err = evaluate("> 0")
+    assert (code, out) == (1, "")
+    assert "3 of the latest 4 evaluation samples failed, and stream.max_failed = 0.5" in err
+    code, out, _ = evaluate("> 0", "--stream.max_failed", "0.9")
+    assert json.loads(out)["failed"] == 0.75
