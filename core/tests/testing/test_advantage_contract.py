@@ -151,6 +151,12 @@ class Narrow(Centered):
         return group_center(r_N, group_N).float()
 
 
+class NoGroupMin(Centered):
+    """Compares with the group, and calls a group of one enough."""
+
+    group_min = 1
+
+
 def suite(made, **attributes):
     return type("Broken", (AdvantageContract,), {"advantage": made, "registered": False, **attributes})()
 
@@ -170,11 +176,19 @@ def suite(made, **attributes):
         (DividesByZero, "test_finite", "baseline.. is not finite"),
         (NeedsValues, "test_declared_needs", "needs_values is False"),
         (Narrow, "test_shapes", "must give float64"),
+        (NoGroupMin, "test_smallest_group", r"gives 0 for every sample of groups of 1 .* Declare group_min = 2"),
     ],
 )
 def test_broken_estimator_fails_the_right_check(made, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made), check)()
+
+
+def test_a_missing_group_min_passes_every_other_check():
+    """So it is this check that finds it."""
+    for name in (n for n in dir(AdvantageContract) if n.startswith("test_") and n != "test_smallest_group"):
+        if name not in ("test_statement", "test_entry_point"):
+            getattr(suite(NoGroupMin), name)()
 
 
 def test_wrong_statement_is_noticed():

@@ -336,6 +336,31 @@ class KeepsFailed(Simple):
         return assemble(examples)
 
 
+class OverAllTokens(Simple):
+    """Centres credit over all tokens, those of prompts and observations included, which count as 0."""
+
+    def credit(self, batch):
+        batch, metrics = super().credit(batch)
+        adv = batch.tok["advantages"]
+        return batch.with_column("tok", "advantages", adv - adv.mean()), metrics
+
+
+class WholeLength(Simple):
+    """Divides by the length of the whole sequence."""
+
+    def credit(self, batch):
+        batch, metrics = super().credit(batch)
+        share = batch.tok["advantages"] / batch.lens_B[batch.seq_N]
+        return batch.with_column("tok", "advantages", share), metrics
+
+
+class NoGroupMin(Simple):
+    """Compares with the group, and calls a group of one enough."""
+
+    def needs(self):
+        return replace(super().needs(), group_min=1)
+
+
 class PerMicroBatch(Ratio):
     """Divides by the tokens of its own micro-batch."""
 
@@ -368,6 +393,11 @@ def suite(made, **attributes):
         (TrainsReference, {}, "test_updates", "declared untrained"),
         (LiveTwice, {}, "test_updates", "must be annotated beforehand"),
         (StdOfOne, {}, "test_smallest_group", "not finite"),
+        (OverAllTokens, {}, "test_longer_contexts", r"longer prompts and observations change the credit .*advantages"),
+        (OverAllTokens, {"penalty": 0.1}, "test_longer_contexts", "longer prompts and observations change the credit"),
+        (WholeLength, {}, "test_longer_contexts", "longer prompts and observations change the credit"),
+        (NoGroupMin, {}, "test_rewards_teach", "groups of 1 samples, which .* unequal rewards give the credit of eq"),
+        (NoGroupMin, {"penalty": 0.1}, "test_rewards_teach", "Declare a larger group_min"),
         (KeepsFailed, {}, "test_nothing_to_learn_from", "a failed sample or one without a reward takes part"),
     ],
 )

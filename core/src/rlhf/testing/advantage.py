@@ -181,6 +181,20 @@ class AdvantageContract(Contract):
                     f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {got:.3g}, not 0",
                 )
 
+    def test_smallest_group(self) -> None:
+        """In groups of ``group_min`` samples with unequal rewards, some credit is not 0."""
+        for config in self.grid():
+            e, about = self.build(config), self.about(config)
+            r_N = torch.tensor([0.3, 1.0, -0.7, 2.0, 0.1], dtype=torch.float64)[torch.arange(3 * e.group_min) % 5]
+            group_N = torch.arange(3).repeat_interleave(e.group_min)
+            c = replace(fabricated(False, samples=e.group_min), r_N=r_N, group_N=group_N)
+            expect(
+                bool((_baseline(e, c) != 0).any()),
+                f"{about} baseline() gives 0 for every sample of groups of {e.group_min} with the rewards "
+                f"{[round(r, 1) for r in r_N.tolist()]}, and group_min = {e.group_min} calls such groups enough: "
+                f"nothing would be learnt from them. Declare group_min = {e.group_min + 1} or more",
+            )
+
     def test_finite(self) -> None:
         """Rewards and values of 1e4, equal rewards, a group of the smallest size and empty trajectories stay finite."""
         for scale in (1e4, 0.0):

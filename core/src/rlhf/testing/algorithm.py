@@ -25,8 +25,9 @@ from pydantic import ValidationError
 from rlhf.config_errors import describe
 from rlhf.ops.batch import Batch
 from rlhf.testing import fabricate
+from rlhf.testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards
 from rlhf.testing.algorithm_step import Step, model_step
-from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, same_bits
+from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, norm, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, check_state, expect
 from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
 
@@ -145,6 +146,48 @@ class AlgorithmContract(Contract):
                 expect(ok, f"{about} groups of {smallest} with equal rewards: column {name!r} is not finite")
             bad = [f"{n}: {finite(r.gradients)}" for n, r in step.runs.items() if finite(r.gradients)]
             expect(not bad, f"{about} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
+
+    def test_rewards_teach(self) -> None:
+        """In groups of ``group_min`` samples, unequal rewards give other credit than equal ones: ``group_min`` is
+        enough to learn from."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, needs = self.about(config), self.build(config).needs()
+            data = self.data(self.build(config), samples=needs.group_min)
+            equal = with_rewards(data, 1.0)
+            if not needs.reward or self.build(config).assemble(equal) is None:
+                continue
+            unequal = self.step(config, data=data)
+            made = credited_columns(unequal)
+            if made:
+                expect(
+                    bool(apart(made, credited_columns(self.step(config, data=equal)))),
+                    f"{about} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
+                    f"the credit of equal ones ({', '.join(made)}): nothing is learnt from them. Declare a larger "
+                    "group_min",
+                )
+            else:
+                taught = any(norm(run.gradients) > 0 for run in unequal.runs.values())
+                expect(
+                    taught,
+                    f"{about} groups of {needs.group_min} samples, which needs() calls enough, give no gradient",
+                )
+
+    def test_longer_contexts(self) -> None:
+        """Longer prompts and observations change no credit: it is of the tokens that the policy chose."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, data = self.about(config), self.data(self.build(config))
+            short = self.step(config, data=data)
+            longer = self.step(config, data=with_longer_contexts(data), annotated_as=short.annotated)
+            changed = apart(credited_columns(short), credited_columns(longer))
+            expect(
+                not changed,
+                f"{about} longer prompts and observations change the credit (by {changed}): take statistics over the "
+                'tokens under batch.tok["loss_mask"] only',
+            )
 
     def test_nothing_to_learn_from(self) -> None:
         """Samples without a reward (but for ``Needs.reward = False``) and failed samples stay out; when none is left,

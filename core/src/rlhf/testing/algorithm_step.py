@@ -37,6 +37,8 @@ class Step:
     """What a step produced."""
 
     batch: Batch
+    annotated: Batch
+    """Before ``credit``."""
     credited: set[str]
     """Columns that ``credit`` added."""
     updates: list[Update | Snapshot]
@@ -46,13 +48,22 @@ class Step:
     """By role and loss slot."""
 
 
-def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool = False, layout: str = "") -> Step:
+def model_step(
+    algorithm: Any,
+    data: Sequence[Any],
+    number: int,
+    *,
+    poison: bool = False,
+    layout: str = "",
+    annotated_as: Batch | None = None,
+) -> Step:
     """Assemble, annotate, credit and take every update's gradient.
 
     Args:
         poison: NaN at masked positions of every float token column (outside the mask that an annotation was made over,
             else outside ``loss_mask``), before credit and before updates.
         layout: how the optimizer batch is split (:func:`rlhf.testing.compare.layouts`); one micro-batch where empty.
+        annotated_as: take what the models say of each token from this batch, of the same samples after other prompts.
     """
     needs = algorithm.needs()
     trainers = {
@@ -69,6 +80,9 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
     wanted = algorithm.annotations(number)
     batch = annotate(trainers, batch, wanted, "annotations()")
     over = {a.column: resolve_head(a.output).over for a in wanted}
+    if annotated_as is not None:
+        batch = same_annotations(batch, annotated_as, over)
+    annotated = batch
     before = {*batch.tok, *batch.seq, *batch.unit}
     if poison:
         batch = poisoned(batch, over)
@@ -79,7 +93,7 @@ def model_step(algorithm: Any, data: Sequence[Any], number: int, *, poison: bool
     updates = algorithm.updates(number)
     listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
     expect(listed, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
-    step = Step(batch, {*batch.tok, *batch.seq, *batch.unit} - before, list(updates), dict(metrics))
+    step = Step(batch, annotated, {*batch.tok, *batch.seq, *batch.unit} - before, list(updates), dict(metrics))
     for update in step.updates:
         if isinstance(update, Snapshot):
             continue
@@ -106,6 +120,19 @@ def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation
             batch = batch.with_column("seq", a.column, values)
         else:
             batch = batch.with_column("tok", a.column, values, over=head.over)
+    return batch
+
+
+def same_annotations(batch: Batch, other: Batch, over: Mapping[str, str]) -> Batch:
+    """``batch`` with the annotations of ``other``, token by token under the mask each was made over; an annotation over
+    other tokens than the samples' own stays as it is."""
+    for name, mask in over.items():
+        if mask == "last_token":
+            batch = batch.with_column("seq", name, other.seq[name])
+        elif int(batch.tok[mask].sum()) == int(other.tok[mask].sum()):
+            values_N = torch.zeros((batch.tokens, *other.tok[name].shape[1:]), dtype=other.tok[name].dtype)
+            values_N[batch.tok[mask]] = other.tok[name][other.tok[mask]]
+            batch = batch.with_column("tok", name, values_N, over=mask)
     return batch
 
 
