@@ -22,6 +22,7 @@ from rlhf.ops.kl import KLController
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
 from rlhf.ops.value_scale import ValueScale
+from rlhf.overridden_options import check_overrides
 from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
 
@@ -42,9 +43,18 @@ class PolicyGradient(Algorithm):
                 "advantage": Slot("advantage", "centered"),
                 "loss": Slot("loss", "clipped", {"clip_high": 0.28}),
             }
+
+    A subclass may replace ``stages()`` to run the stages of :mod:`rlhf.ops.pipeline` in another order; what is around
+    them (``mask_truncated``, ``normalise_values``, adaptive KL) stays. An option that is set and that a replaced method
+    would have applied is refused before the run, unless ``applies`` names it.
     """
 
     Config = PolicyGradientConfig
+    applies: ClassVar[tuple[str, ...]] = ()
+    """Options that this class's own ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies in place of the
+    base's: of ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``shaping``, ``reward_clip``, ``bootstrap_truncated``,
+    ``normalise_values``, ``mask_truncated``, ``epochs``, ``minibatches``, ``critic_warmup``. A method that calls
+    ``super()`` needs no entry."""
     slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
 
     def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
@@ -71,12 +81,13 @@ class PolicyGradient(Algorithm):
                     )
 
     def _check(self) -> None:
-        """What a subclass may have lost of its base. Raises PluginInvalid."""
+        """What a subclass may have lost of its base. Raises PluginInvalid, or ConfigError for an option that is set."""
         if not isinstance(self.config, PolicyGradientConfig):
             raise PluginInvalid(
                 f"algorithm {self.name!r}: {type(self).__name__}.Config must subclass "
                 "rlhf.policy_gradient_config.PolicyGradientConfig: its options (kl, epochs, ...) are read here"
             )
+        check_overrides(type(self), PolicyGradient, self.config)
         reads_values = "advantage" in self.parts and self.parts["advantage"].needs_values
         for slot in ("advantage", "loss", *(["value_loss"] if reads_values else [])):
             if slot not in self.parts:
@@ -149,22 +160,31 @@ class PolicyGradient(Algorithm):
         return assemble(examples, self.step_sources)
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The published order; override it to reorder the stages of :mod:`rlhf.ops.pipeline`."""
+        """:meth:`stages`, with what comes before and after it: the critic's units, samples that are not trained on."""
         kl: KLConfig = self.config.kl
         penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
         said_N = batch.tok["old_values"] if self.scale is not None else None
-        batch, metrics = pipeline.credit(
-            batch if self.scale is None else self.scale.values(batch),
-            self.advantage,
-            kl=penalty,
-            shapers=self.config.shaping.shapers(),
-            reward_clip=self.config.reward_clip,
-        )
+        batch, metrics = self.stages(batch if self.scale is None else self.scale.values(batch), penalty)
         self._samples, self._measured_kl = batch.units, metrics.get("kl/reference")
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
         return self._without_masked(batch), metrics
+
+    def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
+        """From the column ``reward`` to ``advantages`` (and ``returns``, with values), in the published order. Override
+        it for another order.
+
+        Args:
+            batch: with the columns that :meth:`annotations` asks for; values are in the units of rewards.
+            kl: of the reference, in the reward; None where there is none.
+
+        Returns: the batch with the columns, and metrics; ``kl/reference``, the mean KL of a token, where ``kl`` is
+        given: an adaptive coefficient follows it.
+        """
+        return pipeline.credit(
+            batch, self.advantage, kl=kl, shapers=self.config.shaping.shapers(), reward_clip=self.config.reward_clip
+        )
 
     def _without_masked(self, batch: Batch) -> Batch:
         """``batch`` without the samples that are not trained on (``mask_truncated``); whole where that is all of them,

@@ -40,6 +40,35 @@ class TestCentered(AdvantageContract):
         return out, out
 
 
+class ByLength(Centered):
+    """The mean of the group, weighted by lengths (OPO)."""
+
+    name = "by_length"
+
+    def baseline(self, r_N, group_N, own_tokens_N=None):
+        made_N = torch.empty_like(r_N)
+        for group in group_N.unique():
+            of = group_N == group
+            low = r_N[of].min()
+            made_N[of] = (
+                r_N[of] - low - ((r_N[of] - low) * own_tokens_N[of]).sum() / own_tokens_N[of].sum().clamp(min=1)
+            )
+        return made_N
+
+
+class TestByLength(AdvantageContract):
+    advantage = ByLength
+    registered = False
+
+    def statement_baseline(self, r_N, group_N, config, own_tokens_N):
+        made = []
+        for reward, group in zip(r_N, group_N, strict=True):
+            members = [n for n in range(len(r_N)) if group_N[n] == group]
+            total = sum(r_N[n] * own_tokens_N[n] for n in members)
+            made.append(reward - total / sum(own_tokens_N[n] for n in members))
+        return torch.stack(made)
+
+
 class Critic(Advantage):
     """Reads values for one config and none for another."""
 

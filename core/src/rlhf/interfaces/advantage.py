@@ -55,6 +55,10 @@ class Advantage(Component):
             r_N: float64 [N], one combined and shaped reward per trajectory.
             group_N: int64 [N], which group each trajectory is in.
 
+        An override that needs lengths (OPO's baseline weighs rewards by them) takes a third argument of this name and
+        gets it: ``def baseline(self, r_N, group_N, own_tokens_N=None)``, int64 [N], the tokens that the policy sampled
+        in each trajectory, or that the data gave as its answer. In :meth:`returns` they are ``mask_NA.sum(1)``.
+
         Returns: float64 [N].
         """
         return r_N

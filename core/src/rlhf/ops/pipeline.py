@@ -3,19 +3,20 @@
 1. ``Trajectory.reward``, the weighted sum of the reward sources, enters as the column ``reward``.
 2. The dynamic filter has read ``score`` already, while the batch was gathered.
 3. :func:`shape`: the shapers in their order; raw and shaped reward are both reported.
-4. :func:`subtract_kl` where the KL belongs before the baseline, then the advantage's own ``baseline``.
+4. :func:`subtract_kl` where the KL belongs before the baseline, then :func:`baseline`, the advantage's own.
 5. :func:`clip_rewards`.
 6. :func:`token_rewards`: step rewards at their tokens, the rest at the last action token, minus beta KL per token.
 7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only.
 8. :func:`normalise`: over the whole rollout batch, weighted by tokens.
 
-An algorithm with another order overrides ``credit()`` and calls these functions as it likes.
+An algorithm with another order overrides ``PolicyGradient.stages()`` and calls these functions as it likes.
 
 Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -63,13 +64,13 @@ def credit(
 
     Returns: the batch with the token columns ``advantages`` and, where there are values, ``returns``; the metrics.
     """
-    raw_U, group_U = batch.unit["reward"], batch.unit["group"]
+    raw_U = batch.unit["reward"]
     shaped_U = shape(batch, raw_U, shapers)
     kl_N = None if kl is None else _kl(batch, kl)
     r_U = shaped_U
     if kl is not None and kl_N is not None and kl.before_baseline:
         r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
-    r_U = advantage.baseline(r_U, group_U)
+    r_U = baseline(batch, advantage, r_U)
     r_U = clip_rewards(r_U, reward_clip)
     per_token = kl is not None and not kl.before_baseline
     R_N = token_rewards(batch, r_U, kl_N if per_token else None, kl.beta if kl else 0.0)
@@ -94,6 +95,17 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
     """Stage 4, optional: r_i -= beta * sum_t kl_it, so the baseline sees the penalty."""
     kl_UA, _ = compress(batch, kl_N)
     return r_U - beta * kl_UA.double().sum(1)
+
+
+def baseline(batch: Batch, advantage: Advantage, r_U: Tensor) -> Tensor:
+    """Stage 4: the advantage's own, which gets ``own_tokens_N`` where it has an argument of this name."""
+    return advantage.baseline(r_U, batch.unit["group"], **lengths(advantage, batch.unit["own_tokens"]))
+
+
+def lengths(advantage: Advantage, own_tokens_N: Tensor) -> dict[str, Tensor]:
+    """``{"own_tokens_N": ...}`` for an advantage whose ``baseline`` asks for it."""
+    asked = "own_tokens_N" in inspect.signature(advantage.baseline).parameters
+    return {"own_tokens_N": own_tokens_N} if asked else {}
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:

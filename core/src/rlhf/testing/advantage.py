@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.ops.pipeline import lengths
 from rlhf.testing.compare import generators_left_alone, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, expect, missing
 
@@ -37,6 +39,11 @@ class Credit:
     mask_NA: Tensor
     values_NA: Tensor | None
     boot_N: Tensor | None
+
+    @property
+    def own_tokens_N(self) -> Tensor:
+        """int64 [N]."""
+        return self.mask_NA.sum(1)
 
     def rows(self, index: Tensor) -> Credit:
         """These trajectories, in this order."""
@@ -218,7 +225,9 @@ class AdvantageContract(Contract):
             raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
         for about, config, e, c in self.cases():
             if has_baseline:
-                stated = self.statement_baseline(c.r_N, c.group_N, config)
+                asked = "own_tokens_N" in inspect.signature(self.statement_baseline).parameters
+                own = {"own_tokens_N": c.own_tokens_N} if asked else {}
+                stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
                 _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
             if has_returns:
                 double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
@@ -227,7 +236,7 @@ class AdvantageContract(Contract):
                     _close(got[c.mask_NA], want[c.mask_NA], f"{about} the {what} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
-        """float64 [N], as loops over groups."""
+        """float64 [N], as loops over groups. A fourth argument ``own_tokens_N``, where it has one, is int64 [N]."""
         raise NotImplementedError
 
     def statement_returns(
@@ -242,7 +251,7 @@ class AdvantageContract(Contract):
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
     """What ``baseline`` gave, as it must be."""
-    r_N = estimator.baseline(c.r_N, c.group_N)
+    r_N = estimator.baseline(c.r_N, c.group_N, **lengths(estimator, c.own_tokens_N))
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
         f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",
