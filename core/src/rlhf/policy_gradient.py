@@ -22,8 +22,8 @@ from rlhf.ops.kl import KLController
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
 from rlhf.ops.value_scale import ValueScale
-from rlhf.overridden_options import check_overrides
 from rlhf.policy_gradient_config import KLConfig, PolicyGradientConfig
+from rlhf.policy_gradient_overrides import check_overrides
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError
-from rlhf.policy_gradient_config import PolicyGradientConfig
 
-Config = PolicyGradientConfig
+if TYPE_CHECKING:
+    from rlhf.policy_gradient_config import PolicyGradientConfig
 
-IS_SET: Mapping[str, Callable[[Config], bool]] = {
+IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "kl.coef": lambda c: c.kl.coef > 0 and c.kl.where == "reward",
     "kl.target": lambda c: c.kl.target is not None,
     "kl.snapshot_every": lambda c: c.kl.snapshot_every is not None,
@@ -35,7 +35,7 @@ APPLIED_BY: Mapping[str, tuple[str, ...]] = {
 """{method of PolicyGradient: options that it applies}."""
 
 
-def check_overrides(cls: type[Any], base: type[Any], config: Config) -> None:
+def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfig) -> None:
     """Raises ConfigError where an option is set that an overridden method of ``base`` would have applied, unless the
     override calls ``super()`` or its class names the option in ``applies``."""
     for owner in _up_to(cls, base):
