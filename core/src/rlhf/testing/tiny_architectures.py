@@ -1,7 +1,8 @@
 """A tiny random model of any architecture of transformers that is a causal language model.
 
 The defaults of a type's config are shrunk by the names of its fields. Lists with an entry for each layer keep one layer
-of every kind, so each kind of layer of a hybrid model occurs. What this cannot know stands in :data:`OVERRIDES`.
+of every kind, so each kind of layer of a hybrid model occurs. What this
+cannot know stands in :mod:`rlhf.testing.tiny_sizes`.
 """
 
 from __future__ import annotations
@@ -10,42 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WINDOW = 8
-"""Tokens of a sliding window or an attention chunk."""
-POSITIONS = 512
-VOCABULARY = 128
+from rlhf.testing.tiny_sizes import NOT_BUILT, OMIT, OVERRIDES, SIZES, VARIANTS, WINDOW
 
-SIZES = [
-    (32, """hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim lru_width embed_dim
-        input_embedding_size output_embedding_size backbone_hidden_size cross_attention_hidden_size ple_embed_dim
-        pronunciation_embed_dim shape_embed_dim mamba_d_ssm hc_lowrank feed_forward_size kv_lora_rank"""),
-    (64, """intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner dff dim_ff n_inner ffn_hidden_size
-        dense_intermediate_size intermediate_size_mlp moe_intermediate_size expert_ffn_hidden_size
-        shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size
-        max_source_positions attention_hidden_size"""),
-    (16, """q_lora_rank o_lora_rank laurel_rank adapter_rank gated_norm_rank hidden_size_per_layer_input mamba_dt_rank
-        time_step_rank num_mel_bins mamba_d_head mamba_head_dim mamba_headdim attention_head_dim chunk_size
-        mamba_chunk_size router_hidden_size kv_channels prompt_mid_dim"""),
-    (8, """head_dim attention_head_size d_head linear_head_dim linear_key_head_dim linear_value_head_dim rotary_dim
-        qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim swa_head_dim ssm_state_size state_size
-        mamba_d_state d_rel dim_head index_block_size index_topk"""),
-    (4, """num_attention_heads n_head n_heads attention_heads decoder_attention_heads encoder_attention_heads num_heads
-        num_decoder_attention_heads num_encoder_attention_heads linear_num_value_heads linear_num_heads
-        mamba_num_heads mamba_n_heads n_mamba_heads swa_num_attention_heads num_experts n_routed_experts
-        num_local_experts moe_num_experts index_n_heads zero_expert_num"""),
-    (2, """num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads swa_num_key_value_heads n_groups
-        mamba_n_groups mamba_ngroups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts o_groups
-        cross_attn_k num_codebooks index_topk_blocks"""),
-    (1, """n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
-        first_k_dense_replace num_dense_layers"""),
-    (WINDOW, """sliding_window window_size attention_window_size attention_chunk_size local_attention
-        sliding_window_size keep_window_size"""),
-    (POSITIONS, """max_position_embeddings n_positions max_seq_len context_length max_target_positions n_ctx
-        model_max_length rel_extent"""),
-    (VOCABULARY, """vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size ngram_vocab_size_base
-        shape_vocab_size pronunciation_vocab_size encoder_hash_byte_group_vocab"""),
-]  # fmt: skip
-"""(size, the fields that get it)."""
 BY_NAME = {name: size for size, names in SIZES for name in names.split()}
 UNSET = {
     "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
@@ -59,100 +26,6 @@ LAYERS = [
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "decoder_start_token_id": 1, "sep_token_id": 1}
 """Ids of special tokens; other fields that end in ``_token_id`` become 2."""
 
-OMIT: Any = object()
-"""In :data:`OVERRIDES`: leave the field at its default."""
-SHORT_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
-COMPASS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-LLAMA4 = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
-QSA = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 4,
-}
-ASSISTANT = {
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_hidden_layers": 2,
-}
-MUSIC = {
-    "text_encoder": {"model_type": "t5"},
-    "audio_encoder": {"model_type": "encodec"},
-    "decoder": {"model_type": "musicgen_decoder"},
-}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": SHORT_AND_FULL | {"rope_parameters": dict.fromkeys(SHORT_AND_FULL["layer_types"], COMPASS)},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "ffn_config": {"moe_top_k": 2}},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
-    "dots1": SHORT_AND_FULL,
-    "falcon_h1": {"mamba_d_head": 8, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
-    "gemma3n_text": {"intermediate_size": [64] * 4, "num_kv_shared_layers": 2},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
-    "gemma4_text": {"per_layer_config": {"1": {"head_dim": 16}}},
-    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **ASSISTANT}},
-    "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 16}}},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
-    "laguna": SHORT_AND_FULL | {"num_attention_heads_per_layer": [4, 4]},
-    "lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3, "layer_types": OMIT, "block_multiple_of": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
-    "llama4": {"text_config": LLAMA4},
-    "llama4_text": LLAMA4,
-    "mamba2": {"head_dim": 16},
-    "mellum": SHORT_AND_FULL,
-    "ministral": SHORT_AND_FULL,
-    "mllama": {"text_config": {"cross_attention_layers": [1]}},
-    "musicgen": {"first": MUSIC},
-    "musicgen_melody": {"first": MUSIC | {"decoder": {"model_type": "musicgen_melody_decoder"}}},
-    "qwen4_exp": {"text_config": QSA},
-    "qwen4_exp_text": QSA,
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {
-        "axial_pos_embds_dim": [8, 24],
-        "axial_pos_shape": [16, 32],
-        "local_attn_chunk_length": 8,
-        "lsh_attn_chunk_length": 8,
-        "hash_seed": 0,
-    },
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
-    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
-}
-"""Fields that the rules above do not know, by type."""
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 8.0]}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert as an encoder": ("bert", {"is_decoder": False}),
-    "falcon with alibi": ("falcon", {"alibi": True}),
-    "gemma3_text with both directions": ("gemma3_text", {"use_bidirectional_attention": True}),
-    "gemma4_text with shared keys": (
-        "gemma4_text",
-        {
-            "layer_types": SHORT_AND_FULL["layer_types"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
-        },
-    ),
-    "granite with logits_scaling": ("granite", {"logits_scaling": 4.0}),
-    "granitemoehybrid with logits_scaling": ("granitemoehybrid", {"logits_scaling": 4.0}),
-    "llama with dynamic rope": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
-    "mixtral with router jitter": ("mixtral", {"router_jitter_noise": 0.1}),
-    "phi3 with longrope": (
-        "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "max_position_embeddings": 512},
-    ),
-    "phimoe with input jitter": ("phimoe", {"input_jitter_noise": 0.1}),
-    "phimoe with router jitter": ("phimoe", {"router_jitter_noise": 0.1}),
-}
-"""Options of a config that change what packing must respect: {name: (type, fields)}."""
-
 
 def causal_types() -> list[str]:
     """Every type of transformers with a causal language model."""
@@ -162,13 +35,17 @@ def causal_types() -> list[str]:
 
 
 def tiny_config(name: str) -> Any:
-    """The config of a type, or of one of :data:`VARIANTS`, shrunk."""
+    """The config of a type, or of one of :data:`~rlhf.testing.tiny_sizes.VARIANTS`, shrunk.
+
+    Raises NotImplementedError with the reason, where no tiny language model of the type can be made.
+    """
     from transformers import AutoConfig
 
     kind, extra = VARIANTS.get(name, (name, {}))
+    if kind in NOT_BUILT:
+        raise NotImplementedError(NOT_BUILT[kind])
     fixed = {**OVERRIDES.get(kind, {}), **extra}
-    usual = AutoConfig.for_model(kind, **fixed.pop("first", {}))
-    fields = merge(shrink(usual), fixed)
+    fields = merge(shrink(AutoConfig.for_model(kind)), fixed)
     return AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if v is not OMIT})
 
 
@@ -256,11 +133,14 @@ def tiny_architecture(path: str | Path, name: str, seed: int = 0) -> Path:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+        config = tiny_config(name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in parameters(model):
                 draw(parameter)
     model.save_pretrained(str(path))
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(str(path))  # that of the whole, where the model is a part: as checkpoints have it
     return tiny_tokenizer(path)
 
 
