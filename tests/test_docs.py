@@ -94,8 +94,9 @@ def shell(tmp_path: Path, forks: Forks) -> Shell:
     return Shell(tmp_path, forks)
 
 
-def execute(page: Path, shell: Shell) -> None:
-    """Files are written, shell blocks run, and each line of a ``text`` block is in what the last command printed."""
+def execute(page: Path, shell: Shell) -> str:
+    """Files are written, shell blocks run, and each line of a ``text`` block is in what the last command printed, which
+    is given back."""
     output = ""
     for block in blocks(page):
         if block.file:
@@ -107,6 +108,7 @@ def execute(page: Path, shell: Shell) -> None:
         elif block.language == "text":
             missing = [line for line in block.text.splitlines() if line not in output]
             assert not missing, f"{missing} is not in the output:\n{output}"
+    return output
 
 
 @pytest.mark.slow
@@ -116,6 +118,12 @@ def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
     assert code == 2
     assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in said
     assert not (shell.folder / "runs" / "other").exists(), "found before anything starts"
+
+
+@pytest.mark.slow
+def test_what_an_author_supplies_to_the_suites_works_as_its_page_says(shell):
+    output = execute(DOCS / "conformance.md", shell)
+    assert output.count("0 failed and 0 were left out.") == 4, output
 
 
 def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path):

@@ -92,5 +92,9 @@ class LossInput:
         role_S = self._batch.role_B.new_zeros(self.sequences).index_put((self.answer_B,), self._batch.role_B)
         picked_U = values_S[role_S == role]
         if picked_U.shape[0] != self.units:
-            raise TrainingError(f"{picked_U.shape[0]} of {self.units} units have a sequence of role {role}")
+            raise TrainingError(
+                f"loss {self._loss!r} reads the sequence of role {role} in every unit, but {picked_U.shape[0]} of "
+                f"{self.units} units have one. Use it with an algorithm on pairs, whose units have roles 0 and 1; for "
+                '`rlhf plugins check`, set conformance = {"data": "pairs"} in its class'
+            )
         return picked_U

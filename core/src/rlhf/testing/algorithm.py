@@ -28,8 +28,11 @@ from rlhf.testing import fabricate
 from rlhf.testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards
 from rlhf.testing.algorithm_step import Step, model_step
 from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, norm, same_bits
-from rlhf.testing.contract import Contract, Nonconformance, check_state, expect
+from rlhf.testing.contract import Contract, Nonconformance, check_state, expect, knowing_columns
 from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
+
+COLUMNS = '"columns": {NAME}'
+"""How an author gives a column to the rows of this suite."""
 
 
 class AlgorithmContract(Contract):
@@ -39,6 +42,9 @@ class AlgorithmContract(Contract):
     algorithm: Any = None
     parts: Mapping[str, Callable[[], Any]] = {}
     """{slot: what builds the part}; where a slot is absent, the plugin it names, with its defaults."""
+    columns: Mapping[str, Any] = {}
+    """Further columns of the made-up rows: whatever the algorithm reads beside ``prompt`` and ``answer``. Of pairs,
+    ``margin`` is also in ``Example.values``."""
     steps: int = 2
     """Steps in which ``updates`` is asked for; more where something starts later (a warm-up)."""
 
@@ -67,21 +73,26 @@ class AlgorithmContract(Contract):
         """What ``assemble`` is given: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
         have log-probs only where ``needs().generator_logprobs`` asks for them."""
         if self.cls.data != "prompts":
-            return fabricate.examples(self.cls.data, seed)
+            return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
         options = {"samples": max(4, needs.group_min), "scored": needs.reward, **options}
-        return fabricate.groups(seed, logprobs=needs.generator_logprobs, **options)
+        return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:
         """One whole step but the optimizer's, on fresh data and a fresh algorithm."""
         algorithm = options.pop("algorithm", None) or self.build(config)
         data = options.pop("data", None) or self.data(algorithm)
         try:
-            return model_step(algorithm, data, number, **options)
+            with knowing_columns("it", COLUMNS):
+                return model_step(algorithm, data, number, **options)
         except Nonconformance as error:
             raise Nonconformance(f"{self.about(config)} {error}") from error
         except Exception as error:
             raise Nonconformance(f"{self.about(config)} {type(error).__name__}: {error}") from error
+
+    def assemble(self, algorithm: Any, data: list[Any]) -> Batch | None:
+        with knowing_columns(self.about(), COLUMNS):
+            return algorithm.assemble(data)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -138,7 +149,7 @@ class AlgorithmContract(Contract):
             about, algorithm = self.about(config), self.build(config)
             smallest = algorithm.needs().group_min
             data = self.data(algorithm, samples=smallest, equal_rewards=True)
-            if algorithm.assemble(data) is None:
+            if self.assemble(algorithm, data) is None:
                 data = self.data(algorithm, samples=smallest)
             step = self.step(config, algorithm=algorithm, data=data)
             for name, values in step.batch.tok.items():
@@ -212,7 +223,7 @@ class AlgorithmContract(Contract):
                 for trajectory in group.trajectories:
                     trajectory.reward = trajectory.score = None
                     trajectory.status = trajectory.status if scored else "failed"
-            got = algorithm.assemble(groups)
+            got = self.assemble(algorithm, groups)
             why = "no sample has a reward" if scored else "every sample failed"
             expect(got is None, f"{about} assemble() must return None when {why}, got {type(got)}")
 

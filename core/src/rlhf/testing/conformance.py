@@ -29,7 +29,8 @@ SUITES: dict[str, tuple[str, str]] = {
 
 ATTRIBUTE = "conformance"
 """A component class may hold a mapping of suite attributes under this name: ``{"rows": [...]}``, ``{"columns": ...}``,
-``{"statement": function}``. A test file's suite class sets the same attributes."""
+``{"statement": function}``. A test file's suite class sets the same attributes. A file with a reward function holds it
+beside the function."""
 
 
 class Selected(Protocol):
@@ -151,7 +152,11 @@ def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
     except unittest.SkipTest as left_out:
         return CheckResult(short, True, f"{left_out}", skipped=True)
     except AssertionError as failure:
-        return CheckResult(short, False, str(failure) or "an assertion without a message failed")
+        first: BaseException = failure
+        while first.__cause__ is not None:
+            first = first.__cause__
+        place = _place(first, cls) if first is not failure else ""
+        return CheckResult(short, False, (str(failure) or "an assertion without a message failed") + place)
     except Exception as error:
         return CheckResult(short, False, f"{type(error).__name__}: {error}{_place(error, cls)}")
     return CheckResult(short, True, _first_paragraph(check))

@@ -6,6 +6,7 @@ A suite is a plain class with ``test_`` methods. pytest collects a subclass whos
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
@@ -13,13 +14,14 @@ import re
 import types
 import typing
 import unittest
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.secret_keys import names_secret
+from rlhf.testing.fabricate import NoColumn
 from rlhf.testing.members import misspelled, taken_fields, uncallable
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -39,6 +41,31 @@ def expect(condition: bool, message: str) -> None:
 def missing(what: str) -> unittest.SkipTest:
     """Raise this where the author did not supply ``what``: pytest and ``rlhf plugins check`` report a skip."""
     return unittest.SkipTest(f"The check needs what only you can supply: {what}")
+
+
+@contextlib.contextmanager
+def knowing_columns(about: str, give: str) -> Iterator[None]:
+    """Where the plugin reads a column that the made-up rows lack, the failure says how to give it.
+
+    Args:
+        give: the entry of ``conformance`` that holds columns, with NAME in place of the column's name, or EACH in place
+            of all columns where the author's row replaces the made-up one.
+    """
+    try:
+        yield
+    except KeyError as error:
+        lacking = error if isinstance(error, NoColumn) else error.__context__  # Row raises a KeyError of its own
+        if not isinstance(lacking, NoColumn):
+            raise
+        name, present = lacking.args
+        columns = f" (they have {', '.join(present)})" if present else ""
+        needed = ", ".join(f"{json.dumps(column)}: ..." for column in [*present, name])
+        entry = give.replace("NAME", f"{json.dumps(name)}: ...").replace("EACH", needed)
+        raise Nonconformance(
+            f"{about} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Give them "
+            f"an example of it: conformance = {{{entry}}} in the plugin's class (in a "
+            "file with a function: beside the function)"
+        ) from error
 
 
 class Contract:

@@ -23,7 +23,7 @@ from typing import Any
 from rlhf.interfaces.env import Env
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
-from rlhf.testing.contract import Contract, Nonconformance, expect, no_number
+from rlhf.testing.contract import Contract, Nonconformance, expect, knowing_columns, no_number
 from rlhf.testing.leaks import leaks
 from rlhf.types import EnvStep, Sampling
 
@@ -189,7 +189,8 @@ class Episode:
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         start = time.monotonic()
-        result = call(method, *arguments, limit=self.suite.limit)
+        with knowing_columns(self.about, '"rows": [{EACH}]'):
+            result = call(method, *arguments, limit=self.suite.limit)
         took = time.monotonic() - start
         expect(
             took <= self.suite.limit,

@@ -31,9 +31,24 @@ TOKENS = Tokens(
 """A tokenizer of the fabricated vocabulary: one token a byte."""
 
 
+class NoColumn(KeyError):
+    """A made-up row has no such column. ``args``: the column's name, and the names of those that it has."""
+
+
+class Columns(dict[str, Any]):
+    """The columns of a made-up row: a plain dict that raises :class:`NoColumn`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoColumn(name, list(self))
+
+
 def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
     """One data row; by default with a prompt and an answer."""
-    return Row(dict(columns or {"prompt": f"What is {index} + 2?", "answer": str(index + 2)}), "fabricated", index)
+    return Row(Columns(columns or _usual(index)), "fabricated", index)
+
+
+def _usual(index: int) -> dict[str, Any]:
+    return {"prompt": f"What is {index} + 2?", "answer": str(index + 2)}
 
 
 def groups(
@@ -45,6 +60,7 @@ def groups(
     multi_turn: bool = True,
     equal_rewards: bool = False,
     scored: bool = True,
+    columns: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Scored groups, as a controller hands them to ``Algorithm.assemble``.
 
@@ -55,11 +71,12 @@ def groups(
         logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
+        columns: further columns of every row.
     """
     rng = random.Random(seed)
     made = []
     for number in range(count):
-        data = row(index=number)
+        data = row(_usual(number) | dict(columns or {}), number)
         shared = rng.uniform(-1, 1)
         trajectories = []
         for sample in range(samples):
@@ -119,9 +136,16 @@ def text_group(
     return Group(data, number, trajectories)
 
 
-def examples(form: DataForm, seed: int = 0, *, count: int = 6) -> list[Example]:
-    """Tokenised rows of an offline data form; every prompt has 1 to 5 tokens, every answer 1 to 8."""
-    rng = random.Random(seed)
+def examples(
+    form: DataForm, seed: int = 0, *, count: int = 6, columns: Mapping[str, Any] | None = None
+) -> list[Example]:
+    """Tokenised rows of an offline data form; every prompt has 1 to 5 tokens, every answer 1 to 8.
+
+    Args:
+        columns: further columns of every row; a pair's ``margin`` is in ``Example.values`` too, as ``data.margin`` puts
+            it there.
+    """
+    rng, further = random.Random(seed), dict(columns or {})
     made = []
     for index in range(count):
         prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 5))]
@@ -131,9 +155,11 @@ def examples(form: DataForm, seed: int = 0, *, count: int = 6) -> list[Example]:
             mask = [False] * len(prompt) + [True] * len(answer)
             sequences.append(TokenSequence(prompt + answer, mask, role))
         values: dict[str, Any] = {"label": index % 2 == 0} if form == "labels" else {}
+        if form == "pairs":
+            values = Columns({"margin": float(further["margin"])} if "margin" in further else {})
         if form == "steps":
             values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
-        made.append(Example(row(index=index), sequences, values))
+        made.append(Example(row(_usual(index) | further, index), sequences, values))
     return made
 
 

@@ -16,7 +16,7 @@ from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.testing import fabricate
 from rlhf.testing.compare import padded
-from rlhf.testing.contract import Contract, expect
+from rlhf.testing.contract import Contract, Nonconformance, expect
 from rlhf.testing.recording import Recording
 from rlhf.types import DataForm, Head
 
@@ -171,7 +171,11 @@ class LossCase:
             given = micro.only(names)
             watched = {**outputs, **given.seq, **given.unit}  # token columns are copied for every x[name]
             versions = {name: values._version for name, values in watched.items()}
-            value, metrics = evaluate(recorder, given, outputs, self.suite.coef, {})  # type: ignore[arg-type]
+            try:
+                value, metrics = evaluate(recorder, given, outputs, self.suite.coef, {})  # type: ignore[arg-type]
+            except (RuntimeError, IndexError) as error:
+                self._suggest_levels(error)
+                raise
             changed = [name for name, version in versions.items() if watched[name]._version != version]
             expect(not changed, f"{self.suite.about()} the call changes {changed} in place, which others read too")
             for name, gradient in self.gradients_of(value).items():
@@ -179,6 +183,16 @@ class LossCase:
             total += float(value.detach())
             sums.append(metrics)
         return Run(total, recorder.size, gradients, add_sums(sums))
+
+    def _suggest_levels(self, error: Exception) -> None:
+        """Shapes that do not fit may come of a column that the suite made per token and that is none."""
+        made = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
+        if made:
+            raise Nonconformance(
+                f"{type(error).__name__}: {error}. The suite made one value a token of the columns {', '.join(made)}. "
+                'Where one of them has one value a sequence or a unit, say so: conformance = {"levels": {'
+                f'"{made[-1]}": "unit"}}}} in the loss\'s class'
+            ) from error
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:
         """Model outputs of a micro-batch, as a trainer would give them, attached to the leaves."""

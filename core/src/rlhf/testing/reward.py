@@ -23,7 +23,7 @@ from typing import Any, Literal
 from rlhf.interfaces import Component, Reward, RewardContext, Tokens
 from rlhf.testing import fabricate
 from rlhf.testing.awaiting import call
-from rlhf.testing.contract import Contract, Nonconformance, expect, missing, no_number
+from rlhf.testing.contract import Contract, Nonconformance, expect, knowing_columns, missing, no_number
 from rlhf.types import Group, Head, RewardResult, RoleSpec
 
 Case = tuple[Mapping[str, Any], str, float | None]
@@ -91,7 +91,8 @@ class RewardContract(Contract):
 
     def score(self, reward: Any, group: Group) -> list[RewardResult]:
         try:
-            return call(reward.score, group, limit=self.limit)
+            with knowing_columns(self.about(), '"columns": {EACH}'):
+                return call(reward.score, group, limit=self.limit)
         except (AttributeError, TypeError) as error:
             if self.in_worker and isinstance(error, AttributeError) and self.cls.setup is not Reward.setup:
                 why = "score() is plain `def` and runs in a worker process, where setup() is not called"

@@ -21,7 +21,7 @@ from rlhf.errors import RolloutError
 from rlhf.interfaces.env import Env
 from rlhf.interfaces.rollout import RolloutContext
 from rlhf.testing import fabricate
-from rlhf.testing.contract import Contract, Nonconformance, expect
+from rlhf.testing.contract import Contract, Nonconformance, expect, knowing_columns
 from rlhf.types import EnvStep, Row, Sampling, Turn
 
 
@@ -120,6 +120,7 @@ class RolloutContract(Contract):
     kind = "rollout"
     rollout: Any = None
     columns = {"prompt": "What is 2 + 2?", "answer": "4"}
+    """The made-up row: whatever the rollout reads must be in it."""
     discards: bool = False
     """True for a rollout that means to drop some of what it samples (best of n, a judge's verdict): what is dropped is
     neither trained on nor recorded."""
@@ -133,7 +134,8 @@ class RolloutContract(Contract):
         async def sample() -> tuple[list[Turn] | None, Exception | None]:
             try:
                 row = fabricate.row(self.columns)
-                return _turns(await asyncio.wait_for(rollout.run(row, 3, context), self.limit)), None
+                with knowing_columns("it", '"columns": {EACH}'):
+                    return _turns(await asyncio.wait_for(rollout.run(row, 3, context), self.limit)), None
             except Exception as error:
                 return None, error
             finally:
