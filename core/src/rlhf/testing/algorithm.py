@@ -167,7 +167,7 @@ class AlgorithmContract(Contract):
             about, needs = self.about(config), self.build(config).needs()
             data = self.data(self.build(config), samples=needs.group_min)
             equal = with_rewards(data, 1.0)
-            if not needs.reward or self.build(config).assemble(equal) is None:
+            if not needs.reward or self.assemble(self.build(config), equal) is None:
                 continue
             unequal = self.step(config, data=data)
             made = credited_columns(unequal)
