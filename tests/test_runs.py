@@ -334,6 +334,29 @@ def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
     assert "after the first update" not in shop.train("sft", "run").said
     still = shop.train("sft", "still", trainer={"lr": 0.0})
     assert "parameters unchanged after the first update: model.embed_tokens.weight" in still.said
+    assert "after the first update" not in shop.train("sft", "lora", trainer={"lora": {"rank": 2}}).said, (
+        "A waits for B"
+    )
+
+
+def test_equal_rewards_are_said_and_no_parameter_is_blamed(shop: Workshop) -> None:
+    """The gradient is 0 until rewards differ; what is not reached is named once they do."""
+    text = "def score(prompt, completion, row):\n    return 1.0\n"
+    run = shop.train("grpo", "equal", reward=[{"use": f"file:{shop.file('equal.py', text)}"}])
+    assert run.said.count("note: policy: every advantage of this step is 0, so the gradient is 0") == 1
+    assert "The rewards that are compared are all equal." in run.said
+    assert "after the first update" not in run.said
+    assert "every advantage" not in shop.train("grpo", "differ").said
+
+
+def test_a_reward_that_is_always_none_is_said(shop: Workshop) -> None:
+    text = "def score(prompt, completion, row):\n    return None\n"
+    run = shop.run("grpo", "none", reward=[{"use": f"file:{shop.file('none.py', text)}"}])
+    assert run.code == 1
+    reason = "samples got no reward, as every reward returned None for them"
+    assert f"note: step 1: nothing to learn from, no update: 12 {reason}" in run.said
+    assert f"rlhf: the run made 3 steps and not one update: 36 {reason}. Look at stream/unscored" in run.err
+    assert [line["stream/unscored"] for line in run.lines()] == [12.0] * 3
 
 
 def test_the_moving_average_is_what_is_exported(shop: Workshop) -> None:

@@ -80,7 +80,8 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         return f"{at}: required, and not given.{_how_to_give(path)}"
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
-        return f"{at}: {message.removeprefix('Value error, ').removeprefix('Assertion failed, ')}"
+        message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return f"{at}: {message}" if path else message  # a check of several sections names them itself
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
     hint = ""
     if kind == "literal_error" and isinstance(value, str):

@@ -262,9 +262,8 @@ def test_names_that_only_look_like_secrets_pass(write):
 
 
 def test_two_sections_of_one_name(write):
-    assert "reward: two are named 'math'; give one of them another `name`" in refused(
-        write('algorithm = "x"\nreward = ["math", "plugin:math"]\n')
-    )
+    message = refused(write('algorithm = "x"\nreward = ["math", "plugin:math"]\n'))
+    assert message.endswith("(1 problem):\n  reward: two are named 'math'; give one of them another `name`")
     assert "data.train: two sources are named 'a'" in refused(
         write('algorithm = "x"\n[data]\ntrain = ["x/a.jsonl", "y/a.csv"]\n')
     )

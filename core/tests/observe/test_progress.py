@@ -74,7 +74,13 @@ def test_what_is_shown_has_several_names():
     Progress(1, stream=out).step(
         1, {"policy/kl_old": 0.5, "kl/reference": 0.25, "length/mean": 12.0, "eval/pass@1": 1.0}
     )
-    assert out.getvalue() == "step=1/1 kl=0.25 length=12 pass@1=1 left=0:00:00\n"
+    assert out.getvalue() == "step=1/1 kl=0.25 kl_old=0.5 length=12 pass@1=1 left=0:00:00\n"
+
+
+def test_the_distance_to_the_policy_before_the_update_is_not_shown_as_that_to_the_reference():
+    out = io.StringIO()
+    Progress(1, stream=out).step(1, {"policy/kl_old": 0.0})
+    assert out.getvalue() == "step=1/1 kl_old=0 left=0:00:00\n"
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(monkeypatch):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from rlhf.testing.tiny import CHARS, tiny_model, tiny_reward_model, tiny_tokenizer
@@ -30,6 +34,14 @@ def test_the_chat_template_uses_one_token_per_marker(tmp_path):
     assert len(tokenizer.encode(text)) == 5
     plain = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "plain", "hi"))
     assert plain.chat_template is None
+
+
+def test_making_a_model_says_nothing(tmp_path):
+    """Where DeepSpeed is installed, transformers imports it to save, and it warns of every CPU."""
+    code = f"from rlhf.testing.tiny import tiny_model; tiny_model({str(tmp_path)!r}, hidden=16, heads=2, kv_heads=1)"
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout + done.stderr == ""
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text"])

@@ -21,7 +21,7 @@ def online(run: Run) -> None:
         planned = run.algorithm.updates(step)  # asked before the batch is known: what a full one would be updated by
         batch = run.algorithm.assemble(ready.groups) if ready.groups else None
         if batch is None:
-            metrics = run.nothing_to_learn(step)
+            metrics = run.nothing_to_learn(step, ready)
         else:
             with run.learning():
                 batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)

@@ -31,6 +31,7 @@ class Reports:
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
+        self._said_equal = False
 
     def begin_step(self) -> None:
         """From here the next line's times are counted."""
@@ -65,16 +66,27 @@ class Reports:
             with boundary(RlhfError, f"observer {name!r}, {event}"):
                 getattr(observer, event)(*arguments)
 
-    def name_uncovered(self, roles: Mapping[str, Role]) -> None:
-        """After a trained role's first update: parameters that got no gradient or did not move are named once."""
+    def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:
+        """After a trained role's first update: parameters that got no gradient or did not move are named once. While
+        all advantages are 0, no parameter can get a gradient: that is said instead."""
         for name, role in roles.items():
             if name in self._covered:
                 continue
             report: Mapping[str, Sequence[str]] = role.every("coverage")[0]
             if not report:  # not updated yet
                 continue
+            if metrics.get(f"{name}/grad_norm") == 0 and metrics.get("advantage/abs_max") == 0:
+                if not self._said_equal:
+                    self._progress.note(
+                        f"{name}: every advantage of this step is 0, so the gradient is 0 and nothing is learnt. The "
+                        "rewards that are compared are all equal."
+                    )
+                self._said_equal = True
+                continue
             self._covered.add(name)
-            for what, parameters in report.items():
+            for what, every in report.items():
+                parameters = [p for p in every if ".lora_A." not in p]  # multiplied by B, which is 0 at the start
                 if parameters:
                     shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+                    what = what.replace("_", " ")
                     self._progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from rlhf.controller.built import Built
 from rlhf.controller.learn import Metrics
 from rlhf.controller.saves import Saves
-from rlhf.controller.stream import ReadyBatch
+from rlhf.controller.stream import ReadyBatch, left_out
 from rlhf.data.rows import Example
 from rlhf.errors import TrainingError
 from rlhf.interfaces import RunInfo
@@ -30,6 +31,8 @@ class Run(Built):
         self.done = 0
         """Finished steps, those before a resume included."""
         self.status = "failed"
+        self.left_out: Counter[str] = Counter()
+        """Of the steps with nothing to learn from: the sum of their :attr:`ReadyBatch.counts`."""
         self.saves = Saves(self)
         self._stopping = False
 
@@ -100,9 +103,12 @@ class Run(Built):
         """The tokenised rows of an offline step."""
         return self.data.examples(self.data.take(self.config.data.batch_size))
 
-    def nothing_to_learn(self, step: int) -> Metrics:
+    def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
         """A step whose rows or groups held nothing to learn from: counted, nothing is updated."""
-        self.progress.note(f"step {step + 1}: nothing to learn from, no update")
+        counts = ready.counts if ready is not None else {}
+        self.left_out.update(counts)
+        why = left_out(counts)
+        self.progress.note(f"step {step + 1}: nothing to learn from, no update{why and f': {why}'}")
         return {"empty": 1.0}
 
     def keep_skipped(self, reason: str, batch: Batch) -> None:
@@ -153,7 +159,8 @@ class Run(Built):
                     self.status = "failed"
                     failed = "".join(f"\n{f}; the first: {f.first}" for f in self.failures if f.failed)
                     raise TrainingError(
-                        f"the run made {self.done} steps and not one update: every step was empty or skipped. Look at "
+                        f"the run made {self.done} steps and not one update: "
+                        f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
                         f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
                 with self.writing(self.directory.model):
@@ -176,7 +183,7 @@ class Run(Built):
         # a role has a gradient norm where at least one of its optimizer steps was not skipped
         self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
         adapted = self.algorithm.finish(step, metrics)
-        self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles})
+        self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles}, metrics)
         return adapted
 
     def _keep_rollouts(self, done: int, ready: ReadyBatch) -> Metrics:

@@ -110,6 +110,7 @@ class Stream:
     def _generate(self) -> ReadyBatch:
         accepted: list[Group] = []
         counts = {"prompts": 0.0, "filtered": 0.0, "failed_samples": 0.0, "failed_groups": 0.0, "short": 0.0}
+        counts["unscored"] = 0.0
         if self.settings.given:
             counts["given"] = 0.0
         rounds = 1 + (self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20)
@@ -136,6 +137,7 @@ class Stream:
             return None
         live = [t for t in group.trajectories if t.status != "failed"]
         kept = [t for t in live if t.reward is not None or not self.scored]
+        counts["unscored"] += len(live) - len(kept)
         if len(kept) < max(1, self.group_min):
             counts["failed_groups"] += 1
             return None
@@ -166,6 +168,16 @@ class Stream:
         trained = self.generated - len(self.ready)
         due = self._round_of(trained - 1) + self.round + self.staleness if trained else 0
         self._extended_at = trained if self.generated < min(due, self.total_steps) else 0
+
+
+def left_out(counts: Mapping[str, float]) -> str:
+    """Why samples of :attr:`ReadyBatch.counts` are not trained on; empty where none was left out."""
+    reasons = {
+        "unscored": "{:g} samples got no reward, as every reward returned None for them",
+        "failed_samples": "{:g} samples failed",
+        "filtered": "{:g} groups did not pass stream.filter",
+    }
+    return "; ".join(text.format(counts[name]) for name, text in reasons.items() if counts.get(name))
 
 
 def passes(filter: FilterSection, scores: Sequence[float]) -> bool:

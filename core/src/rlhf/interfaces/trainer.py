@@ -161,7 +161,8 @@ class Trainer(Component):
 
     def coverage(self) -> dict[str, list[str]]:
         """After the first step that was not skipped: parameter names under ``without_gradient`` (none, or all zero) and
-        ``unchanged``, the same on every rank. Empty before, or where it is not known."""
+        ``unchanged``, the same on every rank; anew after each step while no parameter got a gradient. Empty before, or
+        where it is not known."""
         return {}
 
     @abstractmethod

@@ -257,6 +257,11 @@ class PackedTrainer(Trainer):
     def coverage(self) -> dict[str, list[str]]:
         return {} if self._coverage is None else {k: list(v) for k, v in self._coverage.items()}
 
+    @property
+    def _without_coverage(self) -> bool:
+        """Whether the next step is to be looked at: none was yet, or no parameter got a gradient so far."""
+        return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
+
     @abstractmethod
     def _view(self, view: str) -> AbstractContextManager[None]:
         """The model computes with this view's weights inside."""

@@ -16,13 +16,15 @@ from rich.progress import Progress as Bar
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/total", "reward/mean"),
-    "kl": ("kl/reference", "policy/kl_reference", "policy/kl_old"),
+    "kl": ("kl/reference", "policy/kl_reference"),
+    "kl_old": ("policy/kl_old",),
     "length": ("length/mean",),
     "loss": ("policy/loss", "loss"),
     "pass@1": ("eval/pass@1",),
     "eval loss": ("eval/loss",),
 }
-"""{what is shown: metrics that mean it, in order of preference}. A metric that a run does not have is not shown."""
+"""{what is shown: metrics that mean it, in order of preference}. A metric that a run does not have is not shown. ``kl``
+is to the reference; ``kl_old`` to the policy that the update began with, 0 where an update is one optimizer step."""
 
 
 class Progress:

@@ -19,6 +19,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
+from rlhf.modeling.pretrained import exporting
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -176,7 +177,8 @@ class PlainTrainer(Trainer):
     def export(self, path: Path, view: str = "live") -> None:
         from transformers import AutoTokenizer
 
-        self.module.save_pretrained(str(path))
+        with exporting(self.module):
+            self.module.save_pretrained(str(path))
         AutoTokenizer.from_pretrained(self.spec.path).save_pretrained(str(path))
 
     def save(self, path: Path) -> None:

@@ -94,7 +94,8 @@ def tiny_model(
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
+
+    from rlhf.modeling.pretrained import exporting
 
     path = Path(path)
     if not (path / "tokenizer.json").exists():
@@ -121,11 +122,8 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(AutoConfig.for_model(architecture, **{**fields, **config}), dtype=torch.float32)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    model.save_pretrained(str(path))
-    if bars:
-        logging.enable_progress_bar()
+    with exporting(model):
+        model.save_pretrained(str(path))
     if type(AutoTokenizer.from_pretrained(str(path))) is not type(tokenizer):  # decided by the model's config
         raise ValueError(
             f"transformers loads its own tokenizer class beside a model of architecture {architecture!r}, so a "

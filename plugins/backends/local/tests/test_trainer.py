@@ -256,6 +256,8 @@ def test_coverage_names_what_did_not_learn(make_trainer, make_batch, nll):
     blind.update([make_batch(LENS, loss=Blind())], Blind(), {}, {})
     everything = list(blind.parameters)
     assert blind.coverage() == {"without_gradient": everything, "unchanged": everything}
+    blind.update([batch], nll, {}, {})
+    assert blind.coverage() == {"without_gradient": [], "unchanged": []}, "it is looked at again"
 
 
 def test_weights_of_one_trainer_load_into_another(tmp_path, make_trainer, make_batch, squares):

@@ -169,7 +169,7 @@ class DeepSpeedTrainer(DividedModel):
         if skipped:
             self.zero.discard()
             return norm, skipped
-        seen = Coverage(self.shards, list(self.parameters), self.device) if self._coverage is None else None
+        seen = Coverage(self.shards, list(self.parameters), self.device) if self._without_coverage else None
         set_rates(self.base, self.config.lr, factor)
         self.zero.step()
         if seen is not None:

@@ -97,7 +97,7 @@ class TorchTrainer(PackedTrainer):
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         before = None
-        if self._coverage is None:
+        if self._without_coverage:
             without = [n for n, p in self.parameters.items() if p.grad is None or not bool(p.grad.any())]
             before = {n: _fingerprint(p) for n, p in self.parameters.items()}
         optimizer.step()
