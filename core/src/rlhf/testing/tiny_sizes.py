@@ -44,7 +44,11 @@ OMIT: Any = object()
 """In :data:`OVERRIDES`: leave the field at its default."""
 SHORT_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 COMPASS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-LLAMA4 = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
+LLAMA4 = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "floor_scale": WINDOW}
+LLAMA_4_SCALING = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": WINDOW,
+    "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 QSA = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -77,6 +81,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **ASSISTANT}},
     "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 16}}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "inkling_text": {"log_scaling_n_floor": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "laguna": SHORT_AND_FULL | {"num_attention_heads_per_layer": [4, 4]},
     "lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3, "layer_types": OMIT, "block_multiple_of": 16},
@@ -85,7 +90,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,
     "mamba2": {"head_dim": 16},
     "mellum": SHORT_AND_FULL,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 4,
+    },
     "ministral": SHORT_AND_FULL,
+    "ministral3": {"rope_parameters": LLAMA_4_SCALING},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "qwen4_exp": {"text_config": QSA},
     "qwen4_exp_text": QSA,
