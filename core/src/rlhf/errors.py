@@ -109,5 +109,8 @@ def did_you_mean(got: str, allowed: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """Type and value, cut, for messages."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as cause:  # a long integer, or an object whose own repr fails
+        text = f"whose repr() raises {type(cause).__name__}"
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -44,6 +44,12 @@ class Counter(Env):
             return None
         if action == "nan":
             return EnvStep(reward=float("nan"))
+        if action == "huge":
+            return EnvStep(reward=10**1000)
+        if action == "list":
+            return EnvStep(info=[1])
+        if action == "set":
+            return EnvStep(info={"seen": {1}})
         if action == "hotter":
             return EnvStep(sampling=replace(self.sampling, temperature=2.0))
         return EnvStep(observation=action, reward=0.5, done=action == "done", info={"start": self.start})
@@ -86,6 +92,9 @@ def test_an_episode_answers_and_is_closed_once() -> None:
         ("hang", r"step\(\) took longer than its deadline of 0.2 s and was cancelled.*deadline"),
         ("none", r"step\(\) returned NoneType None; allowed: an EnvStep"),
         ("nan", r"step\(\) returned EnvStep\(reward=nan\); allowed: a finite number"),
+        ("huge", r"step\(\) returned EnvStep\(reward=int 1000.*; allowed: a finite number"),
+        ("list", r"step\(\) returned EnvStep\(info=list \[1\]\); allowed: a dict"),
+        ("set", r"step\(\) returned EnvStep\(info=...\) whose info.seen is a set"),
     ],
 )
 def test_a_failing_step_is_an_env_error_and_still_closes_once(action: str, message: str) -> None:

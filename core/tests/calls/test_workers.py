@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,14 @@ import time
 
 import psutil
 import pytest
+from rlhf.controller.episodes import Episodes
+from rlhf.controller.scoring import ActiveReward, Scorer
 from rlhf.controller.worker import Worker
 from rlhf.controller.worker_pool import WorkerPool
-from rlhf.errors import RewardError
+from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
+from rlhf.sections import EnvSection
+from rlhf.types import Row
 
 REWARD = """
 import os, sys, time, ctypes, subprocess
@@ -197,6 +202,115 @@ def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) 
     text = "import sys\nassert 'worker_process' not in str(sys.argv), 'only in workers'\n" + REWARD
     with pytest.raises(RewardError, match=r"starting raised PluginImportFailed.*only in workers"):
         asyncio.run(call(from_file("reward", text), None))
+
+
+ANSWERS = """
+import os, sys, time
+from rlhf.controller.worker_process import HEADER
+from rlhf.interfaces import Env, Reward
+from rlhf.types import EnvStep
+
+def send(text):
+    body = text.encode()
+    os.write(int(sys.argv[1]), HEADER.pack(len(body)) + body)
+    time.sleep(60)
+
+class Answering(Reward):
+    def score(self, group):
+        if group.row["act"] == "huge":
+            os.write(int(sys.argv[1]), HEADER.pack(1 << 60))
+            time.sleep(60)
+        if group.row["act"] == "fork" and os.fork() == 0:
+            return []
+        if group.row["act"] == "fork":
+            os.wait()
+            raise ValueError("this is the parent")
+        send(group.row["act"])
+
+class Speaking(Env):
+    def reset(self, row, seed):
+        self.row = row
+        if row["at"] == "reset":
+            send(row["act"])
+        return ""
+
+    def step(self, action):
+        send(self.row["act"])
+"""
+RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("[1.0]", r"worker process sent what is no answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
+        ("1" * 5000, "sent what is no answer"),
+        ("no JSON", "sent what is no answer"),
+        ("[" * 100000, "sent what is no answer"),
+        ('{"answer": 1}', "sent what is no answer"),
+        ("huge", "announced an answer of 1152921504606846976 bytes, of at most 1073741824, and was killed"),
+        ('{"reply": 1.0}', "was answered by its worker process with float 1.0; allowed: a list"),
+        ('{"reply": []}', "returned 0 results for 1 trajectories"),
+        ('{"reply": [[1.0]]}', r"was answered by its worker process with list \[1.0\]; allowed: value, score, steps"),
+        ('{"reply": [{"value": 1.0, "more": 2}]}', "allowed: value, score, steps and info"),
+        ('{"reply": [%s]}' % RESULT.replace("1.0", "1" + "0" * 1000), r"RewardResult\(value=int 1000"),
+        ('{"reply": [%s]}' % RESULT.replace("1.0", "[1.0]"), r"RewardResult\(value=list \[1.0\]\)"),
+        ('{"reply": [%s]}' % RESULT.replace("1.0", "NaN"), r"RewardResult\(value=nan\)"),
+        ('{"reply": [%s]}' % RESULT.replace("[]", "7"), r"RewardResult\(steps=int 7\)"),
+        ("fork", "raised ValueError: this is the parent"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_a_worker_answers_is_checked_as_it_arrives(from_file, make_group, act: str, message: str) -> None:
+    resolved, group = from_file("reward", ANSWERS), make_group("2", act=act)
+
+    async def scenario() -> None:
+        scorer = Scorer([ActiveReward("r", resolved, resolved.cls(None), deadline=20.0)], workers=1)
+        try:
+            await scorer.setup()
+            await scorer.score(group)
+        finally:
+            scorer.close()
+
+    asyncio.run(scenario())
+    (trajectory,) = group.trajectories
+    assert trajectory.status == "failed"
+    assert re.match("RewardError: reward 'r' ", trajectory.error)
+    assert re.search(message, trajectory.error)
+
+
+STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("at", "act", "message"),
+    [
+        ("reset", '{"reply": 3}', r'reset\(\) returned int 3; allowed: text, "" for nothing'),
+        (
+            "step",
+            '{"reply": [1]}',
+            r"step\(\) was answered by its worker process with list \[1\]; allowed: observation",
+        ),
+        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent what is no answer"),
+        ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
+        ("step", '{"reply": %s}' % STEP.replace("0.5", "1" + "0" * 1000), r"EnvStep\(reward=int 1000"),
+        ("step", '{"reply": %s}' % STEP.replace("true", "1"), r"EnvStep\(done=int 1\)"),
+        ("step", '{"reply": %s}' % STEP.replace("null", "[1]"), "with dict {'observation'"),
+        ("step", '{"reply": %s}' % STEP.replace("{}", "[1]"), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
+    ],
+)
+def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act: str, message: str) -> None:
+    async def scenario() -> None:
+        episodes = Episodes(from_file("env", ANSWERS), None, EnvSection(use="x", deadline=20.0))
+        try:
+            episode = episodes.open()
+            await episode.reset(Row({"at": at, "act": act}, "unit", 0), 0)
+            await episode.step("go")
+        finally:
+            episodes.close()
+
+    with pytest.raises(EnvError, match=message):
+        asyncio.run(scenario())
 
 
 DRIVER = """

@@ -297,8 +297,17 @@ def test_an_environment_is_closed_whatever_closing_another_raises(main):
         ([], "start with a prompt"),
         ([Turn([1], False)], "no sampled turn"),
         ([Turn([1], False), Turn([1, 2], True, [-1.0])], "2 tokens and 1 log-probs"),
-        ([Turn([1], False), Turn([1], True, [-1.0]), Turn([2], False, reward=1.0)], r"turn 2 \(sampled = False\) has"),
-        ([Turn([1], False), Turn([1], True, [-1.0], reward=float("nan"))], "has the reward nan; a reward is a finite"),
+        ([Turn([1], False), Turn([1], True, [-1.0]), Turn([2], False, reward=1.0)], r"turn 2 \(sampled = False\) with"),
+        (
+            [Turn([1], False), Turn([1], True, [-1.0], reward=float("nan"))],
+            r"with the reward \(nan\); allowed: a finite",
+        ),
+        ([Turn([1], False), Turn([1], True, [-1.0], reward=10**1000)], r"turn 1 with the reward \(int 1000"),
+        ([Turn([1], False), Turn([1], True, [-1.0], reward="1")], r"turn 1 with the reward \(str '1'\)"),
+        (None, "returned NoneType None; allowed: a list of turns"),
+        ([[1], [2]], r"returned list \[1\] as turn 0; allowed: a Turn"),
+        ([Turn("1", False)], "turn 0 with the tokens str '1'; allowed: a list of integers"),
+        ([Turn([-1], False)], r"turn 0 with the tokens list \[-1\]"),
     ],
 )
 def test_malformed_turns_are_refused(main, turns, message):

@@ -78,7 +78,7 @@ def test_an_attribute_names_any_function_of_three_arguments(site, write):
             site.plugins().resolve("reward", f"file:{path}:{attribute}")
 
 
-@pytest.mark.parametrize("value", ["'good'", "float('nan')", "[1.0]"])
+@pytest.mark.parametrize("value", ["'good'", "float('nan')", "[1.0]", "10**1000", "10**9999"])
 def test_a_function_that_returns_no_number_is_an_error_not_a_zero(site, write, value):
     path = write("bad.py", f"def score(prompt, completion, row): return {value}")
     with pytest.raises(

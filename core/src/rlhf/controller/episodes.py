@@ -91,7 +91,7 @@ class Episode(Env):
         if self._env is not None:
             step: EnvStep = await self._local("step", action)
         else:
-            step = step_from_json(await self._remote("step", action, self.sampling))
+            step = await self._remote("step", action, self.sampling)
         self._steps += 1
         if self._steps >= self._section.max_turns and not step.done:
             step = replace(step, done=True, info={**step.info, "max_turns": True})
@@ -121,9 +121,14 @@ class Episode(Env):
 
     async def _remote(self, method: str, *arguments: Any) -> Any:
         assert self._worker is not None
+        check = {"reset": check_observation, "step": step_from_json}[method]
         try:
             with boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()"):
-                return await self._worker.call(method, *arguments, deadline=self._section.deadline)
+                answer = await self._worker.call(method, *arguments, deadline=self._section.deadline)
+            return check(answer)
+        except InvalidResult as error:
+            self._failed = True
+            raise EnvError(f"{self._resolved}: {method}() {error}") from None
         except BaseException:
             self._failed = True
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Protocol
 from rlhf.controller.failures import Failures, describe
 from rlhf.controller.mainthread import MainThread
 from rlhf.controller.phases import Phases
+from rlhf.controller.results import InvalidResult, check_turns
 from rlhf.controller.waves import Waves
 from rlhf.errors import EnvError, ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
@@ -140,11 +140,13 @@ class Rollouts:
         try:
             with boundary(RolloutError, what):
                 async with asyncio.timeout(settings.deadline) as context.clock:
-                    trajectory.turns = list(await self.rollout.run(row, seed, context))
-                _check_turns(what, trajectory.turns)
+                    turns = await self.rollout.run(row, seed, context)
+            trajectory.turns = check_turns(turns)
             trajectory.status = "truncated" if trajectory.truncated else "ok"
         except FATAL:
             raise
+        except InvalidResult as error:
+            trajectory.status, trajectory.error = "failed", f"RolloutError: {what} {error}"
         except RlhfError as error:
             late = context.clock is not None and context.clock.expired()
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
@@ -259,19 +261,3 @@ def _check_distribution(asked: Sampling, run: Sampling) -> None:
 
 def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
     return replace(sampling, max_new_tokens=max_new_tokens)
-
-
-def _check_turns(what: str, turns: Sequence[Turn]) -> None:
-    if not turns or turns[0].sampled or not turns[0].ids:
-        raise RolloutError(f"{what} must return turns that start with a prompt of at least one token")
-    if not any(t.sampled for t in turns):
-        raise RolloutError(f"{what} returned no sampled turn: there is nothing to learn from")
-    for number, turn in enumerate(turns):
-        if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
-            got = "none" if turn.logprobs is None else str(len(turn.logprobs))
-            raise RolloutError(f"{what}: sampled turn {number} has {len(turn.ids)} tokens and {got} log-probs")
-        if turn.reward is not None and not (turn.sampled and math.isfinite(turn.reward)):
-            raise RolloutError(
-                f"{what}: turn {number} (sampled = {turn.sampled}) has the reward {turn.reward}; a reward is a finite "
-                "number on the turn that earned it, which the policy sampled"
-            )

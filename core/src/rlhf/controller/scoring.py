@@ -173,10 +173,14 @@ class Scorer:
         if reward.in_worker:
             with boundary(RewardError, f"{reward}: asking its worker process"):  # a row that cannot be sent, no process
                 async with self._pools[reward.name].worker() as worker:
-                    return results_from_json(await worker.call("score", group, deadline=reward.deadline))
+                    answer = await worker.call("score", group, deadline=reward.deadline)
+            try:
+                return results_from_json(answer, group.trajectories)
+            except InvalidResult as error:
+                raise RewardError(f"{reward}: score() {error}") from None
         try:
-            answer: Any = reward.instance.score(group)
-            return check_results(await within(answer, reward.deadline), group.trajectories)
+            scoring: Any = reward.instance.score(group)
+            return check_results(await within(scoring, reward.deadline), group.trajectories)
         except DeadlineExpired:
             raise RewardError(
                 f"{reward}: score() took longer than its deadline of {reward.deadline:g} s and was cancelled. "

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlhf.controller.calls import DeadlineExpired, within
 from rlhf.controller.worker_process import HEADER
-from rlhf.errors import RlhfError
+from rlhf.errors import RlhfError, shown
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import IN_PROCESS
@@ -34,11 +34,14 @@ START_DEADLINE = 120.0
 KEPT_LINES = 12
 """Last lines of a worker's output that the error about its death shows."""
 
+MOST_BYTES = 1 << 30
+"""Of one answer. More is a plugin that wrote to the socket itself, or would fill the memory of the run."""
+
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class WorkerDied(Exception):
-    """The process ended without answering."""
+    """The process ended without answering, or answered what nobody can read."""
 
 
 class Worker:
@@ -129,10 +132,17 @@ class Worker:
         try:
             await loop.sock_sendall(self._socket, HEADER.pack(len(request)) + request)
             size = HEADER.unpack(await self._exactly(loop, HEADER.size))[0]
+            if size > MOST_BYTES:
+                raise WorkerDied(f"announced an answer of {size} bytes, of at most {MOST_BYTES}, and was killed")
             body = await self._exactly(loop, size)
         except ConnectionError:
             raise WorkerDied(await self._ending()) from None
-        answer: dict[str, Any] = json.loads(body)
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):  # no JSON, or a number or a nesting that Python does not read
+            answer = None
+        if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"reply", "raised", "invalid"}:
+            raise WorkerDied(f"sent what is no answer ({shown(body)}) and was killed")
         return answer
 
     async def _exactly(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:

@@ -76,6 +76,7 @@ def main() -> None:
     die_with_driver(lifeline)
     faulthandler.enable()
     host: Any = None
+    own = os.getpid()
     while (request := receive(connection)) is not None:
         try:
             name, arguments = pickle.loads(request)
@@ -93,6 +94,8 @@ def main() -> None:
             answer = json.dumps({"invalid": str(error)})
         except Exception as error:
             answer = json.dumps({"raised": cause(error)})
+        if os.getpid() != own:  # a copy that the plugin has forked came back from its code: the answer is not its own
+            os._exit(0)
         send(connection, answer.encode())
 
 

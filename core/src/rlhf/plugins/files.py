@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, RewardError
+from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, RewardError, shown
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
 
 FUNCTION_PARAMETERS = ("prompt", "completion", "row")
@@ -195,9 +195,13 @@ def _function_reward(source: SourceFile, function: Callable[..., Any], module: M
     def result(value: Any, t: Trajectory) -> RewardResult:
         if value is None:
             return RewardResult(None)
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise RewardError(f"{label} returned {value!r} for sample {t.index}; expected a finite number or None")
-        return RewardResult(float(value))
+        try:
+            number = float(value) if isinstance(value, numbers.Real) else math.nan
+        except OverflowError:  # an integer beyond what a float holds
+            number = math.inf
+        if not math.isfinite(number):
+            raise RewardError(f"{label} returned {shown(value)} for sample {t.index}; expected a finite number or None")
+        return RewardResult(number)
 
     def score(self: Any, group: Group) -> list[RewardResult]:
         return [result(function(*arguments(t)), t) for t in group.trajectories]

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.errors import shown
 from rlhf.types import Row
 
 
@@ -17,7 +18,10 @@ def scalar(value: Any, what: str) -> float | None:
         if len(value) == 1:
             return scalar(value[0], what)
     elif isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise TypeError(f"{what} is {shown(value)}; expected a number that a float can hold") from None
     elif hasattr(value, "item") and getattr(value, "size", None) is not None and _elements(value) == 1:
         return float(value.item())
     raise TypeError(f"{what} is {value!r}; expected one number: a float, or a tensor or list with one element")
