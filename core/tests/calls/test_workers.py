@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -112,6 +114,51 @@ def test_a_kill_reaches_what_the_plugin_has_started(from_file, make_group, tmp_p
     with pytest.raises(RewardError, match="deadline"):
         asyncio.run(call(from_file("reward", REWARD), make_group("2", act="child", pid=str(pid_file)), deadline=2.0))
     assert gone(int(pid_file.read_text()))
+
+
+DETACHED = {
+    "session": 'subprocess.Popen(["sleep", "600"], start_new_session=True)',
+    "daemon": 'subprocess.run("setsid sleep 600 >/dev/null 2>&1 &", shell=True)',
+}
+STARTS = """
+import subprocess
+def score(prompt, completion, row):
+    START
+    return 1.0
+"""
+
+
+def holding(path: Path) -> list[int]:
+    """Processes that work in this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(path) and process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
+@pytest.mark.parametrize("way", DETACHED)
+def test_what_a_worker_started_in_another_session_ends_with_it(
+    from_file, make_group, tmp_path, monkeypatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # is that of every process that is started from here
+    resolved = from_file("reward", STARTS.replace("START", DETACHED[way]))
+
+    async def scenario() -> Worker:
+        worker = Worker(resolved, None, RewardError)
+        await worker.start()
+        await worker.call("score", make_group("2"), deadline=20.0)
+        return worker
+
+    worker = asyncio.run(scenario())
+    try:
+        while not (left := holding(tmp_path)):
+            time.sleep(0.05)
+    finally:
+        worker.kill()
+    assert all(gone(pid) for pid in left)
 
 
 def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
@@ -237,6 +284,12 @@ class Speaking(Env):
     def step(self, action):
         send(self.row["act"])
 """
+
+
+def reply(text: str) -> str:
+    return '{"reply": ' + text + "}"
+
+
 RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
 
 
@@ -253,10 +306,10 @@ RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
         ('{"reply": []}', "returned 0 results for 1 trajectories"),
         ('{"reply": [[1.0]]}', r"was answered by its worker process with list \[1.0\]; allowed: value, score, steps"),
         ('{"reply": [{"value": 1.0, "more": 2}]}', "allowed: value, score, steps and info"),
-        ('{"reply": [%s]}' % RESULT.replace("1.0", "1" + "0" * 1000), r"RewardResult\(value=int 1000"),
-        ('{"reply": [%s]}' % RESULT.replace("1.0", "[1.0]"), r"RewardResult\(value=list \[1.0\]\)"),
-        ('{"reply": [%s]}' % RESULT.replace("1.0", "NaN"), r"RewardResult\(value=nan\)"),
-        ('{"reply": [%s]}' % RESULT.replace("[]", "7"), r"RewardResult\(steps=int 7\)"),
+        (reply("[" + RESULT.replace("1.0", "1" + "0" * 1000) + "]"), r"RewardResult\(value=int 1000"),
+        (reply("[" + RESULT.replace("1.0", "[1.0]") + "]"), r"RewardResult\(value=list \[1.0\]\)"),
+        (reply("[" + RESULT.replace("1.0", "NaN") + "]"), r"RewardResult\(value=nan\)"),
+        (reply("[" + RESULT.replace("[]", "7") + "]"), r"RewardResult\(steps=int 7\)"),
         ("fork", "raised ValueError: this is the parent"),
     ],
     ids=lambda text: text[:30],
@@ -293,10 +346,10 @@ STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info
         ),
         ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent what is no answer"),
         ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
-        ("step", '{"reply": %s}' % STEP.replace("0.5", "1" + "0" * 1000), r"EnvStep\(reward=int 1000"),
-        ("step", '{"reply": %s}' % STEP.replace("true", "1"), r"EnvStep\(done=int 1\)"),
-        ("step", '{"reply": %s}' % STEP.replace("null", "[1]"), "with dict {'observation'"),
-        ("step", '{"reply": %s}' % STEP.replace("{}", "[1]"), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
+        ("step", reply(STEP.replace("0.5", "1" + "0" * 1000)), r"EnvStep\(reward=int 1000"),
+        ("step", reply(STEP.replace("true", "1")), r"EnvStep\(done=int 1\)"),
+        ("step", reply(STEP.replace("null", "[1]")), "with dict {'observation'"),
+        ("step", reply(STEP.replace("{}", "[1]")), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
     ],
 )
 def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act: str, message: str) -> None:

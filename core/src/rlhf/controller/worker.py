@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from rlhf.controller.calls import DeadlineExpired, within
@@ -34,6 +36,8 @@ START_DEADLINE = 120.0
 KEPT_LINES = 12
 """Last lines of a worker's output that the error about its death shows."""
 
+MARK = "RLHF_WORKER"
+"""Environment variable that all processes have in common which a worker has started, whatever session they are in."""
 MOST_BYTES = 1 << 30
 """Of one answer. More is a plugin that wrote to the socket itself, or would fill the memory of the run."""
 
@@ -60,6 +64,7 @@ class Worker:
         lifeline, self._lifeline = os.pipe()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
+        self._mark = environment[MARK] = secrets.token_hex(16)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rlhf.controller.worker_process", str(theirs.fileno()), str(lifeline)],
             stdin=subprocess.DEVNULL,
@@ -67,7 +72,7 @@ class Worker:
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(), lifeline),
             env=environment,
-            start_new_session=True,  # so that a kill reaches what the plugin itself has started
+            start_new_session=True,  # so that a kill of its group reaches what the plugin itself has started
         )
         theirs.close()
         os.close(lifeline)
@@ -123,6 +128,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        kill_marked(f"{MARK}={self._mark}".encode())
         self._socket.close()
         os.close(self._lifeline)
         self._reader.join(timeout=1.0)
@@ -177,6 +183,26 @@ class Worker:
                 self._lines.append(line.rstrip())
                 with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
                     sys.stderr.write(f"[{self.what}] {line.rstrip()}\n")
+
+
+def kill_marked(mark: bytes) -> None:
+    """End every process of this user whose environment holds ``mark`` (``NAME=VALUE``): what a worker has started in a
+    session of its own (``start_new_session``, ``setsid``) is not in its group. Linux only; elsewhere, and where a
+    process was given an environment of its own, the group is all that ends."""
+    for _ in range(10):  # one that is started meanwhile is found the next time
+        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in _environment(path)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _environment(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is not ours
+        return []
 
 
 def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
