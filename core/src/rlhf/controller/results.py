@@ -99,7 +99,8 @@ def step_from_json(value: object) -> EnvStep:
         step = EnvStep(**fields)
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
-            f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, info"
+            f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
+            "info"
         ) from None
     return check_step(step)
 
