@@ -54,6 +54,24 @@ def test_the_page_of_types_has_every_one_that_plugins_meet():
             assert re.search(rf"^### `{member}\b", text, re.MULTILINE), f"{cls.__name__}.{member}"
 
 
+def imported(source: str) -> set[tuple[str, str]]:
+    """(module, name) of every `from rlhf... import name` in a source text."""
+    lines = re.findall(r"^ *from (rlhf\.[\w.]+) import (?:\(([^)]*)\)|(.*))$", source, re.MULTILINE)
+    return {(m, n.split("#")[0].strip()) for m, a, b in lines for n in (a or b).split(",") if n.strip()}
+
+
+def test_what_algorithms_are_built_from_has_all_that_authors_import():
+    text = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^##+ `([\w.]+)`$", text, re.MULTILINE))
+    root = FOLDER.parent.parent
+    sources = [*root.glob("plugins/algorithms/*/src/**/*.py"), *root.glob("cli/**/*.template"), *root.glob("docs/*.md")]
+    used = set().union(*(imported(path.read_text(encoding="utf-8")) for path in sources))
+    used = {f"{module}.{name}" for module, name in used if module in reference.BUILDING}
+    assert len(used) > 15
+    assert sorted(used - headings) == []
+    assert set(reference.BUILDING) <= headings
+
+
 @pytest.mark.parametrize("page", sorted(p.relative_to(FOLDER.parent) for p in FOLDER.parent.rglob("*.md")), ids=str)
 def test_links_to_the_types_lead_somewhere(page):
     headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import itertools
 import re
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf import hookspecs, interfaces
@@ -16,7 +20,6 @@ from rlhf import types as flowing
 from rlhf.data.rows import Example, Sequence
 from rlhf.interfaces import KINDS, Component, ComponentConfig
 from rlhf.ops import trajectories
-from rlhf.ops.batch import SequenceData, UnitData
 from rlhf.ops.losses import LossInput
 
 FOLDER = Path(__file__).parent
@@ -52,9 +55,50 @@ def types_reference() -> str:
     """Markdown: the values that plugins are given and give back, in the order of ``rlhf.types``."""
     shown = [c for c in (getattr(flowing, name) for name in flowing.__all__) if inspect.isclass(c)]
     parts = [MARKER, "## Columns of an online batch", text(trajectories)]
-    for cls in (LossInput, *shown, Example, Sequence, UnitData, SequenceData):
+    for cls in (LossInput, *shown, Example, Sequence):
         parts += [part for part in section(cls) if not part.startswith(("### `__init__", "```python\ndef __init__"))]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def building_reference() -> str:
+    """Markdown: what algorithms are built from, module by module."""
+    parts = [MARKER]
+    for name in BUILDING:
+        parts += module_reference(importlib.import_module(name))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def module_reference(module: ModuleType) -> list[str]:
+    """A module: its docstring, then what it defines itself and offers, in source order."""
+    name = module.__name__
+    # The columns that rlhf.ops.trajectories lays are on the page of the types.
+    above = (
+        "What it lays: [columns of an online batch](types.md#columns-of-an-online-batch)."
+        if module is trajectories
+        else text(module)
+    )
+    parts = [f"## `{name}`", above]
+    documented = constants(module)
+    for own, value in vars(module).items():
+        if own.startswith("_") or (own not in documented and getattr(value, "__module__", None) != name):
+            continue
+        if own in documented:
+            parts += [f"### `{name}.{own}`", inline(documented[own])]
+        elif inspect.isclass(value):
+            parts += section(value)
+        elif inspect.isfunction(value):
+            parts += [f"### `{name}.{own}`", f"```python\n{signature(value)}\n```", text(value)]
+    return parts
+
+
+def constants(module: ModuleType) -> dict[str, str]:
+    """{name: text} of the module's assignments that have a string literal below them."""
+    body = ast.parse(inspect.getsource(module)).body
+    found = {}
+    for statement, below in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[ast.unparse(statement.targets[0])] = inspect.cleandoc(str(below.value.value))
+    return found
 
 
 def section(cls: type[Any]) -> list[str]:
@@ -78,7 +122,8 @@ def own_members(cls: type[Any]) -> list[tuple[str, Any]]:
     annotated = [(n, values.get(n, ...)) for n in inspect.get_annotations(cls) if n != "model_config"]
     defined = [(n, v) for n, v in values.items() if inspect.isfunction(v) or isinstance(v, property | classmethod)]
     if is_dataclass(cls) or hasattr(cls, "model_fields"):
-        return annotated + [(n, v) for n, v in defined if isinstance(v, property)]
+        documented = [(n, v) for n, v in defined if inspect.isfunction(v) and n[0] != "_" and v.__doc__]
+        return annotated + [(n, v) for n, v in defined if isinstance(v, property)] + documented
     shown = [(n, v) for n, v in defined if n in ("__init__", "__call__") or not n.startswith("_")]
     return annotated + [(n, v) for n, v in shown if getattr(v, "__module__", "") != "typing"]
 
@@ -92,10 +137,15 @@ def member(name: str, value: Any, cls: type[Any]) -> list[str]:
         return [f"### `{name}` (class method)", f"```python\n{signature(value.__func__)}\n```", text(value)]
     if inspect.isfunction(value):
         abstract = " (required)" if getattr(value, "__isabstractmethod__", False) else ""
-        return [f"### `{name}`{abstract}", f"```python\n{signature(value)}\n```", text(value)]
+        documented = next(
+            (f for base in cls.__mro__ if inspect.isfunction(f := vars(base).get(name)) and f.__doc__), value
+        )
+        return [f"### `{name}`{abstract}", f"```python\n{signature(value)}\n```", text(documented)]
     annotation = str(inspect.get_annotations(cls)[name])
     if is_dataclass(cls):
         value = next((f.default for f in fields(cls) if f.name == name and f.default is not MISSING), ...)
+    elif name in getattr(cls, "model_fields", {}) and not cls.model_fields[name].is_required():
+        value = cls.model_fields[name].default
     default = "" if value is ... else f" = {value.__name__ if isinstance(value, type) else repr(value)}"
     return [f"### `{name}: {annotation}{default}`", attribute_doc(cls, name)]
 
@@ -104,16 +154,37 @@ def signature(function: Any) -> str:
     """``def`` line with the annotations as they are written in the source."""
     prefix = "async def" if inspect.iscoroutinefunction(function) else "def"
     shown = inspect.signature(function)
-    line = f"{prefix} {function.__name__}{shown}".replace("'", "").replace("[i.", "[")
+    parameters = [as_written(p) for p in shown.parameters.values()]
+    returns = shown.return_annotation
+    shown = shown.replace(
+        parameters=parameters, return_annotation=Written(returns) if isinstance(returns, str) else returns
+    )
+    line = f"{prefix} {function.__name__}{shown}".replace("[i.", "[")
     if len(line) <= 110:
         return line + ": ..."
-    arguments = "".join(f"    {p},\n" for p in shown.parameters.values()).replace("'", "")
-    keyword_only = [p for p in shown.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    arguments = "".join(f"    {p},\n" for p in parameters)
+    keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     if keyword_only:
-        first = f"    {keyword_only[0]},\n".replace("'", "")
+        first = f"    {keyword_only[0]},\n"
         arguments = arguments.replace(first, "    *,\n" + first)
-    returns = f" -> {shown.return_annotation}".replace("'", "") if shown.return_annotation is not shown.empty else ""
-    return f"{prefix} {function.__name__}(\n{arguments}){returns}: ..."
+    after = f" -> {returns}" if returns is not shown.empty else ""
+    return f"{prefix} {function.__name__}(\n{arguments}){after}: ..."
+
+
+class Written(str):
+    """Source text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def as_written(parameter: inspect.Parameter) -> inspect.Parameter:
+    """With its annotation as it is written, and a function by name as its default."""
+    annotation, default = parameter.annotation, parameter.default
+    return parameter.replace(
+        annotation=Written(annotation) if isinstance(annotation, str) else annotation,
+        default=Written(default.__name__) if inspect.isroutine(default) else default,
+    )
 
 
 def text(value: Any) -> str:
@@ -145,7 +216,7 @@ def text(value: Any) -> str:
 
 def inline(part: str) -> str:
     part = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", part)
-    part = re.sub(r"^    (\w+): ", r"- `\1`: ", part, flags=re.MULTILINE)  # Args:
+    part = re.sub(r"^    (\w+(?:, \w+)*): ", r"- `\1`: ", part, flags=re.MULTILINE)  # Args:
     part = re.sub(r"^(\w+:)\n- ", r"\1\n\n- ", part, flags=re.MULTILINE)
     return part.replace("``", "`")
 
@@ -163,7 +234,25 @@ def page(name: str) -> str:
     return f"{written}\n\n{OTHER[name]() if name in OTHER else reference(name)}"
 
 
-OTHER = {"component": component_reference, "types": types_reference}
+BUILDING = (
+    "rlhf.policy_gradient",
+    "rlhf.policy_gradient_config",
+    "rlhf.pair_learning",
+    "rlhf.ops.pipeline",
+    "rlhf.ops.groups",
+    "rlhf.ops.returns",
+    "rlhf.ops.ratios",
+    "rlhf.ops.pairs",
+    "rlhf.ops.batch",
+    "rlhf.ops.rows",
+    "rlhf.ops.trajectories",
+)
+"""Modules of the page ``building-algorithms``."""
+OTHER = {
+    "component": component_reference,
+    "types": types_reference,
+    "building-algorithms": building_reference,
+}
 PAGES = (*KINDS, *OTHER)
 
 

@@ -28,9 +28,11 @@ class PairLearning(Algorithm):
     _left_out = 0
 
     def needs(self) -> Needs:
+        """The policy alone; override it for a reference, and ``annotations`` with it."""
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+        """:func:`rlhf.ops.pairs.pack_pairs`; None where no pair is left."""
         from rlhf.ops.pairs import pack_pairs
 
         batch = pack_pairs(examples)
@@ -38,7 +40,9 @@ class PairLearning(Algorithm):
         return batch
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Nothing to compute: reports how many pairs were left out."""
         return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
 
     def updates(self, step: int) -> list[Update | Snapshot]:
+        """One optimizer step of the policy on all pairs."""
         return [Update("policy", "loss")]

@@ -65,7 +65,10 @@ class Algorithm(Component):
 
     @abstractmethod
     def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> Batch | None:
-        """Groups (online) or tokenised examples (offline) become units. None: nothing to learn from (counted)."""
+        """Groups (online) or tokenised examples (offline) become units. None: nothing to learn from (counted).
+
+        A sample with an empty answer is a unit too, without a token under ``loss_mask``: its reward counts in its
+        group. ``credit`` and the losses must expect it."""
 
     def annotations(self, step: int) -> list[Annotation]:
         """Columns to compute before the update."""

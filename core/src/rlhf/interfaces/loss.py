@@ -65,4 +65,7 @@ class Loss(Component):
     @abstractmethod
     def __call__(self, x: LossInput) -> LossOutput:
         """Pure. ``x[name]`` is [A, ...] for token outputs and columns (A = the micro-batch's tokens under the
-        mask, in order), [B] for sequence columns, [U] for unit columns; masked tokens do not exist here."""
+        mask, in order), [B] for sequence columns, [U] for unit columns; masked tokens do not exist here.
+
+        A sequence or unit without any such token (an empty answer) keeps its place in [S], [B] and [U], with weight 0.
+        What is computed for it must be finite all the same: 0 x infinity is not 0."""
