@@ -12,6 +12,7 @@ import pytest
 from rlhf.checkpoint import CheckpointStore
 from rlhf.controller import build
 from rlhf.testing.tiny import tiny_model
+from rlhf_cli.main import main
 
 from tests.forks import Forks
 from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run
@@ -151,6 +152,89 @@ def test_unknown_keys_and_plugins(shop: Workshop) -> None:
     refused(shop.run("rlo", "run"), "'rlo'", "Did you mean 'rloo'?")
     refused(shop.run("rloo", "run", reward=[{"use": "maths"}]), "'maths'", "math")
     refused(shop.run("rloo", "run", "--algorithm.clip", "1"), "clip")
+
+
+TOO_LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("run.output", TOO_LONG),
+        ("run.output", "/a" * 2020),  # long enough only with what a run makes below it
+        ("run.output", "~no_such_user/run"),
+        ("run.output", "a\0b"),
+        ("policy.model", TOO_LONG),
+        ("policy.model", "a\0b"),
+        ("data.train", TOO_LONG),
+        ("data.train", "a\0b"),
+        ("data.chat_template", TOO_LONG),
+        ("roles.judge.model", TOO_LONG),
+        ("reward", f"file:{TOO_LONG}.py"),
+        ("reward", "file:a\0b.py"),
+        ("reward", f"model:{TOO_LONG}"),
+        ("reward.0.model", TOO_LONG),
+        ("rollout.path", TOO_LONG),
+        ("observer.0.folder", TOO_LONG),
+        ("observer.0.tracking_uri", TOO_LONG),
+    ],
+)
+def test_a_path_that_cannot_be(shop: Workshop, flag: str, value: str) -> None:
+    chosen: dict[str, dict[str, Any]] = {
+        "reward.0.model": {"reward": [{"use": "prm"}]},
+        "rollout.path": {"rollout": {"use": "replay"}},
+        "observer.0.folder": {"observer": [{"use": "tensorboard"}]},
+        "observer.0.tracking_uri": {"observer": [{"use": "mlflow"}]},
+    }
+    run = shop.run("rloo", "run", "--dry-run", f"--{flag}", value, **chosen.get(flag, {}))
+    refused(run, "the path ", " cannot be used: ", "Give another path.")
+    assert nothing_written(run)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("run.seed", "9223372036854775808", "integers are from -2^63 to 2^63 - 1, got integer 9223372036854775808"),
+        ("data.batch_size", "9" * 60, "integers are from -2^63 to 2^63 - 1"),
+        ("data.max_tokens", "9" * 60, "integers are from -2^63 to 2^63 - 1"),
+        ("trainer.warmup_steps", "9" * 60, "trainer.warmup_steps (flag --trainer.warmup_steps): integers are from"),
+        (
+            "data.template_kwargs.a",
+            f"[{'9' * 60}]",
+            "data.template_kwargs.a.0 (flag --data.template_kwargs.a): integers",
+        ),
+        ("run.seed", "9" * 5000, "should be a valid integer"),
+        ("run.seed", "[" * 5000, "should be a valid integer"),
+        ("run." + ".".join("a" * 3000), "1", "nests tables and lists more than 100 deep"),
+        (f"reward.{'9' * 5000}.weight", "1", "reward has no entry"),
+        ("reward.².weight", "1", "reward has no entry"),
+        ("run.requires", f'["rlhf-core>={"9" * 5000}"]', "is not a requirement"),
+        ("run.steps", "10000001", "should be less than or equal to 10000000, got integer 10000001"),
+    ],
+)
+def test_a_number_or_depth_that_cannot_be(shop: Workshop, flag: str, value: str, says: str) -> None:
+    refused(shop.run("rloo", "run", "--dry-run", f"--{flag}", value), says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"seed = {'9' * 5000}", "is not valid TOML: Exceeds the limit (4300 digits)"),
+        (f"seed = {'[' * 5000}{']' * 5000}", "is not valid TOML: maximum recursion depth exceeded"),
+        (f"[trainer.{'.'.join('a' * 900)}]", "nests tables and lists more than 100 deep"),
+    ],
+    ids=["digits", "brackets", "header"],
+)
+def test_a_run_file_that_no_parser_ends(shop: Workshop, text: str, says: str, capsys) -> None:
+    path = shop.file("run.toml", f"[run]\n{text}\n")
+    assert main(["train", str(path), "--dry-run"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("1e308", "inf"), ("1e7", "3e+07")])
+def test_more_passes_than_a_run_can_have_steps(shop: Workshop, epochs: str, steps: str) -> None:
+    run = shop.run("rloo", "run", "--dry-run", "--run.epochs", epochs, run={"steps": None})
+    refused(run, f"are {steps} steps; a run has at most 10000000. Lower run.epochs, or set run.steps.")
 
 
 def test_an_output_folder_already_used(shop: Workshop) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -155,6 +156,14 @@ def test_colours_tell_tokens_apart(show, monkeypatch):
     out = show("dpo", PAIRS[:1])
     assert "\x1b[2ma\x1b[0m\x1b[2;4m:\x1b[0m\x1b[30;42mb\x1b[0m\x1b[30;102mc\x1b[0m" in out
     assert "⟦" not in out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_the_terminal_cannot_show_is_escaped(show, monkeypatch, encoding):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding=encoding))
+    show("sft", [{"prompt": "1+1=", "response": "\N{SNOWMAN}\ud800"}])
+    assert "1+1=" in shown.getvalue().decode(encoding)
 
 
 def test_long_sequences_are_cut_in_the_middle(show):

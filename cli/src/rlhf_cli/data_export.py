@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.flags import path
+
 FORMS = {
     "pairs": "prompt, chosen, rejected: the best answer to each prompt and the worst, where they differ",
     "best": "prompt, completion, reward: the best answers to each prompt",
@@ -36,11 +38,11 @@ OPTIONS: dict[str, tuple[str, type, str, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "sources", nargs="+", type=Path, metavar="SOURCE", help="run directory, its rollouts, or a file"
+        "sources", nargs="+", type=path, metavar="SOURCE", help="run directory, its rollouts, or a file"
     )
     listed = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
     parser.add_argument("--form", choices=FORMS, required=True, help=listed)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="written as JSON lines")
+    parser.add_argument("-o", "--output", type=path, required=True, metavar="FILE.jsonl", help="written as JSON lines")
     parser.add_argument("--force", action="store_true", help="replace the output where it exists")
     parser.add_argument("--truncated", action="store_true", help="take answers that were cut off at their budget too")
     for name, (form, kind, metavar, text) in OPTIONS.items():

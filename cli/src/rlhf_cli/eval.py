@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf_cli.flags import add_short_flags, overrides, path
 
 OVERRIDES = True
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume")
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
     add_short_flags(parser, without=NOT_HERE)
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
-    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write every answer with its rewards there")
+    parser.add_argument("--save", type=path, metavar="FILE.jsonl", help="write every answer with its rewards there")
 
 
 def run(args: argparse.Namespace) -> int:

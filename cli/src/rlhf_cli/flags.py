@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlhf.config import short_flags
 from rlhf.errors import ConfigError, did_you_mean
+from rlhf.paths import check_path
 
 HELP = {
     "algo": "algorithm plugin",
@@ -33,6 +35,14 @@ def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = 
         else:
             action = "append" if name in SEVERAL else "store"
             parser.add_argument(f"--{name}", action=action, metavar=name.upper(), help=HELP[name])
+
+
+def path(text: str) -> Path:
+    """For ``add_argument(type=...)``: a path that the system can look up; else a wrong usage."""
+    try:
+        return Path(check_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

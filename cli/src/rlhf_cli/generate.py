@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf_cli.flags import add_short_flags, overrides, path
 
 OVERRIDES = True
 NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
     add_short_flags(parser, without=NOT_HERE)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write every answer with its tokens there")
+    parser.add_argument("--save", type=path, metavar="FILE.jsonl", help="write every answer with its tokens there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     flags = overrides(args, {"data": "data.eval"})
     with tempfile.TemporaryDirectory() as folder:
         if args.prompt:
-            path = Path(folder) / "prompts.jsonl"
-            path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
-            flags.append(("data.eval", str(path)))
+            file = Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
+            flags.append(("data.eval", str(file)))
         config, plugins = load_for_answers(args.run_file, flags, scored=False)
         from rlhf.controller.inference import evaluate_model
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``rlhf``; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text of rows and models may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     traceback = "--traceback" in words
     words = [w for w in words if w != "--traceback"]
     try:

@@ -15,6 +15,7 @@ from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 from rlhf.plugins.registry import distribution_of
 
+from rlhf_cli.flags import path
 from rlhf_cli.scaffold import LIKE, write_plugin
 
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
     new.add_argument("--kind", required=True, help=", ".join(KINDS))
     new.add_argument("--like", help=f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})")
-    new.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder to make it in (default: here)")
+    new.add_argument("--output", type=path, default=Path(), metavar="DIR", help="folder to make it in (default: here)")
     check = action("check", "run the conformance suite of the plugin's kind")
     check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
     check.add_argument("--kind", help="where several kinds have the name")

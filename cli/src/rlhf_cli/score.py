@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf_cli.flags import add_short_flags, overrides, path
 
 OVERRIDES = True
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume")
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers = "column with an answer or a list of them; may be given several times"
     parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
     written = "written as JSON lines"
-    parser.add_argument("-o", "--output", dest="file", type=Path, required=True, metavar="FILE.jsonl", help=written)
+    parser.add_argument("-o", "--output", dest="file", type=path, required=True, metavar="FILE.jsonl", help=written)
     parser.add_argument("--force", action="store_true", help="replace the output where it exists, and start anew")
     parser.add_argument("--json", action="store_true", help="print counts and means as one JSON object")
 

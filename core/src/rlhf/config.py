@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from rlhf.config_errors import describe, origin, raise_problems
+from rlhf.config_errors import describe, got, origin, raise_problems
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.flags import FlagText, plain, read
 from rlhf.overrides import Overrides
@@ -33,6 +33,9 @@ BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """``--backend NAME``: the usual launcher, trainer and generator under one name."""
+
+MAX_DEPTH = 100
+"""Of tables and lists in one another; no section has more than a handful."""
 
 _SHORT = {
     "algo": "algorithm.use",
@@ -71,15 +74,17 @@ def load(path: str | None, overrides: Sequence[tuple[str, str]] = ()) -> RunFile
     shown = Path(path).name if path is not None else "flags"
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
+    _check_depth(data)
     layers = Overrides(expand(data), origins)
     layers.apply(_expand_backend(overrides))
+    _check_depth(layers.data)
     data, origins = layers.data, layers.origins
     what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
     raise_problems("the configuration holds secrets", _secret_problems(data, origins))
-    problems = list(layers.problems)
+    problems = [*layers.problems, *_integer_problems(data, origins)]
     try:
         run = RunFile.model_validate(read(RunFile, long_form(data)))
     except ValidationError as error:
@@ -169,6 +174,33 @@ def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
         "plugin's page names)."
         for path in find_secrets(data)
     ]
+
+
+def _check_depth(data: Any) -> None:
+    """Raises ConfigError where tables and lists are nested deeper than what follows can walk through."""
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        within = [v for node in level for v in (node.values() if isinstance(node, Mapping) else node)]
+        level = [
+            v
+            for v in (v.value if isinstance(v, FlagText) else v for v in within)
+            if isinstance(v, Mapping | list | tuple)
+        ]
+        if not level:
+            return
+    raise ConfigError(f"the configuration nests tables and lists more than {MAX_DEPTH} deep. Remove what is too deep.")
+
+
+def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:
+    """Integers of more than 64 bits: TOML has none, and neither have the tensors and counters that they would go to."""
+    if isinstance(value, FlagText):
+        value = value.value
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return [p for k, v in items for p in _integer_problems(v, origins, f"{path}.{k}" if path else str(k))]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return [f"{path}{origin(path, origins)}: integers are from -2^63 to 2^63 - 1, got {got(value)}."]
+    return []
 
 
 def _sections(value: Any) -> Any:

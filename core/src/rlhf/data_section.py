@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from rlhf.hub import hub_name
 from rlhf.interfaces.component import ComponentConfig
+from rlhf.paths import PathText
 from rlhf.sections import Count, Share, unique
 
 
 class SourceSection(ComponentConfig):
-    path: str
+    path: PathText
     """A jsonl / json / csv / parquet / arrow file (``.gz`` allowed), a folder saved by ``datasets``, or a name on
     the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     name: str = ""
@@ -68,7 +69,7 @@ class DataSection(ComponentConfig):
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat``: the tokenizer's chat template (an error where it has none); ``plain``: text as it is; ``auto``: chat
     where the tokenizer has a template."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A file with the chat template (Jinja) to use in place of the tokenizer's own; it goes with every export."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template, e.g. ``enable_thinking = false``."""

@@ -42,7 +42,7 @@ def toml_value(text: str) -> Any:
         return _MISSING
     try:
         document = tomllib.loads(f"value = {text}\n")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also an integer of thousands of digits, and thousands of brackets
         return _MISSING
     return document["value"] if len(document) == 1 else _MISSING
 

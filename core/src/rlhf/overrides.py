@@ -107,10 +107,11 @@ class Overrides:
         return node, path
 
     def _entry(self, entries: list[Any], part: str, path: str, key: str) -> int | None:
-        if part.isdigit() and int(part) <= len(entries):
-            if int(part) == len(entries):
+        numbers = [str(n) for n in range(len(entries) + 1)]  # the last one adds an entry
+        if part in numbers:
+            if part == numbers[-1]:
                 entries.append({})
-            return int(part)
+            return numbers.index(part)
         labels = [_label(e) for e in entries]
         if part in labels:
             return labels.index(part)

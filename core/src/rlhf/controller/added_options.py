@@ -47,8 +47,8 @@ def _remove(data: Any, path: list[str]) -> bool:
     """Take the value at ``path`` out; False where there is none."""
     *above, last = path
     for part in above:
-        if isinstance(data, list | tuple) and part.isdigit() and int(part) < len(data):
-            data = data[int(part)]
+        if isinstance(data, list | tuple):
+            data = dict(zip(map(str, range(len(data))), data, strict=True)).get(part)
         elif isinstance(data, dict):
             data = data.get(part)
     if not isinstance(data, dict) or last not in data:

@@ -34,6 +34,7 @@ from rlhf.observe.rundir import RunDirectory
 from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import RunFile
+from rlhf.sections import MAX_STEPS
 from rlhf.types import Update
 
 
@@ -194,7 +195,13 @@ def total_steps(config: RunFile, rows_per_epoch: int) -> int:
     """``run.steps``, or as many as ``run.epochs`` passes over the data take (the last step may go over)."""
     if config.run.steps is not None:
         return config.run.steps
-    return max(1, math.ceil(config.run.epochs * rows_per_epoch / config.data.batch_size))
+    asked = config.run.epochs * rows_per_epoch / config.data.batch_size
+    if asked > MAX_STEPS:
+        raise ConfigError(
+            f"run.epochs = {config.run.epochs:g} passes over {rows_per_epoch} rows, {config.data.batch_size} a step, "
+            f"are {asked:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
+        )
+    return max(1, math.ceil(asked))
 
 
 def _schedule(algorithm: Algorithm, steps: int) -> tuple[Counter[str], frozenset[str]]:

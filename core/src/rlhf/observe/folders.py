@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.errors import ConfigError
+from rlhf.paths import check_path
 
 
 def require_possible(folder: Path, option: str) -> None:
-    """Raises ConfigError, naming the option, where ``folder`` is a file or lies below one; makes nothing."""
+    """Raises ConfigError, naming the option, where ``folder`` is a file, lies below one or cannot be; makes nothing."""
+    try:
+        check_path(str(folder))
+    except ValueError as cause:
+        raise ConfigError(f"{option}: {cause}") from None
     for place in (folder, *folder.absolute().parents):
         if place.is_dir():
             return

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, RewardError, shown
+from rlhf.paths import check_path
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
 
 FUNCTION_PARAMETERS = ("prompt", "completion", "row")
@@ -38,7 +39,10 @@ class SourceFile:
 
     @classmethod
     def read(cls, path: str) -> SourceFile:
-        file = Path(path).expanduser()
+        try:
+            file = Path(check_path(path)).expanduser()
+        except ValueError as cause:
+            raise ConfigError(f"'file:' reference: {cause}") from None
         try:
             return cls.of(str(file.resolve()), file.read_text(encoding="utf-8"))
         except OSError as cause:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import importlib_metadata
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rlhf
@@ -66,13 +66,14 @@ def check_requirements(
     for text in requirements:
         try:
             requirement = Requirement(text)
-        except InvalidRequirement as cause:
+            version = version_of(requirement.name)
+            problem = unmet(requirement, version)
+        except ValueError as cause:  # InvalidRequirement is one; so is a version number of thousands of digits
             why = str(cause).splitlines()[0]
             raise ConfigError(
                 f"run.requires: {text!r} is not a requirement ({why}); write e.g. 'rlhf-plugin-math>=0.1'"
             ) from cause
-        version = version_of(requirement.name)
-        if problem := unmet(requirement, version):
+        if problem:
             problems.append(problem)
             if version is not None or canonicalize_name(requirement.name) in published(path):
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")

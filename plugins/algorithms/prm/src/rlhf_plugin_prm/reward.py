@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from rlhf.data.steps import StepEnds
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
+from rlhf.paths import PathText
 from rlhf.published import settings_of
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
@@ -30,7 +31,7 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 class ProcessRewardConfig(ComponentConfig):
     """Which model, where steps end, and what becomes of their values."""
 
-    model: str = Field(min_length=1)
+    model: PathText = Field(min_length=1)
     """Path or hub name of a process reward model: two classes (0 wrong, 1 right), or a language model with two label
     tokens. It must have the policy's tokenizer."""
     role: str = "process_reward_model"

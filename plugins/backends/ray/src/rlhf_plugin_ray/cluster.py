@@ -132,7 +132,7 @@ def _closed(address: str) -> str:
         return ""
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as cause:
+    except (OSError, OverflowError, ValueError) as cause:
         return getattr(cause, "strerror", None) or str(cause)
     return ""
 

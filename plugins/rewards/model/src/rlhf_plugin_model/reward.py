@@ -10,6 +10,7 @@ from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
+from rlhf.paths import PathText
 from rlhf.published import settings_of
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
@@ -17,7 +18,7 @@ from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 class ModelConfig(ComponentConfig):
     """Which model, and what is done with its output."""
 
-    model: str = Field(min_length=1)
+    model: PathText = Field(min_length=1)
     """Path or hub name of a sequence-classification model with one output. ``--reward model:PATH`` sets it."""
     role: str = "reward_model"
     """Name of the role that holds it (``[roles.NAME]`` configures that). A second reward model needs another."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, RolloutError
 from rlhf.interfaces import ComponentConfig, Rollout, RolloutContext
+from rlhf.paths import PathText
 from rlhf.types import Row, Turn
 
 Key = tuple[int, int]
@@ -33,7 +34,7 @@ class Replay(Rollout):
     replays_env = True
 
     class Config(ComponentConfig):
-        path: str
+        path: PathText
         """A run's ``rollouts`` folder (``step-*.jsonl``), or one such file."""
 
     def __init__(self, config: Config | None = None) -> None:
