@@ -81,7 +81,9 @@ def test_plain_prompt_with_system_and_input_template(chars):
     template = Template(chars, section(system="Do. ", input_template="Q: {q}\nA: "))
     assert template.encode_prompt(row(q="2", r="3")).text == "Do. Q: 2\nA: "
     message = refused(lambda: template.encode_prompt(row(question="2")))
-    assert "KeyError 'q'; columns present: question. Literal braces are written {{ and }}" in message
+    assert "the row has no column 'q'; columns of the row: question" in message
+    message = refused(lambda: template.encode_prompt(row(q=None)))
+    assert "the row has null in column 'q'" in message
 
 
 def test_chat_prompt_ends_where_the_policy_answers(chat):
@@ -264,7 +266,9 @@ def test_templates_that_rewrite_history_are_refused_for_several_turns(with_templ
 
 
 def test_a_template_that_refuses_the_messages_says_why(with_template):
-    tokenizer = with_template("{{ raise_exception('no system please') if messages[0].role == 'system' else 'x' }}")
+    tokenizer = with_template(
+        "{{ raise_exception('no system please') if messages[0].role == 'system' else messages[0].content }}"
+    )
     message = refused(lambda: Template(tokenizer, section(system="S")).encode_prompt(row(prompt="x")))
     assert "the chat template refuses the messages (system, user)" in message
     assert "no system please" in message

@@ -29,6 +29,7 @@ from rlhf.controller.run import Run
 from rlhf.controller.state import read_state
 from rlhf.controller.stream import Stream
 from rlhf.controller.wearing import check_wearing, worn
+from rlhf.data.row_check import RowCheck
 from rlhf.errors import StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.modeling.precision import Precision
@@ -96,7 +97,13 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
             prepared.specs = on_processor(prepared.specs, Precision(**found))
     check_resume(prepared)
     check_observers(prepared)
-    roles = launch_roles(prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress))
+    checked = row_check(prepared)
+    opened.append(checked.stop)
+    checked.start()
+    roles = launch_roles(
+        prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress, checked)
+    )
+    checked.wait()
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
     settings = config.model_dump(mode="json")
@@ -148,14 +155,23 @@ def _precomputed(
     directory: RunDirectory,
     store: CheckpointStore,
     progress: Progress,
+    checked: RowCheck,
     spec: ModelSpec,
     load: Callable[[], Role],
 ) -> Role:
     """A role whose annotations of all rows are made before the first step, or were by the run that is resumed."""
+    checked.wait()
     path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
     data, size = prepared.data, BATCHES * prepared.config.data.batch_size
     examples = functools.partial(data.every_example, size)
     return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing)
+
+
+def row_check(prepared: Prepared) -> RowCheck:
+    """Looks at the rows of the run's first steps; at none where it resumes, as its first start did."""
+    config = prepared.config
+    rows = 0 if config.run.resume else prepared.total_steps * config.data.batch_size
+    return RowCheck(prepared.data, rows)
 
 
 def _stream(prepared: Prepared, rollouts: Rollouts, note: Callable[[str], None]) -> Stream:

@@ -66,6 +66,7 @@ class ChatTemplate:
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self._head: str | None = None
+        self._require_content()
 
     def text(self, messages: Sequence[Message], answer: bool) -> str:
         """One render; ``answer``: ready for the policy to answer. Raises DataError with what the template said."""
@@ -76,6 +77,19 @@ class ChatTemplate:
         except Exception as error:  # jinja2 errors, and whatever a template raises
             raise _refused(messages, error) from error
         return rendered
+
+    def _require_content(self) -> None:
+        """Raises ConfigError where the template writes one text whatever a user says."""
+        asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
+        try:
+            first, second = (self.text(messages, answer=True) for messages in asked)
+        except DataError:  # it wants other messages; of the rows it says which
+            return
+        if first == second:
+            raise ConfigError(
+                f"the chat template writes {first[:60]!r} whatever the user's message is, so every row would have the "
+                "same prompt. Use one that writes messages: see data.chat_template."
+            )
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).

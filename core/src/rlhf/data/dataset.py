@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.config_errors import raise_problems
 from rlhf.data.checks import Verdict, check_example, check_labels, check_prompt
+from rlhf.data.input_template import check_template
 from rlhf.data.layouts import Layout, named_columns
 from rlhf.data.loading import load_source
 from rlhf.data.order import RowOrder
@@ -145,6 +146,21 @@ class TrainData:
             return Verdict("bad_rows", str(error), error=error)
         return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
+    def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Look at the first ``rows`` training rows of a run, in its order; takes none and counts nothing.
+
+        Args:
+            stopped: asked before each row, whether to look at no more.
+
+        Raises DataError: a row that :meth:`take` would refuse.
+        """
+        order = RowOrder(self._train, self.order.seed, self.order.shuffle)
+        for _ in range(rows):
+            if stopped():
+                return
+            row = order.take(1)[0]
+            self._require_wanted(row, self._train, self.judge(row, self.answers))
+
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
         for sources in (self._train, self._eval):
@@ -170,17 +186,22 @@ class TrainData:
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
         """Whether a row can be used; :attr:`_why` says why not."""
-        answered = self.answers and sources is self._train
-        where, why = self._source(sources, row.source).where(row.index), self.judge(row, answered)
-        self._why = why
+        self._why = why = self.judge(row, self.answers and sources is self._train)
         if why.example is not None:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
+        self._require_wanted(row, sources, why)
+        return not why.kind
+
+    def _require_wanted(self, row: Row, sources: Sequence[Source], why: Verdict) -> None:
+        """Raises DataError where a row cannot be used and such rows are not left out."""
         if why.kind and getattr(self.section, why.kind) == "error":
             advice = (
                 'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
                 'Correct the row, or set data.bad_rows = "drop"'
             )  # fmt: skip
-            raise DataError(f"{where}: {why.text}. {advice} to leave such rows out (counted).") from why.error
+            raise DataError(
+                f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
+            ) from why.error
         return not why.kind
 
     def _encode(self, row: Row) -> Example:
@@ -224,6 +245,10 @@ class TrainData:
             chat=chat,
             prompt="made" if section.input_template is not None else "optional" if whole else "needed",
         )
+        if section.input_template is not None:
+            columns, first = [*source.columns, *layout.columns], source.read(0)
+            made = _converted(first, layout)
+            check_template(section.input_template, [*columns, *made], {**made, **first})
         if "text" in layout.columns and (section.template == "chat" or section.system is not None):
             key = "system" if section.system is not None else 'template = "chat"'
             raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
@@ -237,3 +262,11 @@ class TrainData:
             if source.name == name:
                 return source
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
+
+
+def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """{field: value} of a row; empty where it cannot be read, which is said where the row is used."""
+    try:
+        return layout.read(columns)
+    except DataError:
+        return {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf.data.cells import Cells, Message
 from rlhf.data.conversation import ChatTemplate, Frame
+from rlhf.data.input_template import fill, template_columns
 from rlhf.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf.data.text_tokens import ANCHORS, TextTokens
 from rlhf.data_section import DataSection
@@ -32,6 +33,8 @@ class Prompts:
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
+        if section.input_template is not None:
+            template_columns(section.input_template)
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """Of rows that have none of their own."""
         self.tokens = TextTokens(tokenizer)
@@ -126,14 +129,7 @@ class Prompts:
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
         section = self.section
         if section.input_template is not None:
-            columns = {**cells.values, **cells.row.columns}
-            try:
-                text = section.input_template.format_map(columns)
-            except (KeyError, IndexError, ValueError, AttributeError) as error:
-                raise DataError(
-                    f"data.input_template = {section.input_template!r}: {type(error).__name__} {error}; columns "
-                    f"present: {', '.join(columns)}. Literal braces are written {{{{ and }}}}."
-                ) from None
+            text = fill(section.input_template, {**cells.values, **cells.row.columns})
         elif optional and "prompt" not in cells:
             text = ""
         else:
