@@ -411,11 +411,11 @@ def test_an_environment_that_never_ends(shop: Workshop) -> None:
 
 
 def test_what_was_learnt_before_an_evaluation_that_fails_is_saved(shop: Workshop) -> None:
-    """A metric that the evaluation does not have shows when it is first looked for, after two steps of work."""
+    """Whether a reward gives a score of its own shows when the metric is first looked for, after two steps of work."""
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
-    wrong = {**evaluated, "eval": {"every": 2, "metric": "pass@2"}}
+    wrong = {**evaluated, "eval": {"every": 2, "metric": "score"}}
     broken = shop.run("rloo", "broken", **wrong)
-    refused(broken, "eval.metric is 'pass@2', which the evaluation does not have; there are", "pass@1")
+    refused(broken, "eval.metric is 'score', which the evaluation does not have; there are", "pass@1")
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     assert [line["step"] for line in broken.lines()] == [1, 2]
     again = shop.train("rloo", "broken", "--resume", **evaluated)

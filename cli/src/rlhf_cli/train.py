@@ -39,12 +39,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
     from rlhf.config import to_toml
+    from rlhf.controller.build import row_check
     from rlhf.controller.prepare import prepare
     from rlhf.controller.resuming import check_output
     from rlhf.plan import make_plan, resolve, summary, target
 
     prepared = prepare(config, plugins)
     check_output(prepared)
+    checked = row_check(prepared)
+    checked.start()
+    checked.wait()
     sys.stdout.write(to_toml(prepared.config))
     sys.stdout.write("\n# What this run would do\n")
     sys.stdout.write(f"# steps: {prepared.total_steps}, {prepared.data.rows_per_epoch} rows per epoch\n")

@@ -224,7 +224,8 @@ class EvalSection(ComponentConfig):
     """What is evaluated where the trainer keeps a moving average: the average, which is what ``model/`` will hold, or
     the weights that are trained."""
     metric: str | None = None
-    """Metric of the best checkpoint; where absent the first of pass@1 and loss that exists."""
+    """Metric of the best checkpoint: a name that the evaluation reports, with or without ``eval/`` in front; where
+    absent the first of pass@1 and loss that exists."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Which way is better; ``auto``: down for losses, else up."""
     patience: Count | None = None

@@ -58,7 +58,7 @@ def test_an_unknown_column_is_refused_for_all_rows_at_once(read, form, drop):
 
 @pytest.mark.parametrize("template", ["{question.x}", "{question:d}", "{question[x]}"])
 def test_a_format_that_values_do_not_take_shows_in_the_first_row(read, template):
-    with pytest.raises(DataError, match="as its first row shows: data.input_template = .* Correct the template"):
+    with pytest.raises(DataError, match=r"as its first row shows: data.input_template = .* Correct the template"):
         read(template, bad_rows="drop")
 
 
@@ -72,5 +72,5 @@ def test_a_column_of_some_rows_is_a_matter_of_the_others(read):
 
 def test_a_chat_template_that_writes_no_message_is_refused(tmp_path, chat):
     (tmp_path / "t.jinja").write_text("{}")
-    with pytest.raises(ConfigError, match="the chat template writes '{}' whatever the user's message is"):
+    with pytest.raises(ConfigError, match=r"the chat template writes '{}' whatever the user's message is"):
         TrainData(DataSection(chat_template=str(tmp_path / "t.jinja")), copy.deepcopy(chat), "prompts", 0)

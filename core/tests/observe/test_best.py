@@ -101,7 +101,9 @@ def test_the_state_of_another_metric_is_refused():
 
 
 def test_a_missing_metric_names_those_present():
-    with pytest.raises(ConfigError, match=r"'pas@1', which the evaluation does not have; there are \['eval/pass@1'\]"):
+    with pytest.raises(
+        ConfigError, match=r"'pas@1', which the evaluation does not have; there are eval/pass@1\. Did you mean 'pass@1'"
+    ):
         BestTracker("pas@1").update(1, {"eval/pass@1": 0.5, "loss": 1.0})
     with pytest.raises(ConfigError, match=r"neither pass@1 nor a loss; set eval\.metric to one of \['eval/reward'\]"):
         BestTracker().update(1, {"eval/reward": 0.5})

@@ -15,13 +15,13 @@ from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
 from rlhf.config import to_toml
 from rlhf.controller.added_options import allow_defaults
 from rlhf.controller.answering import Answering, answering, evaluation_settings, training_settings
-from rlhf.controller.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf.controller.evaluate import check_metric, evaluate_loss, evaluate_rollouts
 from rlhf.controller.launching import launch_roles
 from rlhf.controller.learn import Metrics
 from rlhf.controller.offline import offline
 from rlhf.controller.online import online
 from rlhf.controller.precompute import BATCHES, precompute
-from rlhf.controller.prepare import Prepared, on_processor, prepare
+from rlhf.controller.prepare import Prepared, is_scored, on_processor, prepare
 from rlhf.controller.resuming import check_observers, check_resume
 from rlhf.controller.roles import Role
 from rlhf.controller.rollouts import Rollouts
@@ -100,9 +100,8 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     checked = row_check(prepared)
     opened.append(checked.stop)
     checked.start()
-    roles = launch_roles(
-        prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress, checked)
-    )
+    precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
+    roles = launch_roles(prepared, launcher, precomputed)
     checked.wait()
     policy = roles["policy"].facts
     plugins = [p.manifest() for p in prepared.plugins]
@@ -202,7 +201,11 @@ def _evaluation(run: Run, prepared: Prepared, rows: list[Row], answers: Answerin
         parts.append(lambda: evaluate_rollouts(answers.rollouts, rows, settings, config.eval)[0])
     if not prepared.online:
         examples = prepared.data.examples(rows)
-        parts.append(lambda: evaluate_loss(prepared.algorithm, run.roles, examples))
+        losses = functools.partial(evaluate_loss, prepared.algorithm, run.roles, examples)
+        if not config.run.resume:
+            sources = {row.source for row in rows} if answers is not None else ()
+            check_metric(config.eval, sources, is_scored(prepared), losses)
+        parts.append(losses)
 
     def evaluate() -> Metrics:
         return {name: value for part in parts for name, value in part().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rlhf.controller.learn import Metrics, role_of
@@ -10,7 +10,8 @@ from rlhf.controller.roles import Role
 from rlhf.controller.rollouts import Rollouts, RolloutSettings
 from rlhf.data.rows import Example
 from rlhf.interfaces import Algorithm
-from rlhf.observe.evaluation import evaluation_metrics
+from rlhf.observe.best import unknown_metric
+from rlhf.observe.evaluation import evaluation_metrics, metric_names
 from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.sections import EvalSection
@@ -40,6 +41,27 @@ def evaluate_rollouts(
         progress(len(groups), len(rows))
     metrics = evaluation_metrics(groups, section.samples, section.pass_threshold)
     return {f"eval/{name}": value for name, value in metrics.items()}, groups
+
+
+def check_metric(
+    section: EvalSection, sources: Collection[str], scored: bool, losses: Callable[[], Mapping[str, float]] | None
+) -> None:
+    """Raises ConfigError where no evaluation of the run has ``eval.metric``.
+
+    Args:
+        sources: of the held-out rows that the policy answers; none where it answers none.
+        scored: whether its answers get a reward.
+        losses: the metrics of the loss on held-out rows, where it is evaluated. They are named by the loss itself, so
+            it is computed once where ``eval.metric`` is no other name.
+    """
+    metric = section.metric
+    names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored)] if sources else []
+    wanted = {metric, f"eval/{metric}"}
+    if metric is None or wanted & {*names, *(["eval/loss"] if losses is not None else [])}:
+        return
+    names += losses() if losses is not None else ()
+    if not wanted & set(names):
+        raise unknown_metric(metric, sorted(names))
 
 
 def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:

@@ -18,6 +18,7 @@ from rlhf.components import Selection, resolved_run, select
 from rlhf.config_errors import raise_problems
 from rlhf.controller import lending
 from rlhf.controller.episodes import Episodes
+from rlhf.controller.evaluate import check_metric
 from rlhf.controller.notes import stream_notes
 from rlhf.controller.parts import RunParts, model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
@@ -115,9 +116,11 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if rollout is not None:
         rollout.check()
-    held_out = len(data.eval_rows()[: config.eval.max_rows])  # they are looked at, whatever they are for
+    held_out = data.eval_rows()[: config.eval.max_rows]  # they are looked at, whatever they are for
     if algorithm.data != "prompts":
-        _check_eval_rows(algorithm, held_out)
+        _check_eval_rows(algorithm, len(held_out))
+    elif held_out and not config.run.resume:  # its first start has checked it
+        check_metric(config.eval, {row.source for row in held_out}, is_scored(made), None)
     used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
     return Prepared(
         config,
@@ -174,6 +177,12 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Col
                 f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nobody declares. The run "
                 f"holds {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
             )
+
+
+def is_scored(made: RunParts | Prepared) -> bool:
+    """Whether answers can get a reward; what was recorded may hold some."""
+    recorded = made.rollout is not None and not made.rollout.needs_generator
+    return bool(made.rewards) or made.config.env is not None or recorded
 
 
 def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:

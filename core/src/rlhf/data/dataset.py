@@ -199,10 +199,9 @@ class TrainData:
                 'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
                 'Correct the row, or set data.bad_rows = "drop"'
             )  # fmt: skip
-            raise DataError(
-                f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
-            ) from why.error
-        return not why.kind
+            where = self._source(sources, row.source).where(row.index)
+            text = f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
+            raise DataError(text) from why.error
 
     def _encode(self, row: Row) -> Example:
         template = self.template

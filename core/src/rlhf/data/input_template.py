@@ -29,7 +29,8 @@ def template_columns(template: str) -> tuple[str, ...]:
         name = re.split(r"[.\[]", field, maxsplit=1)[0]
         if not name or name.isdigit():
             raise ConfigError(
-                f"{asked} has the place {{{field}}} without the name of a column. Write one, e.g. {{question}}. {BRACES}"
+                f"{asked} has the place {{{field}}} without the name of a column. Write one, e.g. {{question}}. "
+                f"{BRACES}"
             )
         if conversion not in (None, "r", "s", "a"):
             raise ConfigError(f"{asked}: {{{field}!{conversion}}} has an unknown conversion; allowed: !r, !s, !a.")

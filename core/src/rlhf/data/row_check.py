@@ -10,7 +10,7 @@ from threading import Event, Thread
 
 from rlhf.data.dataset import TrainData
 
-CHECKED = 10_000
+CHECKED = 5_000
 """Training rows that are tokenised before the first step: a few seconds, mostly shorter than loading models takes."""
 
 

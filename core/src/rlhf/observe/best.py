@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
@@ -106,7 +106,12 @@ class BestTracker:
         present = sorted(name for name in metrics if name.startswith("eval/")) or sorted(metrics)
         if self.metric is None:
             raise ConfigError(f"the evaluation has neither pass@1 nor a loss; set eval.metric to one of {present}")
-        raise ConfigError(
-            f"eval.metric is {self.metric!r}, which the evaluation does not have; there are {present}."
-            f"{did_you_mean(self.metric, present)}"
-        )
+        raise unknown_metric(self.metric, present)
+
+
+def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:
+    """What to say where ``eval.metric`` is none of an evaluation's."""
+    return ConfigError(
+        f"eval.metric is {metric!r}, which the evaluation does not have; there are {', '.join(present)}."
+        f"{did_you_mean(metric.removeprefix('eval/'), [name.removeprefix('eval/') for name in present])}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rlhf.types import Group, Trajectory
 
@@ -54,6 +54,20 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
             part = _of([g for g in groups if g.row.source == source], samples, threshold)
             metrics |= {f"{source}/{name}": value for name, value in part.items()}
     return metrics
+
+
+def metric_names(samples: int, sources: Collection[str], scored: bool) -> list[str]:
+    """Every name that :func:`evaluation_metrics` can give.
+
+    Args:
+        sources: of the prompts.
+        scored: whether answers get a reward.
+    """
+    names = ["length", "truncated", "unscored", "prompts"]
+    if scored:
+        names += ["reward", "score", *(f"pass@{k}" for k in _ks(samples))]
+        names += [f"avg@{samples}"] if samples > 1 else []
+    return [*names, *(f"{source}/{name}" for source in sorted(sources) for name in names if len(sources) > 1)]
 
 
 def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, float]:

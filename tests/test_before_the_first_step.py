@@ -1,0 +1,174 @@
+"""What a run would find at its end is found before its first step: a metric that no evaluation has, rows of a wrong
+type. ``--dry-run`` finds what shows without a model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from rlhf.controller import build
+from rlhf.controller.run import Run
+from rlhf.data import row_check
+from rlhf.data.dataset import TrainData
+from rlhf.data.row_check import RowCheck
+from rlhf.data_section import DataSection, SourceSection
+from rlhf.errors import DataError
+
+from tests.runs import PAIRS, PROMPTS, Finished, Workshop
+
+
+def refused(
+    shop: Workshop, algorithm: str, says: str, monkeypatch: pytest.MonkeyPatch, dry: bool = True, **changes: Any
+):
+    """By a dry run, before a model is loaded; else before a step begins."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "steps", lambda _: pytest.fail("a step begins"))
+        if dry:
+            patch.setattr(build, "launch_roles", lambda *_: pytest.fail("models are loaded"))
+            found = shop.run(algorithm, "refused", "--dry-run", **changes)
+            assert found.code == 2, found.said
+            assert says in " ".join(found.said.split())
+        found = shop.run(algorithm, "refused", **changes)
+    assert found.code != 0
+    assert says in " ".join(found.said.split())
+
+
+# ---------------------------------------------------------------------------------------- eval.metric
+
+
+def test_a_metric_of_answers_is_known_by_its_name(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = shop.rows("other.jsonl", PROMPTS[:3])
+    one, both = {"eval": str(shop.data)}, {"eval": [str(shop.data), str(other)]}
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        (one, "pas@1", "Did you mean 'pass@1'?"),
+        (one, "eval/lenght", "Did you mean 'length'?"),
+        (one, "avg@4", "there are eval/length, eval/pass@1, eval/prompts, eval/reward, eval/score, eval/truncated"),
+        (one, "other/pass@1", "which the evaluation does not have"),
+        (both, "oter/pass@1", "Did you mean 'other/pass@1'?"),
+        (one, "loss", "which the evaluation does not have"),
+    ]
+    for data, metric, says in cases:
+        wrong = {"data": data, "eval": {"metric": metric}}
+        refused(shop, "rloo", f"eval.metric is {metric!r}, which the evaluation does not have", monkeypatch, **wrong)
+        refused(shop, "rloo", says, monkeypatch, **wrong)
+    for data, metric in ((one, "pass@1"), (one, "eval/length"), (both, "other/reward")):
+        found = shop.run("rloo", "right", "--dry-run", data=data, eval={"metric": metric})
+        assert found.code == 0, found.said
+
+
+def test_a_metric_of_a_loss_is_computed_before_the_first_step(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"data": {"eval": str(shop.rows("held.jsonl", PAIRS[:4]))}}
+    says = "eval.metric is 'los', which the evaluation does not have; there are eval/"
+    refused(shop, "dpo", says, monkeypatch, dry=False, eval={"metric": "los"}, **held)
+    names = [name for name in shop.train("dpo", "plain", **held).lines()[-1] if name.startswith("eval/")]
+    own = next(name for name in sorted(names) if "loss" not in name).removeprefix("eval/")
+    run = shop.train("dpo", "own", eval={"metric": own}, **held)
+    best = json.loads((run.path / "checkpoints" / "best.json").read_text())
+    assert best["metric"] == f"eval/{own}"
+
+
+def test_a_run_file_is_evaluated_whatever_its_metric_is(shop: Workshop) -> None:
+    from rlhf_cli.main import main
+
+    config = shop.config("sft", "sft", data={"eval": str(shop.data)}, eval={"metric": "loss"})
+    path = shop.arguments(config)[1]
+    reward = f"file:{shop.file('reward.py', 'def score(prompt, completion, row):' + chr(10) + '    return 1.0')}"
+    assert main(["eval", path, "--reward", reward, "--sampling.max_new_tokens", "2"]) == 0
+
+
+# ----------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(("algorithm", "column"), [("rloo", "prompt"), ("sft", "response"), ("dpo", "chosen")])
+def test_a_row_of_a_wrong_type_is_found_before_the_first_step(
+    shop: Workshop, algorithm: str, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [dict(row) for row in (PAIRS if algorithm == "dpo" else PROMPTS)]
+    rows[-1][column] = 7
+    data = {"data": {"train": str(shop.rows("wrong.jsonl", rows)), "shuffle": False}}
+    says = f"wrong.jsonl, line {len(rows)}: column {column!r}: must be text, got int '7'. Correct the row"
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "steps", lambda _: pytest.fail("a step begins"))
+        for words in (("--dry-run",), ()):
+            found = shop.run(algorithm, "wrong", *words, **data)
+            assert found.code == 1, found.said
+            assert says in " ".join(found.said.split())
+    dropped = shop.train(algorithm, "dropped", data={**data["data"], "bad_rows": "drop"})
+    assert dropped.lines()[-1]["data/bad_rows"] == 1.0 or algorithm == "rloo"
+
+
+def test_rows_that_the_run_does_not_reach_are_no_reason(shop: Workshop) -> None:
+    rows = [*PROMPTS, {"prompt": 7, "answer": "1"}]
+    data = {"data": {"train": str(shop.rows("far.jsonl", rows)), "shuffle": False}}
+    assert shop.train("rloo", "short", run={"steps": 3}, **data).code == 0
+
+
+def test_roles_that_are_precomputed_wait_for_the_check(shop: Workshop) -> None:
+    rows = [*PAIRS, {"prompt": "1+1=", "chosen": 7, "rejected": "3"}]
+    data = {"train": str(shop.rows("wrong.jsonl", rows)), "shuffle": False}
+    found: Finished = shop.run("dpo", "run", data=data, reference={"precompute": True}, run={"steps": 4})
+    assert found.code == 1
+    assert "wrong.jsonl, line 13: column 'chosen': must be text, got int" in found.said
+
+
+class Slow(TrainData):
+    """Its first row is held back until it may be looked at."""
+
+    gate = threading.Event()
+
+    def judge(self, row, answered=False):
+        self.gate.wait(60)
+        return super().judge(row, answered)
+
+
+@pytest.fixture
+def data(shop: Workshop) -> TrainData:
+    from rlhf.data.tokenizer import load_tokenizer
+
+    path = shop.rows("rows.jsonl", [*PROMPTS, {"prompt": 7, "answer": "1"}])
+    section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
+    return Slow(section, load_tokenizer(str(shop.model), False), "prompts", 0)
+
+
+def test_the_check_looks_at_as_many_rows_as_are_asked_for(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow.gate.set()
+    for rows, wrong in ((12, False), (13, True), (10**9, True)):
+        check = RowCheck(data, rows)
+        check.start()
+        if wrong:
+            with pytest.raises(DataError, match=r"rows.jsonl, line 13: column 'prompt': must be text"):
+                check.wait()
+        else:
+            check.wait()
+    monkeypatch.setattr(row_check, "CHECKED", 12)
+    check = RowCheck(data, 10**9)
+    check.start()
+    check.wait()
+    assert (data.order.drawn, data.bad_rows) == (0, 0), "nothing was taken or counted"
+
+
+def raised(check: RowCheck) -> str:
+    with pytest.raises(DataError) as error:
+        check.wait()
+    return str(error.value)
+
+
+def test_waiting_waits_and_stopping_does_not(data: TrainData) -> None:
+    Slow.gate.clear()
+    check, refusals = RowCheck(data, 13), list[str]()
+    check.start()
+    waiting = threading.Thread(target=lambda: refusals.append(raised(check)))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "the first row has not been looked at"
+    Slow.gate.set()
+    waiting.join(60)
+    assert "must be text" in refusals[0]
+    Slow.gate.clear()
+    check = RowCheck(data, 13)
+    check.start()
+    threading.Timer(0.2, Slow.gate.set).start()
+    check.stop()
+    check.wait()
