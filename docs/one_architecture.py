@@ -24,6 +24,9 @@ SHORT, LONG = (7, 3, 6, 8), (30, 45, 21, 30)
 FRONTS = ((14, (20, 31, 26)), (5, (8, 7)), (30, (40, 33)))
 """(tokens in common, lengths of the sequences)."""
 
+ATTENTION = {"falcon with alibi": "sdpa"}
+"""Where transformers' ``eager`` is wrong: it adds alibi twice."""
+
 
 class Nll(Loss):
     name = "nll"
@@ -56,13 +59,16 @@ def batch_of(sequences: list[list[int]]) -> Batch:
     return weigh(pack(units), Nll().reduce())
 
 
-def reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+def reference(folder: Path, attention: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32)
+    return model.eval()
 
 
 def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     """[T - 1] of a sequence's tokens after the first."""
     ids_T = torch.tensor(ids)
+    with torch.no_grad():  # a dynamic rotary embedding keeps the frequencies of the longest sequence; this resets them
+        model(input_ids=ids_T[None, :1], use_cache=False)
     logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
     return logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
@@ -72,7 +78,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name}
     try:
         tiny_architecture(folder, name)
-        model = reference(folder)
+        model = reference(folder, ATTENTION.get(name, "eager"))
         tried = batches()
         with torch.no_grad():
             expected = {k: torch.cat([logprobs(model, ids) for ids in v]) for k, v in tried.items()}
@@ -89,10 +95,12 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
             batch = batch_of(sequences)
             [got] = trainer.forward([batch], ["logprobs"])
             row[what] = (got["logprobs"][batch.tok["loss_mask"]] - expected[what]).abs().max().item()
-        mixed = tried["long"] + tried["shared"]
-        row["gradient"] = gradient_difference(trainer, model, mixed)
-        if model.supports_gradient_checkpointing:
-            row["recomputed"] = gradient_difference(trainer_of(folder, True), model, mixed)
+        row["noisy"] = getattr(trainer.loaded, "noisy", False)
+        if not row["noisy"]:  # else a note says that gradients depend on what is drawn
+            mixed = tried["long"] + tried["shared"]
+            row["gradient"] = gradient_difference(trainer, model, mixed)
+            if model.supports_gradient_checkpointing:
+                row["recomputed"] = gradient_difference(trainer_of(folder, True), model, mixed)
     except RlhfError as error:
         return row | {"verdict": "refused", "failed": first_line(error), "trace": traceback.format_exc(limit=-6)}
     except Exception as error:

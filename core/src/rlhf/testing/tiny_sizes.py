@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-WINDOW = 8
-"""Tokens of a sliding window or an attention chunk."""
+WINDOW = 18
+"""Tokens of a sliding window or an attention chunk, or of the sparsest attention: more than a quick look at a model
+reads, as in real models, and fewer than a test's sequences have."""
 POSITIONS = 512
 VOCABULARY = 128
 
@@ -22,7 +23,7 @@ SIZES = [
         mamba_chunk_size router_hidden_size kv_channels prompt_mid_dim"""),
     (8, """head_dim attention_head_size d_head linear_head_dim linear_key_head_dim linear_value_head_dim rotary_dim
         qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim swa_head_dim ssm_state_size state_size
-        mamba_d_state d_rel dim_head index_block_size index_topk"""),
+        mamba_d_state d_rel dim_head"""),
     (4, """num_attention_heads n_head n_heads attention_heads decoder_attention_heads encoder_attention_heads num_heads
         num_decoder_attention_heads num_encoder_attention_heads linear_num_value_heads linear_num_heads
         mamba_num_heads mamba_n_heads n_mamba_heads swa_num_attention_heads num_experts n_routed_experts
@@ -33,7 +34,7 @@ SIZES = [
     (1, """n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
         first_k_dense_replace num_dense_layers"""),
     (WINDOW, """sliding_window window_size attention_window_size attention_chunk_size local_attention
-        sliding_window_size keep_window_size"""),
+        sliding_window_size keep_window_size index_topk"""),
     (POSITIONS, """max_position_embeddings n_positions max_seq_len context_length max_target_positions n_ctx
         model_max_length rel_extent"""),
     (VOCABULARY, """vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size ngram_vocab_size_base
@@ -44,7 +45,7 @@ OMIT: Any = object()
 """In :data:`OVERRIDES`: leave the field at its default."""
 SHORT_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 COMPASS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-LLAMA4 = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "floor_scale": WINDOW}
+LLAMA4 = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "floor_scale": 3 * WINDOW}
 LLAMA_4_SCALING = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": WINDOW,
     "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1,
@@ -53,7 +54,7 @@ QSA = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
-    "indexer_budget": 8,
+    "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
 ASSISTANT = {
@@ -72,7 +73,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": SHORT_AND_FULL | {"rope_parameters": dict.fromkeys(SHORT_AND_FULL["layer_types"], COMPASS)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "ffn_config": {"moe_top_k": 2}},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW}},
     "dots1": SHORT_AND_FULL,
     "falcon_h1": {"mamba_d_head": 8, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
     "gemma3n_text": {"intermediate_size": [64] * 4, "num_kv_shared_layers": 2},
@@ -93,7 +94,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse"],
-        "index_block_size": 4,
+        "index_block_size": 8,
     },
     "ministral": SHORT_AND_FULL,
     "ministral3": {"rope_parameters": LLAMA_4_SCALING},
@@ -132,11 +133,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite with logits_scaling": ("granite", {"logits_scaling": 4.0}),
     "granitemoehybrid with logits_scaling": ("granitemoehybrid", {"logits_scaling": 4.0}),
-    "llama with dynamic rope": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    "llama with dynamic rope": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": WINDOW}),
     "mixtral with router jitter": ("mixtral", {"router_jitter_noise": 0.1}),
     "phi3 with longrope": (
         "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "max_position_embeddings": 512},
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": WINDOW, "max_position_embeddings": 512},
     ),
     "phimoe with input jitter": ("phimoe", {"input_jitter_noise": 0.1}),
     "phimoe with router jitter": ("phimoe", {"router_jitter_noise": 0.1}),
