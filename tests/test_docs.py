@@ -126,6 +126,15 @@ def test_what_an_author_supplies_to_the_suites_works_as_its_page_says(shell):
     assert output.count("0 failed and 0 were left out.") == 4, output
 
 
+@every_page
+def test_the_file_of_a_block_is_named_above_it(page):
+    """What stands behind the fence is not shown to a reader."""
+    for block in blocks(page):
+        if block.file:
+            opening = f"```{block.language} file={block.file}\n"
+            assert f"`{block.file}`:\n\n{opening}" in read(page), f"{name_of(page)}: {block.file}"
+
+
 def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python file=a/b.py\nprint(1)\n```\n```sh\npython a/b.py\n```\n```text\n2\n```\n")

@@ -8,6 +8,7 @@ import pytest
 from rlhf import types
 from rlhf.interfaces import KINDS
 from rlhf.ops.losses import LossInput
+from rlhf_cli.main import main
 
 FOLDER = Path(__file__).parent.parent / "docs" / "hooks"
 SPEC = importlib.util.spec_from_file_location("docs_hooks_reference", FOLDER / "reference.py")
@@ -52,6 +53,13 @@ def test_the_page_of_types_has_every_one_that_plugins_meet():
             *(n for n, v in vars(cls).items() if isinstance(v, property)),
         ):
             assert re.search(rf"^### `{member}\b", text, re.MULTILINE), f"{cls.__name__}.{member}"
+
+
+@pytest.mark.parametrize("name", ["component", "reward"])
+def test_the_first_example_of_a_page_is_a_reward_that_passes_its_suite(tmp_path, name, capsys):
+    written = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
+    (tmp_path / "brevity.py").write_text(re.search(r"```python\n(.*?)```", written, re.DOTALL)[1])
+    assert main(["plugins", "check", f"file:{tmp_path / 'brevity.py'}", "--kind", "reward"]) == 0, capsys.readouterr()
 
 
 def imported(source: str) -> set[tuple[str, str]]:
