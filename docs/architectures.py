@@ -36,7 +36,11 @@ HOW = {
         "Sequences of a micro-batch stand in one row, and a front that they have in common is computed once.",
     ),
     "packed": ("Packed, without shared prefixes", "`trainer.shared_prefixes` has no effect."),
-    "alone": ("One sequence at a time", "Right, but slower: the layers see few tokens at once."),
+    "alone": (
+        "One length at a time",
+        "Sequences of each length go through the model in a call of their own: right, but slower, as the layers see "
+        "few tokens at once.",
+    ),
 }
 """A heading and a sentence for each ``LoadedModel.layout``."""
 TRIED = ("alone", "packed", "long", "shared", "gradient", "recomputed", "context")
@@ -90,12 +94,17 @@ def page(rows: list[dict[str, Any]]) -> str:
         "<!-- Written by docs/architectures.py: do not edit. -->",
         f"The {len(causal_types())} types of causal language models in transformers {__version__}, and some options of "
         "their configs. Each was made tiny and random and compared with transformers alone: log-probs and gradients of "
-        f"several sequences, short and beyond the model's window, with and without common prefixes; fp32, on a CPU. "
+        "several sequences, short and beyond the model's window, with and without common prefixes; fp32, on a CPU. "
         f"Differences below {CLOSE:g} count as rounding. Every model is probed in the same way when it is loaded.",
     ]
     for layout, (heading, words) in HOW.items():
         names = [row["name"] for row in rows if row["verdict"] == "right" and row["layout"] == layout]
-        out += [f"## {heading}", f"{words} {len(names)} types:", ", ".join(f"`{n}`" for n in names) + "."]
+        if names:
+            out += [f"## {heading}", f"{words} {len(names)} types:", ", ".join(f"`{n}`" for n in names) + "."]
+    noisy = [f"`{row['name']}`" for row in rows if row.get("noisy")]
+    if noisy:
+        words = "Their configs draw noise while they are trained: a note says so, and gradients were not compared."
+        out += ["## Noise", f"{words} {', '.join(noisy)}."]
     for verdict, heading, what in (
         ("refused", "Refused", "Why"),
         ("not built", "Not tried", "Why"),
