@@ -92,7 +92,7 @@ class AlgorithmContract(Contract):
 
     def assemble(self, algorithm: Any, data: list[Any]) -> Batch | None:
         with knowing_columns(self.about(), COLUMNS):
-            return algorithm.assemble(data)  # type: ignore[no-any-return]
+            return algorithm.assemble(data)
 
     # ------------------------------------------------------------------------------------- checks
 
