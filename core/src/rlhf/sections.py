@@ -134,7 +134,11 @@ class RewardSection(Choice):
     weight: float = 1.0
     """Of its values in the trajectory's reward."""
     deadline: Positive = 60.0
-    """Seconds for scoring one group; while the reward waits for a model of this run they do not count."""
+    """Seconds for one call: a function of one sample is called for each, anything else for a group. Waiting for a turn
+    to be called, or for a model of this run, does not count."""
+    concurrency: Count | None = None
+    """Calls under way at once. Where absent: 64 of an ``async def``; of a plain ``def``, which runs in worker
+    processes, one per processor and at most 4."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     credit: Literal["outcome", "step"] = "outcome"
@@ -146,8 +150,9 @@ class EnvSection(Choice):
     """Seconds for one call."""
     max_turns: Count = 8
     """Turns of the policy after which an episode is ended."""
-    concurrency: Count = 16
-    """Episodes open at once, for environments that run in worker processes."""
+    concurrency: Count | None = None
+    """Episodes open at once. Where absent: 256 of an environment that is ``async def``; 16 of one that is plain
+    ``def``, each in a worker process."""
     credit: Literal["outcome", "step"] = "outcome"
     """Where the rewards of its turns go: summed at the end of the episode, which every advantage estimator compares; or
     each at the last token of its turn, so that no later token gets credit for it. The latter needs an estimator that

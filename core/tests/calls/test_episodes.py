@@ -261,8 +261,10 @@ def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
     assert asyncio.run(scenario()) == replace(Sampling(max_new_tokens=7, top_k=5), **changed)
 
 
-def test_an_async_env_has_no_limit() -> None:
-    assert Episodes(in_process(Counter), None, section()).limit is None
+def test_the_limit_is_the_option_or_one_that_its_kind_bears(plain) -> None:
+    assert Episodes(in_process(Counter), None, section()).limit == 256
+    assert Episodes(plain, None, section()).limit == 16
+    assert Episodes(in_process(Counter), None, section(concurrency=3)).limit == 3
 
 
 def test_a_row_that_cannot_be_sent_to_a_worker_is_the_environments_failure(plain) -> None:

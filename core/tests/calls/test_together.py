@@ -38,6 +38,28 @@ def score(prompt, completion, row):
 """
 
 
+ASYNC = """
+import asyncio
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+class Crowded(Env):
+    now = most = 0
+
+    async def reset(self, row, seed):
+        Crowded.now += 1
+        Crowded.most = max(Crowded.most, Crowded.now)
+        return ""
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return EnvStep("?", float(Crowded.most), done=True)
+
+    async def close(self):
+        Crowded.now -= 1
+"""
+
+
 class Characters:
     """One token per character; every answer ends with a dot."""
 
@@ -64,8 +86,8 @@ class Dots:
 
 @pytest.fixture
 def play(from_file):
-    def run(*acts: str, samples: int = 3, abort: bool = False, concurrency: int = 2):
-        env, reward = from_file("env", ENV), from_file("reward", REWARD)
+    def run(*acts: str, samples: int = 3, abort: bool = False, concurrency: int = 2, text: str = ENV):
+        env, reward = from_file("env", text), from_file("reward", REWARD)
         episodes = Episodes(env, None, EnvSection(use="x", concurrency=concurrency, deadline=1.0, max_turns=5))
         scorer = Scorer([ActiveReward("r", reward, reward.cls(), deadline=1.0)], workers=1)
         rollout = Plugins.discover().resolve("rollout", "multi_turn").cls()
@@ -90,6 +112,14 @@ def test_more_samples_than_the_environment_takes_at_once(play) -> None:
     assert texts == {"p.1.2."}
     assert {s.reward for g in groups for s in g.trajectories} == {2.5}
     assert [s.index for g in groups for s in g.trajectories] == [(g, s) for g in range(4) for s in range(3)]
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(2, 2), (5, 5), (100, 12)])
+def test_episodes_of_an_async_environment_are_limited_too(play, concurrency: int, most: int) -> None:
+    groups = play(*["ok"] * 4, samples=3, concurrency=concurrency, text=ASYNC)
+    seen = [t.turns[-1].reward for g in groups for t in g.trajectories]
+    assert max(seen) == most
+    assert len(seen) == 12
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ _REPORTED = (
     "eval.every", "eval.at_start", "eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.max_rows",
     "eval.pass_threshold", "eval.weights", "eval.metric", "eval.mode", "eval.patience", "data.eval",
     "stream.rollout_deadline", "stream.max_failed", "reward.*.deadline", "reward.*.retries", "env.deadline",
-    "env.concurrency",
+    "reward.*.concurrency", "env.concurrency",
     # how the same sums are split: they are equal up to rounding
     "*.micro_tokens", "roles.*.micro_tokens", "*.gradient_checkpointing", "roles.*.gradient_checkpointing",
 )  # fmt: skip

@@ -17,6 +17,11 @@ from rlhf.sections import EnvSection
 from rlhf.types import EnvStep, Row
 
 METHODS = ("reset", "step", "close")
+PROCESSES = 16
+"""Episodes open at once by default where each has a process."""
+ASYNC = 256
+"""Episodes open at once by default where they share the event loop: more than engines usually answer at once, and no
+more connections than a server usually takes."""
 
 
 class Episodes:
@@ -35,13 +40,10 @@ class Episodes:
                 f"{resolved}: {', '.join(coroutines)} is `async def` and {', '.join(plain)} is plain `def`; "
                 "an environment's methods are all the one or all the other"
             )
-        self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, section.concurrency)
-
-    @property
-    def limit(self) -> int | None:
-        """Episodes that can be open at once; None where there is no limit. An episode beyond it waits in ``reset``
-        until another is closed: whoever lets samples wait for each other must not start more than these."""
-        return None if self._pool is None else self.section.concurrency
+        self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
+        """Episodes that can be open at once. An episode of a worker process beyond it waits in ``reset`` until another
+        is closed: whoever lets samples wait for each other must not start more than these."""
+        self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, self.limit)
 
     def open(self) -> Episode:
         """A fresh episode; what it costs is paid in its ``reset``."""

@@ -188,6 +188,7 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
         section.deadline,
         section.retries,
         section.credit,
+        section.concurrency,
     )
 
 

@@ -31,6 +31,10 @@ from rlhf.interfaces.tokens import Tokens
 from rlhf.plugins import Resolved
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 
+CALLS = 64
+"""Calls of an ``async def`` reward under way at once by default. Threads in which one waits are as many
+(:mod:`rlhf.controller.threads`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActiveReward:
@@ -43,10 +47,12 @@ class ActiveReward:
     config: ComponentConfig | None = None
     weight: float = 1.0
     deadline: float = 60.0
-    """Seconds for one attempt at one group."""
+    """Seconds for one call of ``score``."""
     retries: int = 0
     """Further attempts after one that raised, expired, or returned something invalid."""
     credit: Literal["outcome", "step"] = "outcome"
+    concurrency: int | None = None
+    """Calls of ``score`` at once; None: as many as :data:`CALLS`, or as there are workers by default."""
 
     def __str__(self) -> str:
         return f"reward {self.name!r} ({f'{self.resolved.distribution} {self.resolved.version}'.strip()})"
@@ -99,8 +105,11 @@ class Scorer:
             _check_place(reward)
         _check_roles(rewards)
         self._pools = {
-            r.name: WorkerPool(r.resolved, r.config, RewardError, size, str(r)) for r in rewards if r.in_worker
+            r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r))
+            for r in rewards
+            if r.in_worker
         }
+        self._turns = {r.name: asyncio.Semaphore(r.concurrency or CALLS) for r in rewards if not r.in_worker}
 
     async def setup(self) -> None:
         """Set every reward up and start a worker of each that needs one, so that one which cannot start stops the run
@@ -120,7 +129,7 @@ class Scorer:
 
         A trajectory that a source fails on gets ``status = "failed"`` and ``error``, and neither reward nor score: what
         becomes of it is the caller's policy. A source that raises, expires or returns another number of results
-        fails on all trajectories of the group, as it was asked about all of them at once.
+        fails on all trajectories that it was asked about in that call: the group, or one (``Reward.per_sample``).
         """
         live = [t for t in group.trajectories if t.status != "failed"]
         if not live:
@@ -150,6 +159,13 @@ class Scorer:
             pool.close()
 
     async def _ask(self, reward: ActiveReward, group: Group, counts: ScoreCounts) -> list[RewardResult | str]:
+        """One result or error text per trajectory."""
+        if not reward.instance.per_sample:
+            return await self._call(reward, group, counts)
+        alone = [replace(group, trajectories=[t]) for t in group.trajectories]
+        return [result for (result,) in await asyncio.gather(*(self._call(reward, one, counts) for one in alone))]
+
+    async def _call(self, reward: ActiveReward, group: Group, counts: ScoreCounts) -> list[RewardResult | str]:
         """One result or error text per trajectory, after at most ``retries`` further attempts."""
         results: list[RewardResult | str] = []
         for attempt in range(1 + reward.retries):
@@ -160,7 +176,8 @@ class Scorer:
                     for r, t in zip(await self._attempt(reward, group), group.trajectories, strict=True)
                 ]
             except RlhfError as error:
-                message = f"{type(error).__name__}: {error}, {_where(group)}"
+                only = group.trajectories[0] if reward.instance.per_sample else None
+                message = f"{type(error).__name__}: {error}, {_where(group, only)}"
                 results = [message] * len(group.trajectories)
             if all(isinstance(r, RewardResult) for r in results):
                 return results
@@ -179,8 +196,9 @@ class Scorer:
             except InvalidResult as error:
                 raise RewardError(f"{reward}: score() {error}") from None
         try:
-            scoring: Any = reward.instance.score(group)
-            return check_results(await within(scoring, reward.deadline), group.trajectories)
+            async with self._turns[reward.name]:
+                scoring: Any = reward.instance.score(group)
+                return check_results(await within(scoring, reward.deadline), group.trajectories)
         except DeadlineExpired:
             raise RewardError(
                 f"{reward}: score() took longer than its deadline of {reward.deadline:g} s and was cancelled. "

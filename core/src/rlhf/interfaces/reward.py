@@ -59,6 +59,10 @@ class Reward(Component):
                 return [RewardResult(-float(len(t.answer))) for t in group.trajectories]
     """
 
+    per_sample: bool = False
+    """True: in a run ``score`` gets groups of one trajectory, those of a prompt at the same time. Each call has the
+    deadline and the retries, and what fails is that sample alone. For rewards that never look at the siblings."""
+
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""
         return ()

@@ -215,6 +215,7 @@ def _function_reward(source: SourceFile, function: Callable[..., Any], module: M
 
     body = {
         "name": source.name,
+        "per_sample": True,
         "__module__": module.__name__,
         "__doc__": function.__doc__
         or f"Scores each trajectory with {function.__name__}({', '.join(FUNCTION_PARAMETERS)}).",

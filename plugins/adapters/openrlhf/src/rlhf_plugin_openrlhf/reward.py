@@ -22,7 +22,7 @@ class RewardConfig(ComponentConfig):
 
 def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Reward]:
     """A Reward class in the file's module. It calls the function once per sample, with lists of one element, as
-    OpenRLHF does; in a worker process where the function is plain ``def``."""
+    OpenRLHF does, all samples at the same time; in worker processes where the function is plain ``def``."""
 
     def arguments(self: Any, t: Trajectory) -> tuple[list[str], list[str], list[Any]]:
         return [t.prompt_text + t.completion], [t.prompt_text], [label_of(t.row, self.config.label)]
@@ -37,6 +37,7 @@ def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Rewar
         "__module__": module.__name__,
         "__doc__": function.__doc__ or f"{function.__name__} of {module.__file__}.",
         "Config": RewardConfig,
+        "per_sample": True,
         "score": score_async if inspect.iscoroutinefunction(function) else score,
     }
     return type(CLASS_NAME, (Reward,), body)
