@@ -23,7 +23,8 @@ MULTI_TURN = "MultiTurnAgentExecutor"
 
 class OpenRLHF(Adapter):
     """Files given to OpenRLHF as ``--reward.remote_url FILE`` (a ``reward_func``) become rewards; those given as
-    ``--train.agent_func_path FILE`` (an ``AgentInstance`` with a ``MultiTurnAgentExecutor``) become environments."""
+    ``--train.agent_func_path FILE`` become environments where they are an ``AgentInstance`` with a
+    ``MultiTurnAgentExecutor``. The samples of OpenRLHF's own documents are not: the README lists what is refused."""
 
     name = "openrlhf"
     source = "OpenRLHF 0.11.0, https://github.com/OpenRLHF/OpenRLHF"
