@@ -180,6 +180,13 @@ class Narrow(Centered):
         return group_center(r_N, group_N).float()
 
 
+class NoDecay(Critic):
+    """Never reads lam."""
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return gae(R_NA, values_NA, mask_NA, boot_N, 0.99, 0.95)
+
+
 class NoGroupMin(Centered):
     """Compares with the group, and calls a group of one enough."""
 
@@ -211,6 +218,13 @@ def suite(made, **attributes):
 def test_broken_estimator_fails_the_right_check(made, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made), check)()
+
+
+def test_an_option_that_nothing_reads_is_noticed():
+    configs = [Critic.Config(lam=0.5)]
+    suite(Critic, configs=configs).test_options()
+    with pytest.raises(Nonconformance, match=r"with lam = 0\.5: lam changes nothing"):
+        suite(NoDecay, configs=configs).test_options()
 
 
 def test_a_missing_group_min_passes_every_other_check():

@@ -361,6 +361,23 @@ class NoGroupMin(Simple):
         return replace(super().needs(), group_min=1)
 
 
+class LosesPenalty(Simple):
+    """Loads the reference, reports the penalty, and leaves it out of the credit."""
+
+    def credit(self, batch):
+        kept, self.config = self.config, Simple.Config()
+        batch, metrics = super().credit(batch)
+        self.config = kept
+        return batch, {**metrics, "penalty": self.beta}
+
+
+class LosesEpochs(Simple):
+    """One pass, whatever is asked for."""
+
+    def updates(self, step):
+        return [replace(update, epochs=1) for update in super().updates(step)]
+
+
 class PerMicroBatch(Ratio):
     """Divides by the tokens of its own micro-batch."""
 
@@ -398,12 +415,28 @@ def suite(made, **attributes):
         (WholeLength, {}, "test_longer_contexts", "longer prompts and observations change the credit"),
         (NoGroupMin, {}, "test_rewards_teach", "groups of 1 samples, which .* unequal rewards give the credit of eq"),
         (NoGroupMin, {"penalty": 0.1}, "test_rewards_teach", "Declare a larger group_min"),
+        (
+            LosesPenalty,
+            {"penalty": 0.1},
+            "test_options",
+            "penalty changes nothing: credit, gradients and what",
+        ),
+        (LosesPenalty, {"penalty": 0.1, "epochs": 2}, "test_options", "penalty changes nothing"),
+        (LosesEpochs, {"epochs": 2}, "test_options", "epochs changes nothing"),
         (KeepsFailed, {}, "test_nothing_to_learn_from", "a failed sample or one without a reward takes part"),
     ],
 )
 def test_broken_algorithm_fails_the_right_check(made, config, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made, configs=[Simple.Config(**config)]), check)()
+
+
+@pytest.mark.parametrize("named", ["epochs", "epochs = 2"])
+def test_an_option_that_acts_elsewhere_may_be_named(named):
+    configs = [Simple.Config(epochs=2)]
+    suite(LosesEpochs, configs=configs, without_effect={named: "acts elsewhere"}).test_options()
+    with pytest.raises(Nonconformance, match="epochs changes nothing"):
+        suite(LosesEpochs, configs=configs, without_effect={"epochs = 3": "acts elsewhere"}).test_options()
 
 
 def test_broken_part_shows_in_the_gradients():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.interfaces import Loss
+from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.testing import conformance
 from rlhf.types import Head, LossOutput, Reduce
 
@@ -181,3 +181,45 @@ def test_generators_of_the_whole_process():
     dropout = made(policy=lambda self, x: torch.nn.functional.dropout(-x["advantages"] * x["logprobs"], 0.1))
     for each in (made(policy=seeds), dropout):
         assert "draws from or seeds torch's generator of the whole process" in failures(each)["declared_needs"]
+
+
+class Weighted(Sharp):
+    """Well made: with an option, and another of a section of its own."""
+
+    class Config(ComponentConfig):
+        """Its options."""
+
+        class Tail(ComponentConfig):
+            """The end of an answer."""
+
+            scale: float = 1.0
+            """Factor."""
+
+        weight: float = 1.0
+        """Factor of every token."""
+        tail: Tail = Tail()
+        """The end of an answer."""
+
+    def policy(self, x):
+        return self.config.weight * self.config.tail.scale * super().policy(x)
+
+
+TAIL = Weighted.Config(tail=Weighted.Config.Tail(scale=2.0))
+
+
+@pytest.mark.parametrize("config", [Weighted.Config(weight=2.0), TAIL])
+def test_an_option_that_nothing_reads_is_noticed(config):
+    class Deaf(Weighted):
+        """Reads no option."""
+
+        def policy(self, x):
+            return Sharp.policy(self, x)
+
+    assert failures(with_configs(Weighted, config)) == {}
+    assert list(failures(with_configs(Deaf, config))) == ["options"]
+    path = "tail.scale" if config is TAIL else "weight"
+    assert f"with {path} = 2.0: {path} changes nothing" in failures(with_configs(Deaf, config))["options"]
+
+
+def with_configs(cls: type, *configs: Any) -> type:
+    return type(cls.__name__, (cls,), {"__doc__": "Checked.", "conformance": {"configs": configs}})

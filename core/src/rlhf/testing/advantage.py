@@ -24,6 +24,7 @@ from torch import Tensor
 from rlhf.ops.pipeline import lengths
 from rlhf.testing.compare import generators_left_alone, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, expect, missing
+from rlhf.testing.options import check_options
 
 TOLERANCE = 1e-5
 """Relative to the largest value: float32 sums of a few dozen tokens in another order."""
@@ -216,6 +217,17 @@ class AdvantageContract(Contract):
                         expect(
                             bool(torch.isfinite(own).all()), f"{about} returns() is not finite for rewards of {scale}"
                         )
+
+    def test_options(self) -> None:
+        """Each option that a config sets changes what is declared, the baseline or the returns."""
+
+        def effect(config: Any) -> Any:
+            e = self.build(config)
+            c = fabricated(e.needs_values, samples=max(4, e.group_min))
+            declared = (e.needs_values, e.normalise, e.group_min, e.token_rewards)
+            return declared, _baseline(e, c), [values[c.mask_NA] for values in self._returns(e, c)]
+
+        check_options(self, effect)
 
     def test_statement(self) -> None:
         """The estimator equals the author's plain statements."""

@@ -29,6 +29,7 @@ from rlhf.testing.algorithm_credit import apart, credited_columns, with_longer_c
 from rlhf.testing.algorithm_step import Step, model_step
 from rlhf.testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, norm, same_bits
 from rlhf.testing.contract import Contract, Nonconformance, check_state, expect, knowing_columns
+from rlhf.testing.options import check_options
 from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
 
 COLUMNS = '"columns": {NAME}'
@@ -226,6 +227,23 @@ class AlgorithmContract(Contract):
             got = self.assemble(algorithm, groups)
             why = "no sample has a reward" if scored else "every sample failed"
             expect(got is None, f"{about} assemble() must return None when {why}, got {type(got)}")
+
+    def test_options(self) -> None:
+        """Each option that a config sets changes what is needed of the data, what is trained and how often, credit, a
+        gradient, or what exports hold. Another role that is loaded, or another metric, is not enough."""
+
+        def effect(config: Any) -> Any:
+            algorithm, steps = self.build(config), []
+            needs = algorithm.needs()
+            for number in range(self.steps):
+                step = self.step(config, number, algorithm=algorithm, data=self.data(algorithm, seed=number))
+                gradients = {f"{n}/{k}": g for n, run in step.runs.items() for k, g in run.gradients.items() if g.any()}
+                passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
+                copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
+                steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
+            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given), algorithm.model_config()
+
+        check_options(self, effect)
 
     def test_masked_positions(self) -> None:
         """NaN in every column at positions that the policy did not choose changes no credit and no gradient."""

@@ -14,7 +14,7 @@ import re
 import types
 import typing
 import unittest
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
@@ -74,6 +74,9 @@ class Contract:
     kind: ClassVar[str] = ""
     configs: Sequence[ComponentConfig] = ()
     """Configs to check, beside each other; where empty, the defaults."""
+    without_effect: Mapping[str, str] = {}
+    """{option, or option = value: why it changes nothing that the suite sees}, for the check ``options`` of algorithms,
+    advantages and losses: ``{"entropy_coef = 0.0": "reports only"}``."""
     registered: bool = True
     """False for a class that no installed distribution offers (a single file, an example)."""
 

@@ -37,6 +37,7 @@ from rlhf.testing.compare import (
 from rlhf.testing.contract import Nonconformance, expect, missing
 from rlhf.testing.loss_case import EXTREME, LossCase, LossSubject, Padded
 from rlhf.testing.loss_heads import check_declared, check_head
+from rlhf.testing.options import check_options
 
 
 class LossContract(LossSubject):
@@ -168,6 +169,16 @@ class LossContract(LossSubject):
         expect(
             any(n > 0 for n in norms), f"{self.about()} no gradient reaches any model output: is something detached?"
         )
+
+    def test_options(self) -> None:
+        """Each option that a config sets changes the loss or its gradient."""
+
+        def effect(config: Any) -> Any:
+            cases = [self.case(config, seed) for seed in range(3)]
+            runs = [case.run(case.whole()) for case in cases]
+            return [(r.total, {name: g for name, g in r.gradients.items() if bool(g.any())}) for r in runs]
+
+        check_options(self, effect)
 
     def test_statement(self) -> None:
         """Loss and gradient equal the author's plain statement on padded [B, T] tensors."""

@@ -141,6 +141,7 @@ class TestHinge(DPOContract):
 
 
 class TestRobust(DPOContract):
+    without_effect = {"loss_type = 'robust'": "without label_smoothing it is the sigmoid loss"}
     configs = (Config(loss_type="robust"), Config(loss_type="robust", label_smoothing=0.2))
 
 
@@ -173,6 +174,7 @@ class TestAPO(DPOContract):
 
 
 class TestAOT(DPOContract):
+    without_effect = {"loss_type = 'aot'": "without a reference it is the sigmoid loss"}
     configs = (
         Config(loss_type="aot"),
         Config(loss_type="aot", label_smoothing=0.2),
@@ -201,6 +203,7 @@ class TestWeighted(DPOContract):
 
 
 class TestSeveral(DPOContract):
+    without_effect = {"reference_free": "with 'sft' alone, which reads the reference for metrics only"}
     configs = (
         Config(loss_type=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0)),
         Config(

@@ -86,6 +86,7 @@ CORRECTIONS = [
 
 class TestPPO(Statement):
     loss = PPO
+    without_effect = {"entropy_coef = 0.0": "reports only"}
     configs = (
         PPO.Config(),
         PPO.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.01),

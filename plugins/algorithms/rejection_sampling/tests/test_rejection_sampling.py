@@ -16,7 +16,7 @@ Config = RejectionSampling.Config
 
 class TestRejectionSampling(AlgorithmContract):
     algorithm = RejectionSampling
-    configs = (Config(), Config(keep=2, epochs=2, minibatches=2), Config(min_reward=-0.5))
+    configs = (Config(), Config(keep=2, epochs=2, minibatches=2), Config(keep=2, min_reward=0.3))
 
 
 def build(**config):
