@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     from rlhf.validation import ignored_fields
 
     algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
-    form = algorithm.data
-    raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name))
+    form, answered = algorithm.data, algorithm.needs().given > 0
+    raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
     tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
-    data = TrainData(config.data, tokenizer, form, config.run.seed, answers=algorithm.needs().given > 0)
+    data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered)
     found = preview(data, args.rows)
     if args.check:
         found["all"] = survey(data)

@@ -20,8 +20,9 @@ class PairLearning(Algorithm):
             name = "mine"
             slots = {"loss": Slot("loss", "mine")}
 
-    A unit is a pair: sequences of role 0 (chosen) and 1 (rejected). A pair in which an answer has no token to train on
-    is left out and counted (``pairs/left_out``): its log-prob would be 0 whatever the policy does.
+    A unit is a pair: sequences of role 0 (chosen) and 1 (rejected). Where ``data.margin`` names a column, a loss that
+    has ``margin`` among its ``columns()`` reads it, one number a pair. A pair in which an answer has no token to train
+    on is left out and counted (``pairs/left_out``): its log-prob would be 0 whatever the policy does.
     """
 
     data = "pairs"

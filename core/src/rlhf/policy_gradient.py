@@ -79,6 +79,20 @@ class PolicyGradient(Algorithm):
                         f"algorithm.{field} = {getattr(self.config, field)} needs a critic, which the advantage "
                         f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
                     )
+            self._check_value_loss()
+
+    def _check_value_loss(self) -> None:
+        """Raises ConfigError where the loss of a critic has options, and there is no critic."""
+        part, slot = self.parts.get("value_loss"), self.slots.get("value_loss")
+        if part is None or slot is None:
+            return
+        usual = type(part.config).model_validate(dict(slot.defaults) if part.name == slot.use else {})
+        given = [n for n in type(usual).model_fields if getattr(part.config, n) != getattr(usual, n)]
+        if given:
+            raise ConfigError(
+                f"algorithm.value_loss.{given[0]} = {getattr(part.config, given[0])!r} is of a critic, which the "
+                f"advantage {self.advantage.name!r} does not use; leave it out, or choose an advantage with values"
+            )
 
     def _check(self) -> None:
         """What a subclass may have lost of its base. Raises PluginInvalid, or ConfigError for an option that is set."""

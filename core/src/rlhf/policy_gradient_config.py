@@ -45,6 +45,9 @@ class KLConfig(ComponentConfig):
             )
         if self.where == "loss" and self.before_baseline:
             raise ValueError("before_baseline concerns KL in the reward; with where = 'loss' it would do nothing")
+        idle = [n for n in ("where", "estimator", "before_baseline") if getattr(self, n) != _default(KLConfig, n)]
+        if self.coef == 0 and idle:
+            raise ValueError(f"{' and '.join(idle)} set, and coef = 0 turns the KL off: set coef, or leave this out")
         if self.target is not None and self.coef == 0:
             raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
         if self.horizon != 10_000 and self.target is None:
@@ -66,6 +69,10 @@ class KLConfig(ComponentConfig):
     @property
     def chosen(self) -> Estimator:
         return self.estimator or ("k1" if self.where == "reward" else "k3")
+
+
+def _default(cls: type[ComponentConfig], name: str) -> Any:
+    return cls.model_fields[name].default
 
 
 class ShapingConfig(ComponentConfig):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from rlhf.config_errors import raise_problems
 from rlhf.data_section import DataSection
-from rlhf.interfaces import Algorithm, Generator, Loss, Trainer
+from rlhf.interfaces import Algorithm, ComponentConfig, Generator, Loss, Trainer
 from rlhf.online_validation import capability_problems, env_problems, sampling_problems
 from rlhf.runfile import RunFile
 from rlhf.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
@@ -21,12 +21,21 @@ LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
     "all": ("demonstrations",),
 }
 """{value of ``data.loss_on``: forms that it is for}; none: all of them."""
-ONLY_OF: Mapping[DataForm, tuple[str, ...]] = {
-    "pairs": ("chosen", "rejected", "margin"),
-    "labels": ("label",),
-    "steps": ("steps", "step_labels", "step_separator"),
+READ_OF: Mapping[str, tuple[DataForm, ...]] = {
+    "response": ("demonstrations", "labels"),
+    "messages": ("demonstrations", "labels", "prompts"),
+    "chosen": ("pairs",),
+    "rejected": ("pairs",),
+    "margin": ("pairs",),
+    "label": ("labels",),
+    "steps": ("steps",),
+    "step_labels": ("steps",),
+    "step_separator": ("steps",),
+    "add_eos": ("demonstrations", "pairs", "labels"),
 }
-"""{form: fields of ``[data]`` that are read of its rows alone}."""
+"""{field of ``[data]``: forms whose rows it is read of}; a field that is not here is read of all."""
+_OF_ANSWERS = ("response", "add_eos")
+"""Read of prompts too where an algorithm learns from the answers of some rows (``Needs.given``)."""
 
 
 def check(
@@ -78,27 +87,38 @@ def check(
             else f"generator {generator.name!r} holds no copy of the weights"
         )
         problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
+    if run.sync.tolerance is not None and run.sync.canaries == 0:
+        problems.append(
+            f"sync.tolerance = {run.sync.tolerance:g} is of the canaries, and sync.canaries = 0 sends none. Remove it."
+        )
     problems += _evaluation(run, generator is not None)
     raise_problems("these parts of the configuration do not fit together", problems)
 
 
-def ignored_fields(data: DataSection, form: DataForm, name: str) -> list[str]:
-    """What of ``[data]`` is for rows of another form than the algorithm ``name`` learns from."""
+def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool = False) -> list[str]:
+    """What of ``[data]`` is for rows of another form than the algorithm ``name`` learns from.
+
+    Args:
+        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given``).
+    """
     problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:
         problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
-    for reader, fields in ONLY_OF.items():
-        given = [name for name in fields if getattr(data, name) != type(data).model_fields[name].default]
-        if given and form != reader:
-            named = ", ".join(f"data.{name}" for name in given)
-            problems.append(f"{named}: read of {reader} only; {learns}. Remove what is not read.")
+    given: dict[tuple[DataForm, ...], list[str]] = {}
+    for field, readers in READ_OF.items():
+        read = form in readers or (answers and field in _OF_ANSWERS)
+        if not read and getattr(data, field) != type(data).model_fields[field].default:
+            given.setdefault(readers, []).append(f"data.{field}")
+    for readers, fields in given.items():
+        named, of = ", ".join(fields), " and ".join(readers)
+        problems.append(f"{named}: read of {of} only; {learns}. Remove what is not read.")
     return problems
 
 
 def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
     """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
     data, form = run.data, algorithm.data
-    problems = ignored_fields(data, form, algorithm.name)
+    problems = ignored_fields(data, form, algorithm.name, algorithm.needs().given > 0)
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
     if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
         problems.append(
@@ -146,14 +166,32 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
 
 def _evaluation(run: RunFile, sampled: bool) -> list[str]:
     """What would be evaluated to no purpose, or not at all."""
-    if not run.data.eval and run.eval != EvalSection():
-        return ["[eval] is set, but there is no data.eval to evaluate on. Set --eval-data FILE, or remove it."]
-    if run.data.eval and sampled and run.eval.samples > 1 and run.eval.temperature == 0 and run.env is None:
-        return [
+    problems = []
+    if not run.data.eval:
+        if run.eval != EvalSection():
+            problems.append(
+                "[eval] is set, but there is no data.eval to evaluate on. Set --eval-data FILE, or remove it."
+            )
+        if not run.checkpoint.save_best:
+            problems.append("checkpoint.save_best = false: there is no data.eval, so no step is the best. Remove it.")
+        return problems
+    if run.eval.patience is not None and run.eval.every is None:
+        problems.append(
+            f"eval.patience = {run.eval.patience} counts evaluations during training, and eval.every is not set: there "
+            "is one at the end only. Set --eval.every STEPS, or remove it."
+        )
+    if sampled and run.eval.samples > 1 and run.eval.temperature == 0 and run.env is None:
+        problems.append(
             f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives one answer {run.eval.samples} times, and "
             "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
-        ]
-    return []
+        )
+    return problems
+
+
+def _not_default(section: ComponentConfig, *but: str) -> list[str]:
+    """Fields of a section that are set to something else than their defaults."""
+    usual = type(section)()
+    return [n for n in type(section).model_fields if n not in but and getattr(section, n) != getattr(usual, n)]
 
 
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
@@ -162,6 +200,18 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
     what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
     if run.stream != StreamSection():
         problems.append(f"[stream] is set, but {what}. Remove it.")
+    answers = bool(run.data.eval) and (bool(run.reward) or run.env is not None)
+    for name in _not_default(run.sampling, *([] if not answers else ["max_new_tokens", "stop"])):
+        problems.append(f"sampling.{name} = {getattr(run.sampling, name)!r}: {what}. Remove it.")
+    of_answers = ("samples", "temperature", "max_new_tokens", "pass_threshold")
+    for name in [n for n in _not_default(run.eval) if n in of_answers and run.data.eval and not answers]:
+        problems.append(
+            f"eval.{name} = {getattr(run.eval, name)!r} is of answers, and without a reward or an environment "
+            "data.eval is scored by the loss. Remove it, or set --reward NAME."
+        )
+    for reward in run.reward:
+        if reward.credit != "outcome":
+            problems.append(f"reward.{reward.label}.credit = {reward.credit!r} is of training, and {what}. Remove it.")
     if not run.data.eval:
         for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
             if given:

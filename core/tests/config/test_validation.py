@@ -303,12 +303,47 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
         ("pairs", "label", "labels"),
         ("demonstrations", "steps", "steps"),
         ("labels", "step_separator", "steps"),
+        ("pairs", "messages", "demonstrations and labels and prompts"),
+        ("steps", "response", "demonstrations and labels"),
     ],
 )
 def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
     said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
     assert f"data.{field}: read of {reader} only; imitate learns from {form}. Remove what is not read." in said
-    check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader, WithMargin()))
+    check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader.partition(" ")[0], WithMargin()))
+
+
+def test_answers_are_read_of_prompts_where_the_algorithm_learns_from_them():
+    answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
+    check(load(None, answer), Fake(reward=False, given=0.5))
+    said = messages(answer, Fake(reward=False))
+    assert "data.response: read of demonstrations and labels only; leave_one_out learns from prompts" in said
+    assert "data.add_eos: read of demonstrations and pairs and labels only" in said
+
+
+@pytest.mark.parametrize(
+    "flag", ["samples_per_prompt=4", "temperature=0.5", "top_p=0.9", "top_k=5", "min_p=0.1", "ignore_eos=true"]
+)
+def test_how_training_samples_are_drawn_is_refused_where_there_are_none(flag):
+    name, value = flag.split("=")
+    drawn = [*OFFLINE, (f"sampling.{name}", value)]
+    assert f"sampling.{name} = " in messages(drawn, Demonstrations())
+    evaluated = [*drawn, ("data.eval", "b.jsonl"), ("reward", "math")]
+    assert f"sampling.{name} = " in messages(evaluated, Demonstrations())
+
+
+def test_how_answers_end_is_read_where_an_offline_run_is_evaluated_by_answers():
+    limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
+    check(load(None, [*limits, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
+    said = messages(limits, Demonstrations())
+    assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in said
+    assert "sampling.stop = ('x',)" in said
+
+
+def test_patience_needs_evaluations_to_count():
+    flags = [*BASE, ("data.eval", "b.jsonl"), ("eval.patience", "3")]
+    assert "eval.patience = 3 counts evaluations during training, and eval.every is not set" in messages(flags)
+    check(load(None, [*flags, ("eval.every", "4")]), Fake())
 
 
 def test_margins_that_no_loss_reads_are_refused():

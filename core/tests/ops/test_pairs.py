@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def test_a_pair_with_an_empty_answer_is_left_out():
     first = pair([True], [False, True])  # nothing predicts a first token
     assert pack_pairs([half, whole, first]).units == 1
     assert pack_pairs([half, first]) is None
+
+
+def test_a_margin_becomes_a_column():
+    rows = [replace(pair([False, True], [False, True]), values={"margin": m}) for m in (0.5, 2.0)]
+    assert pack_pairs(rows).unit["margin"].tolist() == [0.5, 2.0]
 
 
 def test_losses_by_hand():

@@ -21,7 +21,7 @@ from rlhf.runfile import RunFile
 from rlhf.sections import Choice, ModelSection, SamplingSection, StreamSection
 from rlhf.serialise import write_groups
 from rlhf.types import Group, Needs, RoleSpec
-from rlhf.validation import ONLY_OF
+from rlhf.validation import READ_OF
 
 
 class Answer(Algorithm):
@@ -61,7 +61,7 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answe
 def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
     """The run file without what is for training alone: a file that trains is one that evaluates, as it is."""
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
-    taught = [name for fields in ONLY_OF.values() for name in fields]
+    taught = [name for name, forms in READ_OF.items() if "prompts" not in forms]
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
     data |= {name: DataSection.model_fields[name].default for name in taught}
     rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlhf.components import select
 from rlhf.config_errors import origin
 from rlhf.controller.drawing import evaluation_sampling, training_sampling
 from rlhf.controller.parts import RunParts, section_of, where_trainer
+from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.modeling.precision import choose_device
+from rlhf.plugins import Plugins
+from rlhf.runfile import RunFile
+from rlhf.sections import Choice
 
 
 def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
@@ -50,4 +55,25 @@ def idle_options(made: RunParts) -> list[str]:
                 f"{where}{origin(where, made.config.origins)}: {name} is not trained, so nothing reads it. Remove it; "
                 "in [trainer] it is for the roles that are."
             )
+    return problems
+
+
+def unread_sections(made: RunParts, plugins: Plugins) -> list[str]:
+    """``[rollout]`` and ``[generator]`` of a run that has none: options that differ from their plugin's defaults. The
+    generator may be named all the same, as ``--backend`` names one for every run."""
+    problems = []
+    for kind in ("rollout", GENERATOR):
+        section, usual = getattr(made.config, kind), RunFile.model_fields[kind].default
+        if kind in made.parts or section == usual:
+            continue
+        try:
+            plain = select(plugins, kind, Choice(use=section.use)).config.model_dump()
+        except ConfigError:  # it has options without a default, so all of them were set
+            plain = {}
+        given = sorted(key for key, value in section.options.items() if key not in plain or plain[key] != value)
+        named = [f"{kind}.{key}" for key in given]
+        if kind == "rollout" and section.use != usual.use:
+            named.insert(0, "rollout.use")
+        if named:
+            problems.append(f"{', '.join(named)}: set, but this run samples nothing, so nothing reads it. Remove it.")
     return problems

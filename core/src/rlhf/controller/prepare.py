@@ -22,7 +22,7 @@ from rlhf.controller.evaluate import check_metric
 from rlhf.controller.notes import stream_notes
 from rlhf.controller.parts import RunParts, model_of, model_spec, places_of, run_parts, section_of
 from rlhf.controller.precompute import problems_of
-from rlhf.controller.preflight import check_parts, idle_options
+from rlhf.controller.preflight import check_parts, idle_options, unread_sections
 from rlhf.controller.scoring import ActiveReward
 from rlhf.data.dataset import TrainData
 from rlhf.data.tokenizer import check_stops, load_tokenizer, tokens_of
@@ -86,7 +86,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     """
     use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
     made = run_parts(config, plugins, scored)
-    raise_problems("these options do nothing", idle_options(made))
+    raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
     rollout, env = made.rollout, parts.get("env")
     algorithm.max_tokens = config.data.max_tokens
@@ -103,6 +103,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
     data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers)
+    if config.data.margin is not None:
+        _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
@@ -183,6 +185,19 @@ def is_scored(made: RunParts | Prepared) -> bool:
     """Whether answers can get a reward; what was recorded may hold some."""
     recorded = made.rollout is not None and not made.rollout.needs_generator
     return bool(made.rewards) or made.config.env is not None or recorded
+
+
+def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
+    """Raises ConfigError where the loss reads margins and the algorithm does not lay them. Only an algorithm that makes
+    units of rows by itself can leave them out."""
+    rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
+    batch = algorithm.assemble(rows) if rows else None
+    if batch is not None and not batch.has("margin"):
+        raise ConfigError(
+            f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
+            f"{algorithm.name} does not lay it. Remove it. The author of the algorithm uses rlhf.ops.pairs.pack_pairs, "
+            'or lays Example.values["margin"] as a unit column.'
+        )
 
 
 def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:

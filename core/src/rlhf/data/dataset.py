@@ -45,7 +45,7 @@ class TrainData:
         self.notes: list[str] = []
         """How the columns of sources were recognised, where the run file does not say it."""
         problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]
-        raise_problems("the data cannot be read", problems, DataError)
+        raise_problems("the data cannot be read", problems or self._unread(), DataError)
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")
@@ -232,6 +232,19 @@ class TrainData:
                     "it gets data.template_kwargs, the same for all rows"
                 )
         return problems
+
+    def _unread(self) -> list[str]:
+        """Columns that the run file names and no source is read by."""
+        layouts = [s.layout for s in (*self._train, *self._eval) if s.layout is not None]
+        read = {field for layout in layouts for field in layout.columns}
+        unread = {f: c for f, c in named_columns(self.section).items() if layouts and f not in read}
+        made = self.section.input_template is not None
+        return [
+            f"data.{field} = {column!r}: nothing reads it, as "
+            + ("data.input_template makes the prompt. " if made else f"the rows are read as {layouts[0]}. ")
+            + "Remove it."
+            for field, column in unread.items()
+        ]
 
     def _layout(self, source: Source, form: DataForm) -> Layout:
         section, chat = self.section, self.template.chat is not None

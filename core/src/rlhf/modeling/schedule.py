@@ -35,6 +35,11 @@ class Schedule:
             self.floor = 0.1
         decay_ratio = DECAY_RATIO if config.decay_ratio is None else config.decay_ratio
         self.decay = max(1, math.ceil(decay_ratio * total))
+        if 0 < total <= config.warmup_steps:
+            raise ConfigError(
+                f"trainer.warmup_steps = {config.warmup_steps}: the run has {total} optimizer steps, so the learning "
+                "rate would never reach trainer.lr. Make it smaller than that, or set --trainer.warmup_ratio instead."
+            )
         if self.shape == "wsd" and self.warmup + self.decay > total:
             raise ConfigError(
                 f"schedule = 'wsd' of {total} optimizer steps: {self.warmup} of warm-up and {self.decay} of decay are "

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def pack_pairs(examples: Sequence[Example]) -> Batch | None:
-    """Units of a chosen and a rejected sequence, with the token column ``loss_mask``.
+    """Units of a chosen and a rejected sequence, with the token column ``loss_mask`` and, where ``data.margin`` names a
+    column, the unit column ``margin`` (float64).
 
     A pair in which an answer has no trained token is left out: its log-prob, and with it the margin, says nothing.
     Nothing predicts a sequence's first token, so it does not count. None where no pair is left.

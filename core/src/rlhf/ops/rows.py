@@ -12,14 +12,18 @@ if TYPE_CHECKING:
 
 
 def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bool] = any) -> Batch | None:
-    """Units of the rows' sequences, with the token column ``loss_mask``; None where no row is left.
+    """Units of the rows' sequences, with the token column ``loss_mask`` and a unit column for each value of the rows
+    that is a number: ``margin`` (``data.margin``), ``label``. None where no row is left.
 
     Args:
         taught: a row is left out unless this holds of its sequences, each of which says whether it has a token that is
             trained on. Nothing predicts a sequence's first token, so that one does not count.
     """
     units = [
-        UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences])
+        UnitData(
+            [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences],
+            {name: value for name, value in example.values.items() if isinstance(value, int | float)},
+        )
         for example in examples
         if taught(any(s.loss_mask[1:]) for s in example.sequences)
     ]
