@@ -23,7 +23,7 @@ from rlhf_cli.describe import options
 from rlhf_cli.main import COMMANDS, split_dotted
 
 from tests.forks import Forks, Place
-from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read
+from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, tables
 
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
 
@@ -124,6 +124,16 @@ def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
 def test_what_an_author_supplies_to_the_suites_works_as_its_page_says(shell):
     output = execute(DOCS / "conformance.md", shell)
     assert output.count("0 failed and 0 were left out.") == 4, output
+
+
+def test_the_attributes_of_the_conformance_page_are_those_of_the_suites():
+    [listed] = [t for t in tables(DOCS / "conformance.md") if t.header == ("suite", "attributes")]
+    for row in listed.rows:
+        kind = row["suite"] if row["suite"] in conformance.SUITES else "reward"
+        names = re.findall(r"(?:^|, )`([a-z_]+)", row["attributes"])
+        assert names
+        assert [n for n in names if not hasattr(conformance.suite(kind), n)] == [], row
+    assert {row["suite"] for row in listed.rows} - set(conformance.SUITES) == {"every kind"}
 
 
 @every_page
