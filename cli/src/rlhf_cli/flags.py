@@ -21,6 +21,7 @@ HELP = {
     "seed": "seed of every random choice",
     "steps": "controller steps",
     "resume": "continue from the newest complete checkpoint in the run directory",
+    "overwrite": "delete the run that the run directory holds",
 }
 SEVERAL = ("reward", "data", "eval-data")
 
@@ -30,8 +31,8 @@ def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = 
     for name in short_flags():
         if name in without:
             continue
-        if name == "resume":
-            parser.add_argument("--resume", action="store_true", help=HELP["resume"])
+        if name in ("resume", "overwrite"):
+            parser.add_argument(f"--{name}", action="store_true", help=HELP[name])
         else:
             action = "append" if name in SEVERAL else "store"
             parser.add_argument(f"--{name}", action=action, metavar=name.upper(), help=HELP[name])

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_cli.flags import add_short_flags, overrides, path
 
 OVERRIDES = True
-NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume")
+NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume", "overwrite")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import sys
 from rlhf_cli.flags import add_short_flags, overrides, path
 
 OVERRIDES = True
-NOT_HERE = ("algo", "eval-data", "output", "steps", "resume")
+NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

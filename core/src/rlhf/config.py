@@ -47,6 +47,7 @@ _SHORT = {
     "output": "run.output",
     "seed": "run.seed",
     "resume": "run.resume",
+    "overwrite": "run.overwrite",
     "steps": "run.steps",
 }
 
@@ -54,7 +55,8 @@ _SHORT = {
 def short_flags() -> Mapping[str, str]:
     """{short flag without dashes: what it stands for in :func:`load`'s overrides}.
 
-    ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` takes the text ``true``.
+    ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` and
+    ``overwrite`` take the text ``true``.
     """
     return MappingProxyType(_SHORT)
 

@@ -61,7 +61,8 @@ class RunSection(ComponentConfig):
     name: str = ""
     """Shown in logs; the output folder's name where empty."""
     output: PathText = "runs/latest"
-    """The run directory. Refused where it already holds a run, unless ``resume``."""
+    """The run directory. Refused where it already holds a run that finished a step, unless ``resume`` or ``overwrite``.
+    Where absent: the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links."""
     steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
     """Controller steps, at most 10 million. Where absent: ``epochs`` passes over the data."""
     epochs: Positive = 1.0
@@ -72,6 +73,8 @@ class RunSection(ComponentConfig):
     """Every random choice is a function of it and of counters."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``output``."""
+    overwrite: bool = False
+    """Delete the run in ``output``: what runs write there, nothing else."""
     threads: Count | None = None
     """torch threads; where absent torch decides. Recorded, as it can change results between runs."""
     requires: tuple[str, ...] = ()

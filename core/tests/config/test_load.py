@@ -216,7 +216,7 @@ def test_backend_triple(write):
 
 
 def test_short_flags_lead_to_places_that_exist():
-    values = {"seed": "3", "steps": "4", "resume": "true", "backend": "local"}
+    values = {"seed": "3", "steps": "4", "resume": "true", "overwrite": "true", "backend": "local"}
     run = load(None, [(target, values.get(flag, f"v-{flag}")) for flag, target in short_flags().items()])
     assert (run.algorithm.use, run.policy.model, run.run.output, run.run.seed) == ("v-algo", "v-model", "v-output", 3)
     assert (run.run.steps, run.run.resume, run.data.eval[0].path, run.reward[0].use) == (

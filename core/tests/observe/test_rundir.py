@@ -27,7 +27,14 @@ sys.stdin.read()
 
 
 def start(path, resume=False, first_step=0):
-    directory = RunDirectory.create(path, resume)
+    """A run that has finished a step."""
+    directory = begin(path, resume, first_step)
+    directory.metrics.append(first_step + 1, {})
+    return directory
+
+
+def begin(path, resume=False, first_step=0, overwrite=False):
+    directory = RunDirectory.create(path, resume, overwrite)
     directory.write_config('[run]\noutput = "a"\n')
     directory.write_manifest(7, PLUGINS, first_step)
     return directory
@@ -50,7 +57,10 @@ def test_a_new_run_records_what_it_is(tmp_path):
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
     start(tmp_path).close()
-    with pytest.raises(ConfigError, match=r"already holds a run \(config\.toml, manifest\.json\).*--resume.*--output"):
+    with pytest.raises(
+        ConfigError,
+        match=r"already holds a run \(config\.toml, manifest\.json, metrics\.jsonl\).*--resume.*--overwrite",
+    ):
         RunDirectory.create(tmp_path)
     with start(tmp_path, resume=True, first_step=5):
         pass
@@ -157,7 +167,7 @@ def test_two_processes_are_refused_and_a_killed_one_is_no_obstacle(tmp_path):
 
 def test_cut_goes_back_to_the_checkpoint(tmp_path):
     batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])
-    with start(tmp_path) as directory:
+    with begin(tmp_path) as directory:
         for step in (1, 2, 3):
             directory.metrics.append(step, {"loss": step / 10})
             directory.rollouts(step).write_text("{}\n")
@@ -222,8 +232,62 @@ def test_observing_imports_no_torch():
     ("saved", "way"), [(False, "no checkpoint: --resume starts it from step 0"), (True, "Continue it")]
 )
 def test_a_run_that_failed_before_its_first_checkpoint_says_what_a_resume_does(tmp_path, saved, way):
-    (tmp_path / "config.toml").touch()
+    start(tmp_path).close()
     if saved:
         (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=f"already holds a run.*{way}"):
         RunDirectory.create(tmp_path)
+
+
+WRITTEN = ("rollouts", "exports", "skipped", "precomputed")
+
+
+def test_a_run_of_no_finished_step_is_replaced(tmp_path):
+    with begin(tmp_path) as directory:
+        directory.metrics.append(0, {"eval/reward": 1.0})  # an evaluation before the first step
+    for name in WRITTEN:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    RunDirectory.check(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before, "a check deletes nothing"
+    RunDirectory.create(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
+
+
+@pytest.mark.parametrize("saved", ["checkpoints/step-000001", "exports/step-000001", "model", "model-critic"])
+def test_what_was_saved_is_not_replaced_unasked(tmp_path, saved):
+    begin(tmp_path).close()
+    (tmp_path / saved).mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"already holds a run.*delete it with --overwrite"):
+        RunDirectory.create(tmp_path)
+    assert (tmp_path / saved).exists()
+    RunDirectory.check(tmp_path, overwrite=True)
+    RunDirectory.create(tmp_path, overwrite=True).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
+
+
+def test_a_damaged_record_is_not_replaced_unasked(tmp_path):
+    begin(tmp_path).close()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunDirectory.create(tmp_path)
+
+
+@pytest.mark.parametrize("manifest", [None, "{}", "no json", '{"schema": 1}', '{"schema": 2, "starts": []}', "[]"])
+def test_what_is_not_recognisably_a_run_is_never_deleted(tmp_path, manifest):
+    (tmp_path / "model").mkdir()
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest)
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"already holds .*model, but no manifest\.json of a run"):
+            RunDirectory.create(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "model").exists()
+
+
+def test_a_folder_that_another_process_works_in_is_not_overwritten(tmp_path):
+    with start(tmp_path), pytest.raises(ConfigError, match="at work"):
+        RunDirectory.create(tmp_path, overwrite=True)
+    assert (tmp_path / "metrics.jsonl").exists()

@@ -14,7 +14,7 @@ from rlhf.errors import CheckpointError
 
 Severity = Literal["refuse", "report", "added"]
 
-_IGNORED = ("run.output", "run.resume", "run.name")
+_IGNORED = ("run.output", "run.resume", "run.overwrite", "run.name")
 """Where a run lives and what it is called are not what it computes."""
 
 _REPORTED = (

@@ -34,6 +34,7 @@ from rlhf.errors import StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.modeling.precision import Precision
 from rlhf.observe.best import BestTracker
+from rlhf.observe.numbered import link_latest
 from rlhf.observe.progress import Progress
 from rlhf.observe.rundir import RunDirectory
 from rlhf.plugins import Plugins
@@ -63,8 +64,10 @@ def build(prepared: Prepared) -> Run:
     """Claim the run directory, load the models, restore the newest checkpoint where the run resumes."""
     if prepared.config.run.threads is not None:
         torch.set_num_threads(prepared.config.run.threads)
-    directory = RunDirectory.create(prepared.config.run.output, prepared.config.run.resume)
+    run = prepared.config.run
+    directory = RunDirectory.create(run.output, run.resume, run.overwrite)
     try:
+        link_latest(directory.path)
         return _build(prepared, directory)
     except BaseException:
         directory.close()
@@ -139,7 +142,8 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     if run.weights is not None:
         run.sync(run.first_step)
     with run.writing(directory.path):
-        directory.write_config(to_toml(config))
+        asked_once = config.run.model_copy(update={"overwrite": False})
+        directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
         directory.write_manifest(config.run.seed, plugins, run.first_step, **_measured(prepared))
     for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
         if count:

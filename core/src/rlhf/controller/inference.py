@@ -76,6 +76,7 @@ def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
             "roles": {name: section for name, section in config.roles.items() if name in held},
             "placement": {name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *held}},
             "eval": config.eval.model_copy(update={"metric": None, "mode": "auto", "patience": None}),
+            "run": config.run.model_copy(update={"output": config.run.output, "overwrite": False}),  # not written to
             "observer": (),
             "env": config.env and config.env.model_copy(update={"credit": "outcome"}),
             **unused,

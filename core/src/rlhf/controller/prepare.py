@@ -31,6 +31,7 @@ from rlhf.errors import ConfigError, PluginInvalid
 from rlhf.hub import use_pins
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Rollout
 from rlhf.modeling.precision import Precision, choose_device, choose_precision
+from rlhf.observe.numbered import default_folder
 from rlhf.observe.rundir import RunDirectory
 from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved
@@ -84,6 +85,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
+    config = _with_folder(config)
     use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
     made = run_parts(config, plugins, scored)
     raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
@@ -141,6 +143,17 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         places,
         functools.partial(resolved_run, plugins),
     )
+
+
+def _with_folder(config: RunFile) -> RunFile:
+    """With ``run.output``, where the run file names none."""
+    run = config.run
+    if run.resume and run.overwrite:
+        raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
+    if "output" in run.model_fields_set:
+        return config
+    output = str(default_folder(run.resume or run.overwrite))
+    return config.model_copy(update={"run": run.model_copy(update={"output": output})})
 
 
 def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:

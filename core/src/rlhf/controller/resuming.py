@@ -13,7 +13,8 @@ from rlhf.observe.rundir import RunDirectory
 def check_output(prepared: Prepared) -> None:
     """Refuse what :func:`rlhf.controller.build.build` would refuse about ``run.output`` and what writes there, in
     its words; nothing is changed there. Raises ConfigError or CheckpointError."""
-    RunDirectory.check(prepared.config.run.output, prepared.config.run.resume)
+    run = prepared.config.run
+    RunDirectory.check(run.output, run.resume, run.overwrite)
     check_resume(prepared)
     check_observers(prepared)
 

@@ -12,6 +12,8 @@ from typing import Any
 from rlhf.data.files import file_kind
 from rlhf.doctor.check import Check, counted, gib, listed
 from rlhf.doctor.machine import disk
+from rlhf.observe.numbered import default_folder
+from rlhf.observe.rundir import RunDirectory
 from rlhf.published import looks_local
 from rlhf.runfile import RunFile
 
@@ -129,7 +131,8 @@ def data(config: RunFile) -> Check:
 
 def output(config: RunFile, sizes: dict[str, Weights]) -> list[Check]:
     """Whether the run directory can be written, is free, and how much room there is for its checkpoints."""
-    path = Path(config.run.output).expanduser()
+    named = "output" in config.run.model_fields_set
+    path = Path(config.run.output).expanduser() if named else default_folder(config.run.resume or config.run.overwrite)
     place = existing(path)
     if not place.is_dir():
         fix = "choose another folder with --output"
@@ -145,8 +148,8 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Check]:
     need = sum(trained) * BYTES_PER_PARAMETER * copies
     room = disk(place, "output disk", need, f"{copies} checkpoints (weights and Adam's moments in fp32)")
     held = (path / "config.toml").exists()
-    if held and not config.run.resume:
-        fix = "continue it with --resume, or choose another folder with --output"
+    if held and not (config.run.resume or config.run.overwrite or RunDirectory.is_free(path)):
+        fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
         return [Check("output", "fail", f"{path} already holds a run", fix), room]
     if config.run.resume and not held:
         return [Check("output", "fail", f"there is no run to resume in {path}", "leave out --resume"), room]

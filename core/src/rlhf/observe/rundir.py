@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.checkpoint.files import publish_folder, remove_leftovers, write_atomic
+from rlhf.checkpoint.files import discard_folder, publish_folder, remove_leftovers, write_atomic
 from rlhf.checkpoint.json_values import read_json, write_json
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.observe.environment import environment
 from rlhf.observe.lock import FolderLock, unusable
-from rlhf.observe.metrics import MetricsLog
+from rlhf.observe.metrics import MetricsLog, read_metrics
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed")
+"""What a run writes, beside ``model-<role>``."""
 _STEP = re.compile(r"step-(\d{6,})(\.jsonl|-\d+\.safetensors)?")
 SKIPPED_KEPT = 20
 """Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
@@ -41,11 +43,13 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path | str, resume: bool = False) -> RunDirectory:
-        """Claim ``path`` for one run.
+    def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+        """Claim ``path`` for one run. A run in there that finished no step is deleted, and with ``overwrite`` any: what
+        runs write, and nothing else.
 
-        Raises ConfigError where another process is at work there, where it already holds a run and ``resume`` is
-        False, and where it holds none and ``resume`` is True.
+        Raises ConfigError where another process is at work there, where it already holds a run and neither ``resume``
+        nor ``overwrite`` is set, where what it holds is not recognisably a run, and where it holds none and ``resume``
+        is True.
         """
         path = Path(path)
         _require_place(path, resume)
@@ -55,7 +59,9 @@ class RunDirectory:
             raise _unmade(path, cause) from cause
         lock = FolderLock(path)
         try:
-            _require_free(path, resume)
+            _require_free(path, resume, overwrite)
+            if not resume:
+                _clear(path)
             for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
                 remove_leftovers(folder)
         except BaseException:
@@ -64,7 +70,12 @@ class RunDirectory:
         return cls(path, lock, resume)
 
     @staticmethod
-    def check(path: Path | str, resume: bool = False) -> None:
+    def is_free(path: Path) -> bool:
+        """Whether a run may start in ``path``: it holds none, or one that finished no step."""
+        return not _present(path) or (_recognised(path) and not _finished_a_step(path))
+
+    @staticmethod
+    def check(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
         """Raises ConfigError where :meth:`create` would; leaves everything as it is."""
         path = Path(path)
         _require_place(path, resume)
@@ -74,7 +85,7 @@ class RunDirectory:
         except OSError as cause:
             raise (unusable(path, "written to", cause) if above == path else _unmade(path, cause)) from cause
         FolderLock.check(path)
-        _require_free(path, resume)
+        _require_free(path, resume, overwrite)
 
     # ------------------------------------------------------------------------------------- records
 
@@ -194,16 +205,53 @@ def _require_place(path: Path, resume: bool) -> None:
         )
 
 
-def _require_free(path: Path, resume: bool) -> None:
-    """Raises ConfigError where the folder holds a run that is not to be resumed."""
+def _require_free(path: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ConfigError where the folder holds a run that is neither to be resumed nor to be replaced."""
     present = _present(path)
-    if present and not resume:
+    if resume or RunDirectory.is_free(path):
+        return
+    if not _recognised(path):
+        raise ConfigError(
+            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in there is "
+            "replaced. Choose another folder with --output. Nothing was changed."
+        )
+    if not overwrite:
         begun = "checkpoints" in present
         way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
         raise ConfigError(
-            f"{path} already holds a run ({', '.join(present)}). {way}, or choose another folder with "
-            f"--output. Nothing was changed."
+            f"{path} already holds a run ({', '.join(present)}). {way}, delete it with --overwrite, or choose another "
+            "folder with --output. Nothing was changed."
         )
+
+
+def _recognised(path: Path) -> bool:
+    """Whether ``manifest.json`` is one that :meth:`RunDirectory.write_manifest` wrote."""
+    try:
+        manifest = read_json(path / "manifest.json")
+    except (OSError, RlhfError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("schema") == 1 and isinstance(manifest.get("starts"), list)
+
+
+def _finished_a_step(path: Path) -> bool:
+    """Whether a step was recorded or anything was saved. Of a damaged record nobody knows."""
+    if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
+        return True
+    try:
+        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+        return any(line["step"] > 0 for line in lines)
+    except (OSError, RlhfError, KeyError, TypeError):
+        return True
+
+
+def _clear(path: Path) -> None:
+    """Delete what a run wrote; the manifest, by which it is recognised, last."""
+    found = [path / name for name in _WRITTEN] + sorted(path.glob("model-*"))
+    for item in sorted(found, key=lambda item: item.name == "manifest.json"):
+        if item.is_dir() and not item.is_symlink():
+            discard_folder(item)
+        elif item.is_symlink() or item.exists():
+            item.unlink()
 
 
 def _unmade(path: Path, cause: OSError) -> ConfigError:

@@ -1,0 +1,58 @@
+"""A failed start is in nobody's way: its folder is replaced, unnamed folders are numbered, and a run is deleted where
+that is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tomli_w
+from rlhf.controller.run import Run
+from rlhf_cli.main import main
+
+from tests.runs import Workshop
+
+
+def test_a_failed_first_run_does_not_block_the_next(shop: Workshop) -> None:
+    failing = shop.file("fails.py", "async def score(prompt, completion, row):\n    raise ValueError('no')\n")
+    assert shop.run("rloo", "run", reward=[{"use": f"file:{failing}"}]).code == 1
+    assert (shop.folder / "run" / "manifest.json").exists()
+    dry = shop.run("rloo", "run", "--dry-run")
+    assert dry.code == 0, dry.said
+    assert shop.train("rloo", "run").weights == shop.train("rloo", "other").weights
+    refused = shop.run("rloo", "run", "--dry-run")
+    assert refused.code == 2
+    assert "already holds a run" in refused.said
+
+
+def test_a_run_is_overwritten_once_where_that_is_asked_for(shop: Workshop) -> None:
+    first = shop.train("sft", "run", run={"steps": 3})
+    dry = shop.run("sft", "run", "--dry-run", "--overwrite")
+    assert dry.code == 0, dry.said
+    assert len(first.lines()) == 3
+    second = shop.train("sft", "run", "--overwrite", run={"steps": 1})
+    assert [line["step"] for line in second.lines()] == [1]
+    assert len(json.loads((second.path / "manifest.json").read_text())["starts"]) == 1
+    assert "overwrite = false" in (second.path / "config.toml").read_text()
+    resumed = shop.train("sft", "run", "--resume", run={"steps": 2})
+    assert [line["step"] for line in resumed.lines()] == [1, 2]
+    both = shop.run("sft", "run", "--resume", "--overwrite")
+    assert both.code == 2
+    assert "a run is either continued or deleted" in both.said
+
+
+def test_runs_that_name_no_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shop.folder)
+    config = shop.config("sft", "unnamed", run={"steps": 1})
+    del config["run"]["output"]
+    file = shop.file("unnamed.toml", tomli_w.dumps(config))
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "next_examples", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(file)])
+    for number in (1, 2):
+        assert main(["train", str(file)]) == 0
+        assert (shop.folder / "runs" / "latest").resolve() == shop.folder / "runs" / str(number)
+    assert main(["train", str(file), "--steps", "2", "--resume"]) == 0
+    assert len((shop.folder / "runs" / "2" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert sorted(p.name for p in (shop.folder / "runs").iterdir()) == ["1", "2", "latest"]
