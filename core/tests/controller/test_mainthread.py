@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 
+import psutil
 import pytest
 from rlhf.controller.mainthread import MainThread
 from rlhf.errors import StandstillError
@@ -91,3 +92,26 @@ def test_one_that_awaits_comes_to_its_end_whoever_asked_for_a_stop():
         assert main.run(sleeps()) == 7
     finally:
         main.close()
+
+
+@pytest.mark.parametrize("form", ["exec", "shell"])
+def test_processes_that_coroutines_started_end_with_the_loop(form: str) -> None:
+    """One that a cancelled coroutine has left, say: nobody waits for it any more."""
+
+    async def start() -> int:
+        started = asyncio.create_subprocess_exec("sleep", "600")
+        if form == "shell":
+            started = asyncio.create_subprocess_shell("exec sleep 600")
+        return (await started).pid
+
+    main = MainThread()
+    try:
+        pid = main.run(start())
+        assert psutil.pid_exists(pid)
+    finally:
+        main.close()
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from rlhf.controller.loop import Loop
 from rlhf.controller.threads import Threads
 from rlhf.errors import StandstillError
 from rlhf.observe.signals import StopRequest
@@ -39,7 +40,7 @@ class MainThread:
         self._standstill, self._grace = standstill, grace
         self._stuck = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.loop = asyncio.new_event_loop()
+        self.loop = Loop()
         self.loop.set_default_executor(Threads())
         self._thread = threading.Thread(target=self.loop.run_forever, name="rlhf-rollouts", daemon=True)
         self._thread.start()
@@ -78,10 +79,11 @@ class MainThread:
         self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Stop the event loop and its thread."""
+        """Stop the event loop and its thread, and end the processes that were started there."""
         if self.loop.is_running():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout=0 if self._stuck else 10)
+        self.loop.kill_started()
         if not self.loop.is_running() and not self.loop.is_closed():
             self.loop.close()
 

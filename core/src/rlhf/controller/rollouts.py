@@ -127,8 +127,9 @@ class Rollouts:
                 f"sample {describe(failed)}\n"
                 'The run stops because stream.on_failed_sample is "abort"; "drop_sample" and "drop_group" go on.'
             )
-        for trajectory in group.trajectories if settings.failures is not None else ():
-            settings.failures.add(trajectory)
+        if settings.failures is not None:
+            for trajectory in group.trajectories:
+                settings.failures.add(trajectory)
         return group
 
     async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:
