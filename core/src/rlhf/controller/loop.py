@@ -7,6 +7,9 @@ import contextlib
 import weakref
 from typing import Any
 
+GRACE = 2.0
+"""Seconds in which a killed process should be gone."""
+
 
 class Loop(asyncio.SelectorEventLoop):
     """Knows the processes that coroutines started through asyncio. A coroutine that is cancelled at its deadline leaves
@@ -26,9 +29,13 @@ class Loop(asyncio.SelectorEventLoop):
         self._started.add(transport)
         return transport, protocol
 
-    def kill_started(self) -> None:
-        """End those that still run."""
+    async def end(self) -> None:
+        """Kill the processes that still run, and stop the loop once it has seen their end."""
         for transport in list(self._started):
             if transport.get_returncode() is None:
                 with contextlib.suppress(ProcessLookupError):
                     transport.kill()
+        last = self.time() + GRACE
+        while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
+            await asyncio.sleep(0.01)
+        self.stop()

@@ -81,9 +81,8 @@ class MainThread:
     def close(self) -> None:
         """Stop the event loop and its thread, and end the processes that were started there."""
         if self.loop.is_running():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            asyncio.run_coroutine_threadsafe(self.loop.end(), self.loop)
             self._thread.join(timeout=0 if self._stuck else 10)
-        self.loop.kill_started()
         if not self.loop.is_running() and not self.loop.is_closed():
             self.loop.close()
 
