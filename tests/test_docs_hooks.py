@@ -1,14 +1,20 @@
 """The pages in docs/hooks say what the code says."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 from rlhf import types
+from rlhf.data.dataset import TrainData
+from rlhf.data_section import DataSection, SourceSection
 from rlhf.interfaces import KINDS
 from rlhf.ops.losses import LossInput
+from rlhf.pair_learning import PairLearning
+from rlhf.testing.tiny import tiny_tokenizer
 from rlhf_cli.main import main
+from transformers import AutoTokenizer
 
 FOLDER = Path(__file__).parent.parent / "docs" / "hooks"
 SPEC = importlib.util.spec_from_file_location("docs_hooks_reference", FOLDER / "reference.py")
@@ -60,6 +66,26 @@ def test_the_first_example_of_a_page_is_a_reward_that_passes_its_suite(tmp_path,
     written = (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
     (tmp_path / "brevity.py").write_text(re.search(r"```python\n(.*?)```", written, re.DOTALL)[1])
     assert main(["plugins", "check", f"file:{tmp_path / 'brevity.py'}", "--kind", "reward"]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("margin", ["by", None])
+def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, margin):
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer(tmp_path / "tokenizer")))
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": str(n), "by": n} for n in (3, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceSection(path=str(tmp_path / "rows.jsonl"))
+    data = TrainData(DataSection(train=(source,), shuffle=False, margin=margin), tokenizer, "pairs", 0)
+    batch = PairLearning().assemble(data.examples(data.take(2)))
+    laid = {
+        (name, level, str(values.dtype).removeprefix("torch."))
+        for level, columns in (("token", batch.tok), ("sequence", batch.seq), ("unit", batch.unit))
+        for name, values in columns.items()
+    }
+    page = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8").partition("## `rlhf.ops.pairs`")[2]
+    listed = re.findall(r"^``(\w+)`` +(\w+) +(\w+),", page.partition("\n### ")[0], re.MULTILINE)
+    assert laid == {line for line in listed if margin or line[0] != "margin"}
+    assert len(listed) == 2
+    assert batch.role_B.tolist() == [0, 1, 0, 1]
 
 
 def imported(source: str) -> set[tuple[str, str]]:

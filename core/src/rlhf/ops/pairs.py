@@ -1,5 +1,16 @@
 """Pairs of answers to one prompt: how rows become units, the losses of a margin, and what is reported of a pair.
 
+Columns of the batch that :class:`rlhf.pair_learning.PairLearning` lays, before any annotation:
+
+=============  =====  ===================================================================================
+``loss_mask``  token  bool, the token is trained on: of the answers, as ``data.loss_on`` says
+``margin``     unit   float64, the row's value in the column that ``data.margin`` names; absent without it
+=============  =====  ===================================================================================
+
+Each unit has two sequences, whose roles are in ``Batch.role_B``: 0 is chosen, 1 rejected. Other columns of the rows are
+in ``Example.row``: an algorithm that needs them overrides ``assemble``. Log-probs of a reference are there where
+``annotations`` asks for them, under the name that it gives them (``ref_logprobs``).
+
 Shape suffixes: U units (a chosen sequence of role 0 and a rejected one of role 1 each).
 """
 
