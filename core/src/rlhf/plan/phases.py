@@ -189,7 +189,7 @@ def _parts_here(layout: Layout) -> int:
 
 def _role_parts(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> tuple[Parts, int]:
     machine = layout.machine
-    aside = phase == "generate" and _shares_with_engines(layout, role.name)
+    aside = phase in ("generate", "sync") and _shares_with_engines(layout, role.name)  # from the sync on
     parts, host = resting(role, aside=aside)
     if phase == "load":
         loaded = {k: v for k, v in parts.items() if k in LOADED}
