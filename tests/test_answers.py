@@ -95,7 +95,10 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         (("generate", "--model", "m"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--data", "b"), "either as --prompt TEXT"),
         (("generate", "--model", "m", "--prompt", "a", "--tepm", "1"), "no flag --tepm"),
-        (("generate", "--model", "m", "--prompt", "a", "--eval.samples"), "--eval.samples needs a value"),
+        (
+            ("generate", "--model", "m", "--prompt", "a", "--eval.samples"),
+            "(flag --eval.samples): needs a value, which should be",
+        ),
         (("generate", "--model", "m", "--prompt", "a", "--sampling.temperature", "0.7"), "Set --eval.temperature."),
         (("generate", "--model", "m", "--prompt", "a", "--sampling.top_p", "0.7"), "drawn from all tokens"),
         (("generate", "--model", "m", "--prompt", "a", "--eval.samples", "2"), "gives the same answer 2 times"),

@@ -117,17 +117,39 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--observer", "[observer] is a section: --observer.0.use NAME."),
-        ("--env", "[env] is a section: --env.use NAME."),
-        ("--sampling", "[sampling] is a section: --sampling.FIELD VALUE."),
-        ("--threads", "Did you mean --run.threads?"),
-        ("--every", "Did you mean --eval.every or --checkpoint.every?"),
-        ("--sed", "Did you mean 'seed'?"),
+        ("--sampling", "--sampling: [sampling] is a section. Set a field of it: --sampling.FIELD VALUE."),
+        ("--threads", "no flag --threads. Did you mean --run.threads?"),
+        ("--every", "no flag --every. Did you mean --eval.every or --checkpoint.every?"),
+        ("--sed", "no flag --sed. Did you mean --seed?"),
+        ("--dry_runn", "no flag --dry_runn. Did you mean --dry-run?"),
+        ("--lr", "no flag --lr. Did you mean --trainer.lr?"),
+        ("--batch-size", "no flag --batch-size. Did you mean --data.batch_size?"),
+        ("--max_completion_length", "no flag --max_completion_length. Did you mean --sampling.max_new_tokens?"),
+        ("--actor_learning_rate", "no flag --actor_learning_rate. Did you mean --trainer.lr?"),
+        ("--nonsense", "no flag --nonsense. Fields of the run file are dotted: --run.seed 3"),
     ],
 )
-def test_a_section_given_as_a_flag_is_told_what_to_write(capsys, flag, says):
-    assert main(["train", "--algo", "x", flag, "wandb"]) == 2
-    assert f"rlhf: no flag {flag}. {says} Fields of the run file are dotted: --run.seed 3" in capsys.readouterr().err
+def test_a_name_that_is_no_flag_is_told_what_to_write(capsys, flag, says):
+    assert main(["train", "--algo", "sft", flag, "wandb"]) == 2
+    assert f"{says}\n" in capsys.readouterr().err
+
+
+def test_names_without_a_dot_are_reported_together(capsys):
+    assert main(["train", "--lr", "1e-5", "run.toml.missing", "--algo", "sft"]) == 2
+    assert "no run file run.toml.missing" in capsys.readouterr().err, "a flag takes one value"
+    assert main(["train", "--lr", "1e-5", "--batch_size", "4", "--trainer.eps", "x", "--algo", "sft"]) == 2
+    said = capsys.readouterr().err
+    assert "(3 problems)" in said
+    for name in ("--trainer.lr", "--data.batch_size", "trainer.eps (flag --trainer.eps): should be a valid number"):
+        assert name in said
+
+
+def test_a_section_that_selects_plugins_is_a_flag():
+    from rlhf.config import load
+    from rlhf_cli.flags import dotted
+
+    run = load(None, dotted(["--algorithm", "sft", "--observer", "wandb", "--env", "game"]))
+    assert ([o.use for o in run.observer], run.env.use, run.algorithm.use) == (["wandb"], "game", "sft")
 
 
 def test_unknown_command(capsys):

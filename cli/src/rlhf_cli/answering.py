@@ -30,7 +30,7 @@ def check_folder(save: Path | None) -> None:
 
 
 def load_for_answers(
-    run_file: str | None, flags: list[tuple[str, str]], scored: bool = True
+    run_file: str | None, flags: list[tuple[str, str | None]], scored: bool = True
 ) -> tuple[RunFile, Plugins]:
     """The run file with flags, and the plugins. Its algorithm is not used; without a file none need be named.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.config import short_flags
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError
 from rlhf.paths import check_path
 
 HELP = {
@@ -46,50 +46,31 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(dotted path, text) of every short and dotted flag that was given.
+def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
+    """(dotted path, text) of every short and dotted flag that was given; None for a flag without a value.
 
     ``renamed``: {short flag: dotted path} where a command means something else by it.
     """
     targets = {**short_flags(), **(renamed or {})}
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str | None]] = []
     for name, target in targets.items():
         value = getattr(args, name.replace("-", "_"), None)
         if value is None or value is False:
             continue
         texts = value if isinstance(value, list) else ["true" if value is True else value]
         found += [(target, text) for text in texts]
-    return found + dotted(args.overrides, tuple(targets))
+    return found + dotted(args.overrides)
 
 
-def dotted(words: list[str], short: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """``["--a.b", "1", "--c.d=2"]`` as pairs."""
-    found: list[tuple[str, str]] = []
+def dotted(words: list[str]) -> list[tuple[str, str | None]]:
+    """``["--a.b", "1", "--c.d=2", "--e"]`` as pairs."""
+    found: list[tuple[str, str | None]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or len(word) < 3:
             raise ConfigError(f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3")
-        key, equals, value = word[2:].partition("=")
-        if "." not in key:
-            raise ConfigError(f"no flag --{key}.{_section(key) or did_you_mean(key, short)} Fields of the run file are "
-                              "dotted: --run.seed 3")  # fmt: skip
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{key} needs a value, e.g. --{key} true")
-            value = rest.pop(0)
+        key, equals, text = word[2:].partition("=")
+        value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
         found.append((key, value))
     return found
-
-
-def _section(key: str) -> str:
-    """What to write where a section was given as a flag, or a field without its section."""
-    from rlhf.runfile import LISTS, SINGLE, RunFile
-
-    if key not in RunFile.model_fields:
-        holders = [
-            n for n, field in RunFile.model_fields.items() if key in getattr(field.annotation, "model_fields", ())
-        ]
-        return f" Did you mean {' or '.join(f'--{n}.{key}' for n in holders)}?" if holders else ""
-    field = "0.use NAME" if key in LISTS else "use NAME" if key in SINGLE else "FIELD VALUE"
-    return f" [{key}] is a section: --{key}.{field}."

@@ -8,6 +8,7 @@ its help. Where it sets ``OVERRIDES = True``, arguments that its parser does not
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import os
@@ -29,6 +30,9 @@ COMMANDS = {
     "doctor": "check this installation, this machine, and what a run needs",
 }
 """Name -> help; here, so that ``rlhf --help`` imports none of them."""
+
+LIKE = 0.75
+"""Least likeness of a flag to one of a command's own to be taken for it, misspelt. Others are names of the run file."""
 
 USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 """Exit code 2, as for a wrong flag; other errors of this project are 1."""
@@ -85,7 +89,7 @@ def call(prog: str, command: Any, words: list[str]) -> int:
     )
     command.add_arguments(parser)
     if getattr(command, "OVERRIDES", False):
-        words, dotted = split_dotted(words)
+        words, dotted = split_dotted(words, [name for action in parser._actions for name in action.option_strings])
         args, unknown = parser.parse_known_args(words)
         args.overrides = dotted + unknown
     else:
@@ -93,16 +97,29 @@ def call(prog: str, command: Any, words: list[str]) -> int:
     return int(command.run(args))
 
 
-def split_dotted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(other words, dotted flags with their values): argparse would take such a value for a positional argument."""
+def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
+    """(other words, flags of the run file with their values): argparse would take such a value for a positional one.
+
+    Args:
+        known: the command's own flags; every other one is taken for one of the run file. Those with a dot only, where
+            absent.
+
+    Raises ConfigError for a flag that is nearly one of ``known``.
+    """
     others: list[str] = []
     dotted: list[str] = []
     rest = list(words)
+    own = [name.removeprefix("--") for name in known or () if name.startswith("--")]
     while rest:
         word = rest.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
+        flag = word.partition("=")[0]
+        if not word.startswith("--") or flag in (known or ("--",)) or (known is None and "." not in flag):
             others.append(word)
             continue
+        name = flag.removeprefix("--").replace("_", "-")
+        near = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
+        if near:
+            raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
         dotted.append(word)
         if "=" not in word and rest and not rest[0].startswith("--"):
             dotted.append(rest.pop(0))

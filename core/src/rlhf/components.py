@@ -8,13 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf.config_errors import describe, got, origin, unknown_key
-from rlhf.errors import ConfigError, PluginError, boundary
+from rlhf.config_errors import describe, got, origin, unknown_keys
+from rlhf.errors import ConfigError, PluginError, PluginNotFound, boundary
 from rlhf.flags import FlagText, plain, read
 from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
 from rlhf.plugins import Plugins, Resolved
 from rlhf.runfile import LISTS, SINGLE, RunFile
 from rlhf.sections import Choice
+from rlhf.suggestions import ROLES, Chosen, Suggestions
 from rlhf.validation import check
 
 __all__ = ["Selection", "build", "build_algorithm", "check", "component_config", "resolved_run", "select"]
@@ -34,7 +35,11 @@ class Selection:
 
 
 def component_config(
-    resolved: Resolved, options: Mapping[str, Any], where: str, origins: Mapping[str, str] | None = None
+    resolved: Resolved,
+    options: Mapping[str, Any],
+    where: str,
+    origins: Mapping[str, str] | None = None,
+    suggestions: Suggestions | None = None,
 ) -> Any:
     """The plugin's Config from the options of its section.
 
@@ -43,24 +48,30 @@ def component_config(
     Args:
         where: dotted path of the section, e.g. ``"reward.0"``.
         origins: :attr:`rlhf.runfile.RunFile.origins`, for file and line in messages.
+        suggestions: for names that the section does not read.
 
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
     kind = where.partition(".")[0]
     section = {**SINGLE, **LISTS}.get(kind)  # `weight` of a reward stands beside the plugin's own options
     beside = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
-    config, problems = _config(resolved, options, where, origins or {}, extra=dict.fromkeys(beside))
+    config, problems = _config(resolved, options, where, origins or {}, dict.fromkeys(beside), suggestions=suggestions)
     if config is None:
         _refuse([(resolved, problems)])
     return config
 
 
 def select(
-    plugins: Plugins, kind: str, choice: Choice, where: str | None = None, origins: Mapping[str, str] | None = None
+    plugins: Plugins,
+    kind: str,
+    choice: Choice,
+    where: str | None = None,
+    origins: Mapping[str, str] | None = None,
+    suggestions: Suggestions | None = None,
 ) -> Selection:
     """Resolve a section's plugin and check its options."""
     resolved = plugins.resolve(kind, choice.use)
-    return Selection(resolved, component_config(resolved, choice.options, where or kind, origins))
+    return Selection(resolved, component_config(resolved, choice.options, where or kind, origins, suggestions))
 
 
 def build(
@@ -90,12 +101,47 @@ def build_algorithm(
     return algorithm.build(parts), [algorithm.resolved, *(s.resolved for s in slots.values())]
 
 
+def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]) -> list[str]:
+    """What is wrong with the options of all these plugins, a text for each plugin; and those that are not installed,
+    where there is such a text."""
+    suggestions = Suggestions(plugins, chosen)
+    problems, missing = [], []
+    for kind, where, choice in chosen:
+        try:
+            if where == "algorithm":
+                _select_algorithm(plugins, choice, origins, suggestions)
+            else:
+                select(plugins, kind, choice, where, origins, suggestions)
+        except ConfigError as error:
+            problems.append(str(error))
+        except PluginNotFound as error:
+            missing.append(str(error))
+        except PluginError:
+            continue  # raised where the plugin is made
+    return problems + missing if problems else []
+
+
+def chosen_by(run: RunFile) -> Chosen:
+    """The plugins that a run file selects, each with the section that says so."""
+    chosen = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
+    for kind in LISTS:
+        chosen += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
+    roles = {**{n: (n, getattr(run, n)) for n in ROLES}, **{n: (f"roles.{n}", s) for n, s in run.roles.items()}}
+    for where, section in roles.values():
+        if section.trainer:
+            chosen.append(("trainer", f"{where}.trainer", Choice(use=run.trainer.use, options=section.trainer)))
+    return chosen
+
+
 def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
     """The run file with every option of every selected plugin filled in: what ``config.toml`` holds.
 
     Loading it again selects and configures the same; later changes of a plugin's defaults do not reach it.
+    Raises ConfigError with what is wrong with the options of all plugins.
     """
     origins = run.origins
+    if problems := option_problems(plugins, chosen_by(run), origins):
+        raise ConfigError("\n".join(problems))
     algorithm, slots = _select_algorithm(plugins, run.algorithm, origins)
     options = _dump(algorithm.config)
     for name, selection in slots.items():
@@ -136,7 +182,7 @@ def _dump(config: ComponentConfig) -> dict[str, Any]:
 
 
 def _select_algorithm(
-    plugins: Plugins, choice: Choice, origins: Mapping[str, str]
+    plugins: Plugins, choice: Choice, origins: Mapping[str, str], suggestions: Suggestions | None = None
 ) -> tuple[Selection, dict[str, Selection]]:
     resolved = plugins.resolve("algorithm", choice.use)
     declared: Mapping[str, Slot] = resolved.cls.slots
@@ -147,12 +193,12 @@ def _select_algorithm(
     for name, slot in declared.items():
         part, options = _slot(plugins, slot, choice.options.get(name, {}), f"algorithm.{name}", origins)
         fields |= dict.fromkeys(part.cls.Config.model_fields, name)
-        config, problems = _config(part, options, f"algorithm.{name}", origins)
+        config, problems = _config(part, options, f"algorithm.{name}", origins, suggestions=suggestions)
         if config is None:
             found.append((part, problems))
         else:
             slots[name] = Selection(part, config)
-    config, problems = _config(resolved, own, "algorithm", origins, extra=declared, elsewhere=fields)
+    config, problems = _config(resolved, own, "algorithm", origins, declared, fields, suggestions)
     if config is None:
         found.insert(0, (resolved, problems))
     if config is None or found:
@@ -198,6 +244,7 @@ def _config(
     origins: Mapping[str, str],
     extra: Mapping[str, Any] | None = None,
     elsewhere: Mapping[str, str] | None = None,
+    suggestions: Suggestions | None = None,
 ) -> tuple[ComponentConfig | None, list[str]]:
     """The config, or None and what is wrong. ``extra``: further keys the section may have; ``elsewhere``: {field:
     slot} of fields that belong one level deeper."""
@@ -220,11 +267,12 @@ def _config(
                 f"--{where}.{elsewhere[key]}.{key} {value if isinstance(value, FlagText) else plain(value)}."
             )
         else:
-            problems.append(unknown_key(path, key, [*model.model_fields, *(extra or ())], origins))
+            allowed = [*model.model_fields, *(extra or ())]
+            problems += unknown_keys(path, value, allowed, origins, suggestions)
     try:
         config = model.model_validate(read(model, merged))
     except ValidationError as error:
-        return None, problems + describe(error, model, where, origins)
+        return None, problems + describe(error, model, where, origins, suggestions)
     return (None if problems else config), problems
 
 

@@ -1,9 +1,10 @@
 """Load a run file and flags into :class:`~rlhf.runfile.RunFile`, and write it back.
 
 Two layers: the TOML file, then flags in the order given (a flag given twice: the last one counts). Every problem of
-both is reported at once. A later layer may select another plugin, but what an earlier layer set for the plugin that
-is replaced is then an error naming both, never dropped. For launcher, trainer and generator, which are where a run runs
-and not what it computes, those options are the new plugin's to read or to refuse.
+both is reported at once, those of the selected plugins' options included. A later layer may select another plugin, but
+what an earlier layer set for the plugin that is replaced is then an error naming both, never dropped. For launcher,
+trainer and generator, which are where a run runs and not what it computes, those options are the new plugin's to read
+or to refuse.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from rlhf.components import chosen_by, option_problems
 from rlhf.config_errors import describe, got, origin, raise_problems
 from rlhf.errors import ConfigError, did_you_mean
-from rlhf.flags import FlagText, plain, read
+from rlhf.flags import ALONE, PYTHON_BOOLEANS, FlagText, plain, read
 from rlhf.overrides import Overrides
-from rlhf.runfile import RunFile, expand, long_form
+from rlhf.plugins import Plugins
+from rlhf.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf.secret_keys import find_secrets
 from rlhf.sections import Choice
+from rlhf.suggestions import Chosen, Suggestions
 
 BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -61,14 +65,14 @@ def short_flags() -> Mapping[str, str]:
     return MappingProxyType(_SHORT)
 
 
-def load(path: str | None, overrides: Sequence[tuple[str, str]] = ()) -> RunFile:
+def load(path: str | None, overrides: Sequence[tuple[str, str | None]] = ()) -> RunFile:
     """The run file with flags laid over it.
 
     Args:
         path: a TOML file, or None where flags say everything.
-        overrides: (dotted flag without dashes, raw text). A list section's entries are addressed by index or by name
-            (``reward.0.weight``, ``reward.math.weight``); ``reward``, ``observer``, ``data.train`` and ``data.eval``
-            alone, given once or more, replace the whole list.
+        overrides: (dotted flag without dashes, raw text, or None for a flag without a value). A list section's entries
+            are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``); ``reward``, ``observer``,
+            ``data.train`` and ``data.eval`` alone, given once or more, replace the whole list.
 
     Raises ConfigError listing every problem with its path, where it was written, the value got and what is allowed.
     """
@@ -77,10 +81,13 @@ def load(path: str | None, overrides: Sequence[tuple[str, str]] = ()) -> RunFile
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}.{unquoted(text, str(error))}") from None
     origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
-    layers = Overrides(expand(data), origins)
+    plugins = Plugins.discover()
+    layers = Overrides(
+        expand(data), origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True)
+    )
     layers.apply(_expand_backend(overrides))
     _check_depth(layers.data)
     data, origins = layers.data, layers.origins
@@ -90,11 +97,53 @@ def load(path: str | None, overrides: Sequence[tuple[str, str]] = ()) -> RunFile
     try:
         run = RunFile.model_validate(read(RunFile, long_form(data)))
     except ValidationError as error:
-        raise_problems(what, problems + describe(error, RunFile, "", origins))
+        chosen = _chosen_in(data)
+        problems += describe(error, RunFile, "", origins, Suggestions(plugins, chosen))
+        raise_problems(what, problems + option_problems(plugins, chosen, origins))
         raise AssertionError from error
+    if problems:
+        problems += option_problems(plugins, chosen_by(run), origins)
     raise_problems(what, problems)
     run.origins.update(origins)
     return run
+
+
+def _chosen_in(data: Mapping[str, Any]) -> Chosen:
+    """The plugins that nested tables select, as far as they are written rightly."""
+    chosen = []
+    tables = long_form(dict(data))
+    for kind in {**SINGLE, **LISTS}:
+        default = RunFile.model_fields[kind].default
+        found = tables.get(kind, (default,) if kind in SINGLE else ())
+        for n, table in enumerate(found if kind in LISTS else (tables.get(kind, default),)):
+            if isinstance(table, Mapping) and isinstance(table.get("use"), str):
+                table = Choice(use=str(table["use"]), options=table.get("options", {}))
+            if isinstance(table, Choice):
+                chosen.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
+    return chosen
+
+
+def unquoted(text: str, error: str) -> str:
+    """What to write in place of a word that is no TOML value, from the line that ``error`` names; empty where there is
+    no such word."""
+    place = re.search(r"\(at line (\d+), column (\d+)\)", error)
+    if place is None or int(place[1]) > len(lines := text.splitlines()):
+        return ""
+    line, column = lines[int(place[1]) - 1], int(place[2]) - 1
+    whole = re.fullmatch(r"\s*[\w.-]+\s*=\s*([^\s\"'\[{#][^#\"']*?)\s*(#.*)?", line)
+    word = whole[1] if whole else _word(line, column) if error.startswith("Invalid value") else ""
+    if word in PYTHON_BOOLEANS:
+        return f" TOML's booleans are written true and false, got {word}."
+    if not word or FlagText(word).value != word:  # it is a value, and the line before lacks its end
+        return ""
+    if word in ("None", "null"):
+        return f" TOML has no {word}: leave the line out."
+    return f' Text is quoted: "{word}".'
+
+
+def _word(line: str, column: int) -> str:
+    """The word of a line that holds this column."""
+    return next((m[0] for m in re.finditer(r"[^\s,\[\]{}=#\"']+", line) if m.start() <= column < m.end()), "")
 
 
 def to_toml(run: RunFile) -> str:
@@ -154,10 +203,10 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the run file {path}: {error}") from None
 
 
-def _expand_backend(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    expanded: list[tuple[str, str]] = []
+def _expand_backend(overrides: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    expanded: list[tuple[str, str | None]] = []
     for key, value in overrides:
-        if key != "backend":
+        if key != "backend" or value is None:
             expanded.append((key, value))
         elif value in BACKENDS:
             expanded += [(f"{kind}.use", name) for kind, name in BACKENDS[value].items()]
@@ -216,4 +265,4 @@ def _sections(value: Any) -> Any:
         return {k: _sections(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
         return [_sections(v) for v in value]
-    return plain(value) if isinstance(value, FlagText) else value
+    return plain(value) if isinstance(value, FlagText) or value is ALONE else value

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
-from rlhf.flags import item_of, model_of
+from rlhf.flags import ALONE, item_of, model_of
+from rlhf.suggestions import Suggestions
 
 _TOML_NAMES: dict[type, str] = {
     bool: "boolean",
@@ -29,11 +30,21 @@ def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = 
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise error("\n".join([f"{what} ({count}):", *(f"  {p}" for p in problems)]))
+    raise error("\n".join([f"{what} ({count}):", *("  " + p.replace("\n", "\n  ") for p in problems)]))
 
 
-def describe(error: ValidationError, model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> list[str]:
-    """One line for each error of validating ``model``, whose fields the user writes below ``prefix``."""
+def describe(
+    error: ValidationError,
+    model: type[BaseModel],
+    prefix: str,
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None = None,
+) -> list[str]:
+    """One line for each error of validating ``model``, whose fields the user writes below ``prefix``.
+
+    Args:
+        suggestions: for names that no section reads; those of the section itself only, where absent.
+    """
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in error.errors(include_url=False):
         location = tuple(str(part) for part in each["loc"] if "[" not in str(part))  # not the branch of a union
@@ -41,15 +52,43 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str, origin
     lines = []
     for errors in found.values():
         right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
-        lines += [_line(e, model, prefix, origins) for e in right_type or errors]
+        for one in errors[:1] if errors[0]["input"] is ALONE else right_type or errors:
+            lines += _lines(one, model, prefix, origins, suggestions)
     return lines
 
 
-def unknown_key(path: str, key: str, allowed: Iterable[str], origins: Mapping[str, str]) -> str:
-    """The line for a key that nothing reads."""
+def unknown_keys(
+    path: str,
+    value: Any,
+    allowed: Iterable[str],
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None = None,
+) -> list[str]:
+    """The lines for a key that nothing reads; one for each that is written below it."""
     names = sorted(set(allowed) - _RESERVED)
     listed = f"allowed are {', '.join(names)}" if names else "there are no options"
-    return f"{path}{origin(path, origins)}: unknown key.{did_you_mean(key, names)} Here {listed}."
+    lines = []
+    for written in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
+        where = origin(written, origins)
+        if suggestions is None:
+            near = did_you_mean(path.rpartition(".")[2], names)
+        else:
+            near = suggestions.near(written, names if written == path else (), "flag --" in where)
+        here = "" if near and "'" not in near else f" Here {listed}."  # what stands elsewhere is not quoted
+        if "." not in written and "flag --" in where:
+            dots = "" if near else " Fields of the run file are dotted: --run.seed 3"
+            lines.append(f"no flag --{written}.{near}{dots}")
+        else:
+            lines.append(f"{written}{where}: unknown key.{near}{here}")
+    return lines
+
+
+def leaves(table: Mapping[str, Any]) -> list[str]:
+    """Dotted paths of the values in nested tables."""
+    paths: list[str] = []
+    for key, value in table.items():
+        paths += [f"{key}.{p}" for p in leaves(value)] if isinstance(value, Mapping) and value else [key]
+    return paths
 
 
 def origin(path: str, origins: Mapping[str, str]) -> str:
@@ -68,13 +107,25 @@ def got(value: Any) -> str:
     return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
+def _lines(
+    error: dict[str, Any],
+    model: type[BaseModel],
+    prefix: str,
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None,
+) -> list[str]:
+    if error["type"] != "extra_forbidden":
+        return [_line(error, model, prefix, origins)]
+    location = [str(part) for part in error["loc"]]
+    parent = _model_at(model, location[:-1])
+    path = ".".join([prefix, *location] if prefix else location)
+    return unknown_keys(path, error["input"], parent.model_fields if parent else (), origins, suggestions)
+
+
 def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> str:
     location = [str(part) for part in error["loc"]]
     path = ".".join([prefix, *location] if prefix else location)
     kind, value = error["type"], error["input"]
-    if kind == "extra_forbidden":
-        parent = _model_at(model, location[:-1])
-        return unknown_key(path, location[-1], parent.model_fields if parent else (), origins)
     at = f"{path}{origin(path, origins)}"
     if kind == "missing":
         return f"{at}: required, and not given.{_how_to_give(path)}"
@@ -83,6 +134,11 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
         return f"{at}: {message}" if path else message  # a check of several sections names them itself
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
+    if value is ALONE:
+        parent = _model_at(model, location[:-1])
+        field = parent.model_fields.get(location[-1]) if parent else None
+        usual = field.default if field is not None and isinstance(field.default, int | float | str) else None
+        return f"{at}: needs a value, which {message}{f', e.g. --{path} {usual}' if usual else ''}."
     hint = ""
     if kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])

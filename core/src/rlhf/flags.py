@@ -1,12 +1,14 @@
 """Values given as text on the command line, read by the type of the field they are for.
 
 A flag's text becomes the TOML value it spells where the field takes that, and stays text where the field takes text:
-``--run.seed 3`` is an integer, ``--run.name 3`` the text "3". Nothing else is converted. A plugin's option keeps its
-text as :class:`FlagText` until the plugin, and with it the field's type, is known.
+``--run.seed 3`` is an integer, ``--run.name 3`` the text "3". ``True`` and ``False`` are booleans too, and a flag
+without a value is true where the field takes a boolean. Nothing else is converted. A plugin's option keeps its text as
+:class:`FlagText` until the plugin, and with it the field's type, is known.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import tomllib
 import types
@@ -24,6 +26,19 @@ PLUGIN_OPTIONS = "plugin options"
 """In a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
 
 
+class Alone(enum.Enum):
+    """:data:`ALONE`: a flag that was given without a value."""
+
+    FLAG = "true"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ALONE = Alone.FLAG
+PYTHON_BOOLEANS = {"True": True, "False": False}
+
+
 class FlagText(str):
     """A flag's raw text, not yet read."""
 
@@ -37,7 +52,9 @@ class FlagText(str):
 
 
 def toml_value(text: str) -> Any:
-    """The TOML value that ``text`` spells on one line, or a sentinel where it spells none."""
+    """The TOML value, or Python's boolean, that ``text`` spells on one line, or a sentinel where it spells none."""
+    if text in PYTHON_BOOLEANS:
+        return PYTHON_BOOLEANS[text]
     if "\n" in text:
         return _MISSING
     try:
@@ -49,6 +66,8 @@ def toml_value(text: str) -> Any:
 
 def plain(value: Any) -> Any:
     """``value`` with every FlagText in it read without knowing its field."""
+    if value is ALONE:
+        return True
     if isinstance(value, FlagText):
         return value.value
     if isinstance(value, Mapping):
@@ -79,6 +98,8 @@ def read(annotation: Any, value: Any) -> Any:
             return container(read(inner, v) for v in value)
     if annotation is Any:
         return plain(value)
+    if value is ALONE:
+        return True if bool in _members(annotation) else value
     if isinstance(value, FlagText):
         parsed = toml_value(value)
         for candidate in (parsed, str(value)):

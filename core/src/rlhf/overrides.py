@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rlhf.config_errors import origin
+from rlhf.config_errors import leaves, origin
 from rlhf.errors import did_you_mean
-from rlhf.flags import FlagText, toml_value
+from rlhf.flags import ALONE, FlagText, item_of, model_of, toml_value
 from rlhf.runfile import LISTS, SINGLE, RunFile
 from rlhf.sections import Choice, label_of
 
@@ -19,20 +19,29 @@ is one on any trainer), and refuses those that it does not have."""
 
 
 class Overrides:
-    """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way."""
+    """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way.
 
-    def __init__(self, data: dict[str, Any], origins: Mapping[str, str]) -> None:
+    Args:
+        suggest: `` Did you mean ...?`` for a flag that leads nowhere, or an empty string.
+    """
+
+    def __init__(
+        self, data: dict[str, Any], origins: Mapping[str, str], suggest: Callable[[str], str] = lambda key: ""
+    ) -> None:
         self.data = data
+        self._suggest = suggest
         self.origins = dict(origins)
         self.problems: list[str] = []
-        self._flags: set[str] = set()
 
-    def apply(self, overrides: Sequence[tuple[str, str]]) -> None:
+    def apply(self, overrides: Sequence[tuple[str, str | None]]) -> None:
         """Whole lists first, then ``use``, then single fields: the order on the command line does not matter."""
         lists: dict[str, list[str]] = {}
-        fields: dict[str, str] = {}
+        fields: dict[str, str | None] = {}
         for key, raw in overrides:
-            if key in LIST_PATHS:
+            if raw is None and (key in LIST_PATHS or key in SINGLE or key.endswith(".use")):
+                what = "PATH" if key.startswith("data.") else "NAME"
+                self.problems.append(f"--{key} needs a value: --{key} {what}.")
+            elif raw is not None and key in LIST_PATHS:
                 lists.setdefault(key, []).append(raw)
             else:
                 fields[f"{key}.use" if key in SINGLE else key] = raw
@@ -66,22 +75,27 @@ class Overrides:
             del self.origins[path]
         self.origins[key] = f"flag --{key}"
 
-    def _set(self, key: str, raw: str, flags: Mapping[str, str]) -> None:
+    def _set(self, key: str, raw: str | None, flags: Collection[str]) -> None:
         parts = key.split(".")
         if not all(parts):
             self.problems.append(f"--{key}: a flag is a path of names joined by single dots, e.g. --run.seed")
+            return
+        if _is_section(key):
+            self.problems.append(f"--{key}: [{key}] is a section. Set a field of it: --{key}.FIELD VALUE.")
             return
         node, path = self._descend(parts[:-1], key)
         if node is None:
             return
         if isinstance(node, list):
-            self.problems.append(f"--{key}: {path} is a list; give a field of one entry, e.g. --{path}.0.{parts[-1]}")
+            near = self._suggest(key)
+            how = near or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
+            self.problems.append(f"--{key}: {path} is a list.{how}")
             return
         last = parts[-1]
         full = f"{path}.{last}" if path else last
-        if last == "use" and path:
+        if last == "use" and path and raw is not None:
             self._check_replaced(node, path, raw, flags)
-        node[last] = str(raw) if last == "use" else FlagText(raw)
+        node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
         self.origins[full] = f"flag --{key}"
 
     def _descend(self, parts: Sequence[str], key: str) -> tuple[Any, str]:
@@ -119,14 +133,14 @@ class Overrides:
         self.problems.append(f"--{key}: {path} has no entry {part!r}; there are: {there}.{did_you_mean(part, labels)}")
         return None
 
-    def _check_replaced(self, node: dict[str, Any], path: str, new: str, flags: Mapping[str, str]) -> None:
+    def _check_replaced(self, node: dict[str, Any], path: str, new: str, flags: Collection[str]) -> None:
         old = node.get("use") or _default(path)
         if old is not None and old.removeprefix("plugin:") == new.removeprefix("plugin:"):
             return
         own = _own_fields(path)
         if path in RUNTIME:
             return
-        left = [f"{path}.{p}" for p in _leaves({k: v for k, v in node.items() if k not in own})]
+        left = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
         for field in left:
             if field not in flags and not self.origins.get(field, "").startswith("flag"):
                 was = f"{old!r}" if old is not None else "the plugin that is there by default"
@@ -134,6 +148,14 @@ class Overrides:
                     f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces by {new!r}. "
                     f"Remove it from the file, or say what it should be with --{field}."
                 )
+
+
+def _is_section(key: str) -> bool:
+    """Whether a top-level name holds fields, and no text may stand for it."""
+    field = RunFile.model_fields.get(key)
+    if field is None or key in SINGLE or key in LISTS:
+        return False
+    return model_of(field.annotation) is not None or item_of(field.annotation) is not None
 
 
 def _label(entry: Any) -> str:
@@ -155,10 +177,3 @@ def _own_fields(path: str) -> set[str]:
     kind = path.split(".")[0]
     section = SINGLE.get(path) or (LISTS.get(kind) if path.count(".") == 1 else None)
     return set(section.model_fields) if section is not None else {"use"}
-
-
-def _leaves(table: Mapping[str, Any]) -> list[str]:
-    paths: list[str] = []
-    for key, value in table.items():
-        paths += [f"{key}.{p}" for p in _leaves(value)] if isinstance(value, dict) and value else [key]
-    return paths

@@ -9,7 +9,7 @@ from rlhf.data_section import DataSection
 from rlhf.interfaces import Algorithm, ComponentConfig, Generator, Loss, Trainer
 from rlhf.online_validation import capability_problems, env_problems, sampling_problems
 from rlhf.runfile import RunFile
-from rlhf.sections import EnvSection, EvalSection, ModelSection, SyncSection
+from rlhf.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 from rlhf.types import DataForm, Needs, RoleSpec
 
 LENDING = "lend:head"
@@ -198,9 +198,9 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
     """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
     problems = []
     what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
-    answers = bool(run.data.eval) and (bool(run.reward) or run.env is not None)
-    if _not_default(run.stream, *(["rollout_deadline", "max_failed"] if answers else [])):
+    if run.stream != StreamSection():
         problems.append(f"[stream] is set, but {what}. Remove it.")
+    answers = bool(run.data.eval) and (bool(run.reward) or run.env is not None)
     for name in _not_default(run.sampling, *([] if not answers else ["max_new_tokens", "stop"])):
         problems.append(f"sampling.{name} = {getattr(run.sampling, name)!r}: {what}. Remove it.")
     of_answers = ("samples", "temperature", "max_new_tokens", "pass_threshold")

@@ -200,7 +200,7 @@ def test_a_flag_below_a_single_value(write):
     )
     assert "--run.seed.x: run.seed (run.toml, line 3) is a single value, not a section" in message
     assert "--run..x: a flag is a path of names joined by single dots" in message
-    assert "--reward.weight: reward is a list; give a field of one entry, e.g. --reward.0.weight" in message
+    assert "--reward.weight: reward is a list. Did you mean --reward.0.weight?" in message
 
 
 def test_backend_triple(write):

@@ -334,9 +334,7 @@ def test_how_training_samples_are_drawn_is_refused_where_there_are_none(flag):
 
 def test_how_answers_end_is_read_where_an_offline_run_is_evaluated_by_answers():
     limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
-    stream = [("stream.max_failed", "0.1"), ("stream.rollout_deadline", "9")]
-    check(load(None, [*limits, *stream, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
-    assert "[stream] is set" in messages([*OFFLINE, *stream], Demonstrations())
+    check(load(None, [*limits, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
     said = messages(limits, Demonstrations())
     assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in said
     assert "sampling.stop = ('x',)" in said

@@ -26,7 +26,7 @@ class Request:
     """What to examine."""
 
     run_file: str | None = None
-    overrides: Sequence[tuple[str, str]] = ()
+    overrides: Sequence[tuple[str, str | None]] = ()
     """Flags laid over it, as for :func:`rlhf.config.load`. Flags of the launcher alone make no run of it."""
     start_ray: bool = False
     """Start a Ray on this machine for a moment."""
