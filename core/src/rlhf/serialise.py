@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlhf.checkpoint.files import write_atomic
 from rlhf.checkpoint.json_values import encode, loads, to_text
-from rlhf.errors import CheckpointError
+from rlhf.checkpoint.saved import WAY_OUT
+from rlhf.errors import CheckpointError, DataError, shown
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
 FindRow = Callable[[str, int], Row]
@@ -69,6 +73,8 @@ def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollout
         place = f"{where}:{number}"
         line = loads(text, place)
         try:
+            _require_type(line["row"]["index"], int, "row.index")
+            _require_type(line["group"], int, "group")
             if line["sample"] in (0, None):
                 row = find(line["row"]["source"], line["row"]["index"])
                 groups.append(Group(row, line["group"], []))
@@ -80,9 +86,11 @@ def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollout
                     f"{place} is sample {line['sample']} of group {line['group']}; expected sample "
                     f"{len(group.trajectories)} of group {group.number}. A line is missing."
                 )
+            if (line["row"]["source"], line["row"]["index"]) != (group.row.source, group.row.index):
+                raise CheckpointError(f"{place} is of another row than the samples before it. {WAY_OUT}")
             group.trajectories.append(_trajectory_in(line, group.row))
-        except (KeyError, IndexError, TypeError) as cause:
-            raise CheckpointError(f"{place} is not a sample: {type(cause).__name__}: {cause}") from cause
+        except (KeyError, IndexError, TypeError, AttributeError, DataError) as cause:
+            raise CheckpointError(f"{place} is not a sample: {type(cause).__name__}: {cause}. {WAY_OUT}") from cause
     return groups
 
 
@@ -115,8 +123,38 @@ def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
         name: RewardResult(**{**{f.name: r[f.name] for f in fields(RewardResult)}, "steps": _tuples(r["steps"])})
         for name, r in line["rewards"].items()
     }
-    index = (line["index"][0], line["index"][1])
-    return Trajectory(**{**values, "row": row, "turns": turns, "rewards": rewards, "index": index})
+    index = tuple(line["index"])
+    trajectory = Trajectory(**{**values, "row": row, "turns": turns, "rewards": rewards, "index": index})
+    for part in (*turns, *rewards.values(), trajectory):
+        _check_fields(part)
+    return trajectory
+
+
+def _check_fields(part: Turn | RewardResult | Trajectory) -> None:
+    """Raises TypeError naming a field whose value is not of the type that the dataclass gives it."""
+    hints = _hints(type(part))
+    for field in fields(part):
+        if field.name not in ("row", "turns", "rewards"):  # made here
+            _require_type(getattr(part, field.name), hints[field.name], field.name)
+
+
+def _require_type(value: Any, hint: Any, name: str) -> None:
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join([name, *map(str, first["loc"])])
+        raise TypeError(f"{at}: {str(first['msg']).removeprefix('Input ')}, got {shown(first['input'])}") from None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(strict=True))
 
 
 def _tuples(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

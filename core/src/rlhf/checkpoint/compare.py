@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.checkpoint import json_values
+from rlhf.checkpoint.saved import Saved
 from rlhf.errors import CheckpointError
 
 Severity = Literal["refuse", "report", "added"]
@@ -50,6 +51,14 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.key}: was {self.before!r}, now {self.now!r}"
+
+
+class SavedMeta(Saved):
+    """What :func:`describe` makes, where a checkpoint has it."""
+
+    config: dict[str, Any] = {}
+    plugins: dict[str, str] = {}
+    environment: dict[str, Any] = {}
 
 
 def describe(

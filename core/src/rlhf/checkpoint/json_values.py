@@ -76,7 +76,7 @@ def loads(text: str, where: str = "state") -> Any:
     """What :func:`dumps` was given. Raises CheckpointError for text that is not strict JSON."""
     try:
         return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
-    except ValueError as cause:
+    except (ValueError, TypeError, RecursionError) as cause:  # also a mark without a number, and thousands of brackets
         raise CheckpointError(f"{where} is not valid JSON: {cause}") from cause
 
 

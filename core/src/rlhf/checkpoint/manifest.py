@@ -14,12 +14,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from rlhf.checkpoint import files, json_values
+from rlhf.checkpoint.saved import Counter, Saved, validated
 from rlhf.errors import CheckpointError
 
 SCHEMA = 1
 """Version of the layout of a checkpoint. A reader refuses what it does not know."""
 MANIFEST = "manifest.json"
+
+
+class SavedFile(Saved):
+    size: Counter
+    sha256: str
+
+
+class SavedManifest(Saved):
+    """:func:`seal` writes it."""
+
+    schema_: int = Field(alias="schema")
+    step: Counter
+    meta: dict[str, Any]
+    best: dict[str, Any] | None
+    files: dict[str, SavedFile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +76,14 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
         return str(error)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         return f"{MANIFEST} is damaged"
-    if manifest["schema"] != SCHEMA:
-        return f"its layout is version {manifest['schema']}, this release reads version {SCHEMA}"
+    if manifest.get("schema") != SCHEMA:
+        return f"its layout is version {manifest.get('schema')}, this release reads version {SCHEMA}"
+    try:
+        saved = validated(SavedManifest, manifest, MANIFEST)
+    except CheckpointError as error:
+        return str(error)
+    if path.name != f"step-{saved.step:06d}" and not path.name.startswith(files.TEMPORARY):
+        return f"{MANIFEST} is of step {saved.step}, not of the folder's"
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size

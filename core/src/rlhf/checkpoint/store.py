@@ -17,10 +17,17 @@ from typing import Any
 
 from rlhf.checkpoint import files, json_values
 from rlhf.checkpoint.manifest import Checkpoint, read_checkpoint, seal
+from rlhf.checkpoint.saved import Counter, SavedPart, validated
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
 
 BEST = "best.json"
 _STEP = re.compile(r"step-(\d{6,})")
+
+
+class SavedBest(SavedPart):
+    """``best.json``; beside it, whatever says what was best."""
+
+    step: Counter
 
 
 class CheckpointStore:
@@ -150,7 +157,11 @@ class CheckpointStore:
 
     def _pointer(self) -> dict[str, Any] | None:
         path = self.root / BEST
-        return json_values.read_json(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        pointer: dict[str, Any] = json_values.read_json(path)
+        validated(SavedBest, pointer, path)
+        return pointer
 
     def _point(self, step: int, best: Mapping[str, Any]) -> None:
         json_values.write_json(self.root / BEST, {"step": step, **best})

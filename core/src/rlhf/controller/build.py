@@ -238,7 +238,9 @@ def _restore(run: Run, prepared: Prepared) -> None:
     for line in require_same_run(allow_defaults(found, run.config, prepared.resolve), newest.path):
         run.progress.note(line)
     checkpoint = run.store.open(newest.step)
-    run.first_step = read_state(run, checkpoint.path)
+    run.first_step = read_state(run, checkpoint)
     with run.writing(run.directory.path):
         run.directory.cut(run.first_step)
+    if missing := run.directory.metrics.missing(run.first_step):
+        run.progress.note(f"{run.directory.metrics.path} has no line of {missing}: it was cut or replaced")
     run.progress.note(f"resumed after step {run.first_step} from {checkpoint.path}")

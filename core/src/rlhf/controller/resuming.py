@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.checkpoint import CheckpointStore, compare, describe, require_same_run
+from rlhf.checkpoint.compare import SavedMeta
+from rlhf.checkpoint.manifest import MANIFEST
+from rlhf.checkpoint.saved import validated
 from rlhf.controller.added_options import allow_defaults
 from rlhf.controller.prepare import Prepared
 from rlhf.observe.rundir import RunDirectory
@@ -32,7 +35,7 @@ def check_resume(prepared: Prepared) -> None:
     newest = CheckpointStore(run.output).newest() if run.resume else None
     if newest is None:
         return
-    before = newest.meta.get("environment", {})
+    before = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta").environment
     now = describe(
         prepared.config.model_dump(mode="json"),
         [plugin.manifest() for plugin in prepared.plugins],

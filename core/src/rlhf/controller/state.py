@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint import read_json, write_json
+from rlhf.checkpoint import Checkpoint, dumps, read_json, write_json
 from rlhf.checkpoint.json_values import encode
+from rlhf.checkpoint.saved import refuse, validated
 from rlhf.controller.built import Built
-from rlhf.errors import CheckpointError
+from rlhf.controller.results import InvalidResult, check_turns
+from rlhf.controller.saved_state import SavedState
+from rlhf.errors import CheckpointError, boundary, shown
 from rlhf.interfaces import Component
 from rlhf.serialise import read_groups, write_groups
 from rlhf.types import Group
@@ -63,9 +66,21 @@ def write_state(run: Built, step: int, folder: Path, state: State | None = None)
     write_json(folder / "state.json", state.values)
 
 
-def read_state(run: Built, folder: Path) -> int:
-    """Restore :func:`write_state`. Returns the number of finished steps."""
-    state = read_json(folder / "state.json")
+def read_state(run: Built, checkpoint: Checkpoint) -> int:
+    """Restore :func:`write_state`. Returns the number of finished steps.
+
+    Raises CheckpointError naming the file and the field that is not what a run saves, or whose state could not be
+    restored.
+    """
+    folder, where = checkpoint.path, checkpoint.path / "state.json"
+    state = read_json(where)
+    saved_state = validated(SavedState, state, where)
+    encode(state, str(where))  # no number in it is NaN or infinite
+    if saved_state.step != checkpoint.step:
+        refuse(where, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
+    wanted = "data" if run.stream is None else "stream"
+    if wanted not in state:
+        refuse(where, f"{wanted}: missing.")
     for name in run.saved_roles:
         saved_role = folder / "roles" / name
         if name in run.trained_roles or saved_role.is_dir():  # a run of fewer steps may not have come to a snapshot
@@ -78,12 +93,40 @@ def read_state(run: Built, folder: Path) -> int:
         )
     for name, component in stateful(run).items():
         if name in state["components"]:  # an observer may come or go: it changes nothing
-            component.load_state_dict(state["components"][name])
+            _restore(name, component, state["components"][name], where)
     if run.stream is not None:
-        run.stream.load_state_dict(state["stream"], read_groups(folder / "ready.jsonl", run.data.row))
+        run.stream.load_state_dict(state["stream"], _ready_groups(run, state["stream"], folder / "ready.jsonl"))
     else:
         run.data.load_state_dict(state["data"])
     if run.best is not None and "best" in state:  # evaluation may come or go, too
         run.best.load_state_dict(state["best"])
-    run.updates = int(state["updates"])
-    return int(state["step"])
+    run.updates = saved_state.updates
+    return saved_state.step
+
+
+def _restore(name: str, component: Component, saved: dict[str, Any], where: Path) -> None:
+    """Give a component its state back, and see that it took it: a loader that converts a wrong value says nothing."""
+    what = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {where},"
+    with boundary(CheckpointError, what):
+        component.load_state_dict(saved)
+        if name.startswith("observer."):  # changes nothing of the run, and may have a state only once it has started
+            return
+        taken = encode(component.state_dict(), f"state_dict() of {name}")
+    if changed := [key for key in saved if key in taken and dumps(saved[key]) != dumps(taken[key])]:
+        key = changed[0]
+        refuse(where, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(taken[key])}.")
+
+
+def _ready_groups(run: Built, stream: dict[str, Any], path: Path) -> list[Group]:
+    """The groups of the batches that were generated and not trained on yet."""
+    groups = read_groups(path, run.data.row)
+    told = sum(batch["groups"] for batch in stream["ready"])
+    if len(groups) != told:
+        refuse(path, f"it has {len(groups)} groups, and state.json counts {told}.")
+    for group in groups:
+        for trajectory in (t for t in group.trajectories if not t.given):
+            try:
+                check_turns(trajectory.turns)
+            except InvalidResult as error:
+                refuse(path, f"group {group.number}, sample {trajectory.index[1]}: {error}.")
+    return groups

@@ -172,8 +172,11 @@ class TrainData:
                 yield examples
 
     def row(self, source: str, index: int) -> Row:
-        """The training row that a checkpoint names."""
-        return self._source(self._train, source)[index]
+        """The training row that a checkpoint names. Raises DataError where there is none."""
+        found = self._source(self._train, source)
+        if not 0 <= index < len(found):
+            raise DataError(f"data source {source!r} has no row {index}; it has {len(found)}")
+        return found[index]
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order.state_dict(), "dropped": self.dropped, "bad_rows": self.bad_rows}

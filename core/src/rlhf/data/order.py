@@ -83,7 +83,13 @@ class RowOrder:
                 raise CheckpointError(
                     f"the checkpoint's order of rows was made with {key} = {state[key]}, this run has {mine[key]}"
                 )
-        self._drawn = [int(n) for n in state["drawn"]]
+        drawn = list(state["drawn"])
+        if len(drawn) != len(self._pools):
+            raise CheckpointError(
+                f"the checkpoint's order of rows counts the rows drawn of {len(drawn)} sources, this run draws from "
+                f"{len(self._pools)}. Restore state.json from a copy, or start a new run."
+            )
+        self._drawn = drawn
 
     def _identity(self) -> dict[str, Any]:
         return {

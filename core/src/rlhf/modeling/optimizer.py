@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.errors import CheckpointError
+from rlhf.checkpoint.saved import refuse
 from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.muon import OrthogonalAdamW
 
 Parameters = dict[str, nn.Parameter]
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+MUON_STATE = ("momentum_buffer",)
+"""What the optimizers keep of a parameter."""
 
 
 def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
@@ -99,17 +103,48 @@ def to_device(tensors: MutableMapping[str, Tensor], device: torch.device) -> Non
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Parameters, tensors: Mapping[str, Tensor], where: str
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, Tensor],
+    where: Path | str,
+    stepped: Collection[str] = (),
 ) -> None:
-    """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it."""
+    """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it.
+
+    Args:
+        stepped: parameters that are known to have had a gradient, so that they must have state. Others have all of it
+            or none.
+
+    Raises CheckpointError naming the tensor that is missing, unknown, or of another shape or number format.
+    """
+    _check_state(optimizer, parameters, tensors, where, stepped)
     optimizer.state.clear()
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
+        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, Tensor],
+    where: Path | str,
+    stepped: Collection[str],
+) -> None:
+    muon = {id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
+    keys = {n: MUON_STATE if id(p) in muon else ADAMW_STATE for n, p in parameters.items()}
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
         if name not in parameters:
-            raise CheckpointError(f"{where} has optimizer state for {name!r}, which this model does not have")
+            refuse(where, f"{full_name}: this model has no parameter {name!r}.")
+        if key not in keys[name]:
+            refuse(where, f"{full_name}: unknown; the optimizer keeps {', '.join(keys[name])} of this parameter.")
         p = parameters[name]
-        if key != "step" and value.shape != p.shape:
-            raise CheckpointError(
-                f"{where}: optimizer state {full_name!r} has shape {tuple(value.shape)}, the parameter {tuple(p.shape)}"
-            )
-        optimizer.state[p][key] = value.to(p.device)
+        shape, dtype = (torch.Size(), torch.float32) if key == "step" else (p.shape, p.dtype)
+        if (value.shape, value.dtype) != (shape, dtype):
+            got = f"{value.dtype} of shape {tuple(value.shape)}"
+            refuse(where, f"{full_name}: {got}, expected {dtype} of shape {tuple(shape)}.")
+    for name in parameters:
+        absent = [key for key in keys[name] if f"{name}/{key}" not in tensors]
+        if absent and (name in stepped or len(absent) < len(keys[name])):
+            refuse(where, f"{name}/{absent[0]}: missing.")

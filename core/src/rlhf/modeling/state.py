@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhf.checkpoint.saved import Counter, Saved, SavedPart, refuse, validated
 from rlhf.errors import CheckpointError
 
 FORMAT = 1
 FACTS = "trainer.json"
+
+
+class SavedCoverage(Saved):
+    without_gradient: list[str]
+    unchanged: list[str]
+
+
+class SavedFacts(SavedPart):
+    """What every trainer reads of ``trainer.json``; the rest is each trainer's own."""
+
+    updates: Counter
+    skipped: Counter
+    precision: Literal["fp32", "bf16"]
+    coverage: SavedCoverage | None
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -40,13 +55,15 @@ def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[
 
 
 def read_facts(path: Path) -> dict[str, Any]:
+    """``trainer.json`` of a trainer's folder. Raises CheckpointError where a field is missing or of another type."""
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise CheckpointError(f"no readable {FACTS} in {str(path)!r}: {cause}. Is this a trainer's folder?") from cause
-    if facts.get("format") != FORMAT:
+    if isinstance(facts, dict) and facts.get("format") != FORMAT:
         raise CheckpointError(f"{str(path / FACTS)!r} has format {facts.get('format')!r}; this version reads {FORMAT}")
-    return facts
+    validated(SavedFacts, facts, path / FACTS)
+    return dict(facts)
 
 
 def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
@@ -55,6 +72,18 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as cause:
         raise CheckpointError(f"cannot read {str(file)!r}: {cause}. It is incomplete or damaged.") from cause
+
+
+def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
+    """Raises CheckpointError where a tensor of a file is not in the number format of the tensor that takes its place,
+    which would be converted without a word."""
+    wrong = [
+        f"{name}: a tensor of {source[name].dtype}, expected {tensor.dtype}."
+        for name, tensor in target.items()
+        if name in source and source[name].dtype != tensor.dtype
+    ]
+    if wrong:
+        refuse(where, *wrong[:3])
 
 
 @torch.no_grad()

@@ -42,6 +42,12 @@ class MetricsLog:
             sync_file(self.path.parent)
         self._last = step
 
+    def missing(self, step: int) -> str:
+        """Which of the steps 1 .. ``step`` have no line, as text for people; empty where all have one."""
+        there = {line["step"] for line in read_metrics(self.path)}
+        absent = [n for n in range(1, step + 1) if n not in there]
+        return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"
+
     def cut(self, step: int) -> int:
         """Keep the lines up to ``step``, drop later ones and a half-written last one. Returns how many were dropped."""
         if not self.path.exists():
@@ -60,10 +66,15 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     *whole, _unfinished = path.read_bytes().split(b"\n")
-    lines = []
+    lines: list[dict[str, Any]] = []
     for number, raw in enumerate(whole, 1):
         line = loads(raw.decode("utf-8", errors="replace"), f"{path}:{number}")
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
             raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")
+        if lines and line["step"] <= lines[-1]["step"]:
+            raise CheckpointError(
+                f"{path}:{number} is of step {line['step']}, behind step {lines[-1]['step']}. Restore the file, or "
+                "delete that line."
+            )
         lines.append(line)
     return lines

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoint.files import discard_folder, publish_folder, remove_leftovers, write_atomic
 from rlhf.checkpoint.json_values import read_json, write_json
+from rlhf.checkpoint.saved import Saved, SavedPart, validated
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.observe.environment import environment
 from rlhf.observe.lock import FolderLock, unusable
@@ -31,6 +32,24 @@ _WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed")
 _STEP = re.compile(r"step-(\d{6,})(\.jsonl|-\d+\.safetensors)?")
 SKIPPED_KEPT = 20
 """Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
+
+
+class SavedPrecision(Saved):
+    bf16: bool
+    note: str
+
+
+class SavedStart(SavedPart):
+    """What a resume reads of a start."""
+
+    hub: dict[str, str] = {}
+    on_processor: SavedPrecision | None = None
+
+
+class SavedRun(SavedPart):
+    """``manifest.json`` of a run directory."""
+
+    starts: list[SavedStart]
 
 
 class RunDirectory:
@@ -108,15 +127,12 @@ class RunDirectory:
 
     def starts(self) -> list[dict[str, Any]]:
         """What the manifest says of the starts before this one."""
-        path = self.path / "manifest.json"
-        found: list[dict[str, Any]] = read_json(path)["starts"] if self.resumed and path.exists() else []
-        return found
+        return _starts(self.path / "manifest.json") if self.resumed else []
 
     @staticmethod
     def recorded(path: Path | str) -> dict[str, str]:
         """The commits of what the run in ``path`` read from a hub (:func:`rlhf.hub.pins`)."""
-        manifest = Path(path) / "manifest.json"
-        starts = read_json(manifest)["starts"] if manifest.exists() else []
+        starts = _starts(Path(path) / "manifest.json")
         found: dict[str, str] = starts[-1].get("hub", {}) if starts else {}
         return found
 
@@ -192,6 +208,16 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _starts(manifest: Path) -> list[dict[str, Any]]:
+    """Raises CheckpointError where the manifest is not one of a run."""
+    if not manifest.exists():
+        return []
+    saved: dict[str, Any] = read_json(manifest)
+    validated(SavedRun, saved, manifest)
+    found: list[dict[str, Any]] = saved["starts"]
+    return found
 
 
 def _require_place(path: Path, resume: bool) -> None:

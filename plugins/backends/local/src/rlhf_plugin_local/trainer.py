@@ -196,12 +196,15 @@ class TorchTrainer(PackedTrainer):
                 f"the checkpoint {str(path)!r} was saved with {_words(saved)}; this run has "
                 f"{_words({key: ours[key] for key in saved})}. Resume with its config."
             )
-        where = f"the checkpoint {str(path)!r}"
-        state.copy_into(self._own_tensors(), state.read_tensors(path, "model"), where)
+        self._load_tensors(self._own_tensors(), path, "model")
         if self.optimizer is not None:
-            restore_optimizer(self.optimizer, self.parameters, state.read_tensors(path, "optimizer"), where)
+            coverage = facts["coverage"]
+            stepped = set() if coverage is None else set(self.parameters) - set(coverage["without_gradient"])
+            tensors = state.read_tensors(path, "optimizer")
+            file = path / "optimizer.safetensors"
+            restore_optimizer(self.optimizer, self.parameters, tensors, file, stepped)
         if self.ema is not None:
-            state.copy_into(self.ema.tensors, state.read_tensors(path, "ema"), where)
+            self._load_tensors(self.ema.tensors, path, "ema")
         self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
         if self.spec.dtype == "auto" and facts["precision"] != self.precision.name:
             name = facts["precision"]
@@ -218,6 +221,11 @@ class TorchTrainer(PackedTrainer):
             "ema": self.ema is not None,
             "optimizer": self.config.optimizer if trained else None,
         }
+
+    def _load_tensors(self, target: Mapping[str, Tensor], path: Path, name: str) -> None:
+        tensors = state.read_tensors(path, name)
+        state.check_dtypes(target, tensors, path / f"{name}.safetensors")
+        state.copy_into(target, tensors, f"the checkpoint {str(path)!r}")
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: everything, or the trained parameters beside a frozen base, which is

@@ -1,0 +1,62 @@
+"""What a file of a run must hold to be read back: its fields with their types, checked like a run file's.
+
+A file may have been edited, cut or made by other software, and its checksum made anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlhf.errors import CheckpointError, shown
+
+Counter = Annotated[int, Field(ge=0, lt=2**63)]
+"""Steps, rows, updates so far."""
+
+
+class Saved(BaseModel):
+    """Base of what is read back: nothing is converted, and what nobody reads is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SavedPart(Saved):
+    """A part of a file, whose other fields somebody else reads."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+M = TypeVar("M", bound=Saved)
+WAY_OUT = (
+    "It was edited or damaged. Restore it from a copy, remove the folder of that step to resume from the checkpoint "
+    "before it, or start a new run."
+)
+
+
+def validated(model: type[M], value: Any, where: Path | str) -> M:
+    """``value``, read from the file ``where``, as ``model``.
+
+    Raises CheckpointError with every field that is missing, unknown or of another type, and what to do.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = [_line(each) for each in error.errors(include_url=False)]
+    return refuse(where, *problems)
+
+
+def refuse(where: Path | str, *problems: str) -> NoReturn:
+    """Raises CheckpointError: the file ``where`` does not hold what a run has written."""
+    raise CheckpointError("\n  ".join([f"{where} does not hold what a run saves:", *problems, WAY_OUT]))
+
+
+def _line(error: Any) -> str:
+    path = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] == "missing":
+        return f"{path}: missing."
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown, got {shown(error['input'])}."
+    message = str(error["msg"]).removeprefix("Input ").removeprefix("Value error, ").partition(" or instance of ")[0]
+    return f"{path}: {message}, got {shown(error['input'])}."
