@@ -150,6 +150,8 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
             progress.note(f"{count} evaluation rows are {why} and left out")
     if policy.precision:
         progress.note(f"precision: {policy.precision}")
+    for note in dict.fromkeys(note for role in roles.values() for note in role.facts.notes):
+        progress.note(note)
     return run
 
 

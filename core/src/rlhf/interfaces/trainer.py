@@ -78,6 +78,8 @@ class TrainerFacts:
     ranks_per_share: int = 1
     """So many neighbouring ranks compute the same share of units together (each a part of every layer); a divisor of
     the role's ranks."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how the model is computed; a run shows each once, at its start."""
 
 
 Sums = dict[str, tuple[float, float]]

@@ -34,6 +34,9 @@ from rlhf.modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
 NAME = "rlhf_packed"
 
+HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
+"""Tensors that layers hand on to every attention function, and that say nothing here."""
+
 Route = Callable[..., tuple[Tensor, Tensor | None]]
 """``route(module, q, k, v, mask, scaling=..., dropout=..., sliding_window=..., **others)``, as transformers calls an
 attention function: q [1, H, N, D], k and v [1, K, N, D]; returns ([1, N, H, D], None)."""
@@ -80,15 +83,30 @@ def current_route() -> Route:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make every attention layer of ``model`` take its route from the enclosing context."""
+    """Make every attention layer of ``model`` take its route from the enclosing context.
+
+    Raises ModelError where the class does not take an attention function. Where it says that it does, only a comparison
+    shows whether packing is right for it (:mod:`rlhf.modeling.probe`).
+    """
     AttentionInterface.register(NAME, _attention)
+    cause: Exception | None = None
     try:
         model.set_attn_implementation(NAME)
-    except ValueError as cause:
+    except ValueError as refused:
+        cause = refused
+    if cause is not None or model.config.get_text_config()._attn_implementation != NAME:
         raise ModelError(
-            f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface, "
-            "which packing needs. Use a model whose class supports attention backends."
+            f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface"
         ) from cause
+
+
+def use_attention(model: PreTrainedModel, name: str) -> bool:
+    """Give ``model`` an attention function of transformers; whether its class takes one after it was loaded."""
+    try:
+        model.set_attn_implementation(name)
+    except ValueError:
+        return False
+    return model.config.get_text_config()._attn_implementation == name
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -133,9 +151,14 @@ class PackedAttention:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         self._check(module, q, k, mask, s_aux, is_causal, dropout)
+        if unknown := sorted(n for n, x in others.items() if isinstance(x, Tensor) and n not in HARMLESS):
+            raise ModelError(
+                f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
+                "does not read"
+            )
         on_cpu, dtype = q.device.type == "cpu", v.dtype
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)

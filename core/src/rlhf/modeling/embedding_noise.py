@@ -8,37 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from rlhf.ops.batch import Batch
+from rlhf.modeling.loaded import LoadedModel
 
 
 class EmbeddingNoise:
     """Uniform noise from -1 to 1, times alpha / sqrt(L d), is added to every embedding: L tokens of its sequence, d its
-    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). Only inside :meth:`over`, so neither log-probs that are
+    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). Only inside :meth:`added`, so neither log-probs that are
     stored nor evaluations, samples and exports have it.
 
     Deviations: (1) L is the sequence's own length; transformers' form takes that of the padded batch. (2) Where
     embeddings are scaled behind their table (Gemma), the noise is added before.
     """
 
-    def __init__(self, module: PreTrainedModel, alpha: float) -> None:
-        self.alpha = alpha
-        self._length_N: Tensor | None = None
-        module.get_input_embeddings().register_forward_hook(self._add)
+    def __init__(self, loaded: LoadedModel, alpha: float) -> None:
+        self.alpha, self.loaded = alpha, loaded
+        self._on = False
+        embedding: Any = loaded.module.get_input_embeddings()
+        embedding.register_forward_hook(self._add)
 
     @contextmanager
-    def over(self, batch: Batch) -> Iterator[None]:
-        """The embeddings computed inside are those of the N tokens of ``batch``, drawn from torch's generator."""
-        self._length_N = batch.lens_B[batch.seq_N]
+    def added(self) -> Iterator[None]:
+        """Embeddings that are computed inside get noise, drawn from torch's generator."""
+        self._on = True
         try:
             yield
         finally:
-            self._length_N = None
+            self._on = False
 
-    def _add(self, module: torch.nn.Module, arguments: Any, embedded_1NH: Tensor) -> Tensor | None:
-        if self._length_N is None:
+    def _add(self, module: torch.nn.Module, arguments: Any, embedded_RTH: Tensor) -> Tensor | None:
+        """R rows of T tokens: one row of packed sequences, or sequences of equal length."""
+        if not self._on:
             return None
-        scale_N = self.alpha / (self._length_N * embedded_1NH.shape[-1]).sqrt()
-        noise_1NH = torch.empty_like(embedded_1NH).uniform_(-1, 1)
-        return embedded_1NH + noise_1NH * scale_N[:, None].to(embedded_1NH.dtype)
+        lens_B = torch.tensor(list(self.loaded.computing), device=embedded_RTH.device)
+        length_RT1 = torch.repeat_interleave(lens_B, lens_B).view(*embedded_RTH.shape[:2], 1)
+        scale_RT1 = self.alpha / (length_RT1 * embedded_RTH.shape[-1]).sqrt()
+        noise_RTH = torch.empty_like(embedded_RTH).uniform_(-1, 1)
+        return embedded_RTH + noise_RTH * scale_RT1.to(embedded_RTH.dtype)

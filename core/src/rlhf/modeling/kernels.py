@@ -21,6 +21,7 @@ class Loaded(Protocol):
     """A :class:`rlhf.modeling.model.LoadedModel`."""
 
     module: PreTrainedModel
+    layout: str
 
     @property
     def vocabulary(self) -> int: ...
@@ -73,7 +74,9 @@ def check_liger(loaded: Loaded, modules: list[nn.Module]) -> None:
 
 @torch.no_grad()
 def _fuse(loaded: Loaded) -> bool:
-    """Fused layers where they give the same hidden states; whether all layers are."""
+    """Fused layers where they give the same hidden states; whether all layers are. They compute one packed row."""
+    if loaded.layout == "alone":
+        return False
     before_NH = _probe(loaded)
     layers = fuse_layers(loaded.module)
     if layers and not torch.allclose(_probe(loaded), before_NH, rtol=1e-4, atol=1e-4):

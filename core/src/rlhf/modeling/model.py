@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,63 +18,15 @@ from transformers import (
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import LoraOptions, add_adapters
-from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.modeling.kernels import Kernels, use_kernels
+from rlhf.modeling.loaded import LoadedModel
 from rlhf.modeling.pretrained import EXPECTED, quiet, read
-from rlhf.ops.heads import OutputHead
+from rlhf.modeling.probe import probe
+from rlhf.modeling.rope import length_rope
 from rlhf.seeds import derive_seed
 
-
-@dataclass(slots=True)
-class LoadedModel:
-    """A role's model taken apart: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
-
-    module: PreTrainedModel
-    body: nn.Module
-    head: nn.Linear
-    kind: str
-    """``lm`` | ``scalar`` | ``classes:N``."""
-    softcap: float | None = None
-    """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
-    attention: str = "auto"
-    """``auto`` | ``sdpa`` | ``flash``: the kernel on a GPU."""
-    fresh_head: bool = False
-    """The checkpoint has no head of this kind (a causal language model under a scalar role): :func:`draw_head`."""
-    positions: int | None = None
-    """Positions that have a learned embedding, where the model has such (GPT-2, OPT): no sequence is longer."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding: token ids are below it."""
-        embedding: Any = self.module.get_input_embeddings()
-        return int(embedding.num_embeddings)
-
-    def require_positions(self, lens: Sequence[int]) -> None:
-        """Raises ModelError where a sequence is longer than the model's positions."""
-        if self.positions is not None and max(lens) > self.positions:
-            raise ModelError(
-                f"a sequence has {max(lens)} tokens, but the model has learned embeddings for {self.positions} "
-                f"positions only. Set data.max_tokens = {self.positions} or less."
-            )
-
-    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor:
-        """[N, hidden] of packed sequences; ``use_cache=False`` always, whatever the model's config says."""
-        with packed(lens, kernel=self.attention):
-            out = self.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-        return out.last_hidden_state[0]
-
-    @property
-    def output_head(self) -> OutputHead:
-        """The head by itself; it shares memory with the model, whose head must be whole."""
-        bias = self.head.bias
-        return OutputHead(self.head.weight.detach(), None if bias is None else bias.detach(), self.softcap)
-
-    def logits(self, hidden_CH: Tensor) -> Tensor:
-        """[C, vocabulary] or [C, outputs of the head], in the precision of ``hidden_CH``."""
-        logits_CV = self.head(hidden_CH)
-        if self.softcap is not None:
-            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
-        return logits_CV
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names in configs for the number that logits are capped at: ``softcap * tanh(logits / softcap)``."""
 
 
 def load_model(
@@ -85,17 +36,17 @@ def load_model(
     divided: bool = False,
     kernels: Kernels = "auto",
 ) -> LoadedModel:
-    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, packed attention.
+    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, the fastest layout that is right.
 
     A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
     deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get
     adapters, which change nothing at first.
 
     ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows), so what
-    needs whole weights is left to it: :func:`draw_head`, :func:`check_head`, adapters and ``kernels``.
+    needs whole weights is left to it: :func:`draw_head`, :func:`rlhf.modeling.probe.probe`, adapters and ``kernels``.
 
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
-    is of a kind that packing or the separate head cannot represent.
+    is of a kind that the separate head cannot represent, or not causal.
     """
     kind = spec.role.head
     auto, from_lm = model_class(spec, read(spec, "model", AutoConfig.from_pretrained))
@@ -105,10 +56,9 @@ def load_model(
     with torch.random.fork_rng(devices=[]), quiet():  # what the checkpoint lacks is drawn, not from our state
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm)
-    use_packed_attention(module)
     loaded = _take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
-    loaded.positions = _learned_positions(module)
+    loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
     if divided:
         module.eval().to(device)
         return loaded
@@ -117,8 +67,7 @@ def load_model(
     if lora is not None:
         add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     module.eval().to(device)
-    if kind == "lm":
-        check_head(loaded, spec)
+    probe(loaded, spec)
     use_kernels(loaded, kernels)
     return loaded
 
@@ -194,22 +143,6 @@ def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
             head.bias.zero_()
 
 
-def check_head(loaded: LoadedModel, spec: ModelSpec) -> None:
-    """Refuse models that scale or shift their logits in a way this module does not know."""
-    device = loaded.head.weight.device
-    ids_N = torch.arange(4, device=device) % loaded.head.out_features
-    position_N = torch.arange(4, device=device)
-    with torch.no_grad():
-        ours_NV = loaded.logits(loaded.hidden(ids_N, position_N, [4]))
-        with packed([4]):
-            out = loaded.module(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-    if not torch.allclose(ours_NV, out.logits[0], rtol=1e-4, atol=1e-4):
-        raise ModelError(
-            f"{type(loaded.module).__name__} ({spec.path!r}) does more to its logits than a linear head and "
-            "final_logit_softcapping; its log-probs would be wrong here, so it is refused"
-        )
-
-
 def _classification(architectures: Sequence[str]) -> Any:
     """The same body and a linear head named ``score`` either way; that of a token-classification model has a bias."""
     tokens = any("TokenClassification" in name for name in architectures)
@@ -229,12 +162,13 @@ def _outputs(kind: str) -> int | None:
 
 
 def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
-    body = getattr(module, module.base_model_prefix, None)
+    body = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
     head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ModelError(
             f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) is not a body with one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
         )
-    softcap = getattr(module.config, "final_logit_softcapping", None) if kind == "lm" else None
+    caps = [getattr(module.config, name, None) for name in SOFTCAPS] if kind == "lm" else []
+    softcap = next((cap for cap in caps if cap), None)
     return LoadedModel(module, body, head, kind, softcap)

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.errors import CapabilityError
 from rlhf.modeling import heads as head_ops
-from rlhf.modeling.attention import attend_with, current_route, packed
+from rlhf.modeling.attention import attend_with, attention_route
 from rlhf.modeling.config import TrainingConfig
-from rlhf.modeling.model import LoadedModel
-from rlhf.modeling.prefix import share_prefixes
+from rlhf.modeling.loaded import LoadedModel
+from rlhf.modeling.noise import has_noise
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 
@@ -24,8 +25,11 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = loaded.module
         self.loaded, self.config = loaded, config
-        self.shares_prefixes = shares_prefixes(config, loaded.module)
+
+    @property
+    def shares_prefixes(self) -> bool:
         """Sequences of a micro-batch that share a prefix compute it once."""
+        return shares_prefixes(self.config, self.loaded)
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32; see :func:`rlhf.modeling.heads.compute`."""
@@ -43,31 +47,17 @@ class PackedModel(nn.Module):
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
-    """([M, hidden] of a micro-batch, where each of its N tokens is among them); None: at its own place.
-
-    With ``share`` a prefix that sequences have in common is computed once (:mod:`rlhf.modeling.prefix`).
-    """
+    """See :meth:`rlhf.modeling.loaded.LoadedModel.compute`."""
     lens = batch.lens_B.tolist()
     loaded.require_positions(lens)
-    shared = share_prefixes(batch.ids_N, lens) if share else None
-    if shared is None:
-        return loaded.hidden(batch.ids_N, batch.position_N, lens), None
-    with packed(lens, shared, loaded.attention):
-        out = loaded.body(input_ids=shared.ids_M[None], position_ids=shared.position_M[None], use_cache=False)
-    return out.last_hidden_state[0], shared.place_N
+    return loaded.compute(batch.ids_N, batch.position_N, lens, share)
 
 
-def shares_prefixes(config: TrainingConfig, module: nn.Module) -> bool:
+def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
     """Whether common prefixes are computed once: not where sequences would share what is drawn for each of them."""
-    return config.shared_prefixes and config.neftune_alpha is None and not has_dropout(module)
-
-
-def has_dropout(module: nn.Module) -> bool:
-    """Sequences that share a prefix would share its dropout mask, so it is not shared where there is dropout."""
-    config = getattr(module, "config", None)
-    named = config.get_text_config().to_dict() if config is not None else {}
-    rates = [v for k, v in named.items() if "drop" in k and isinstance(v, int | float)]
-    return any(rates) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    if not config.shared_prefixes or config.neftune_alpha is not None or loaded.layout != "shared":
+        return False
+    return not loaded.noisy and not has_noise(loaded.module)
 
 
 def checkpoint_gradients(module: PreTrainedModel) -> None:
@@ -75,6 +65,13 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         # the second pass runs inside backward(), outside of the context that holds the lengths
-        return nullcontext(), attend_with(current_route())
+        route = attention_route()
+        return nullcontext(), nullcontext() if route is None else attend_with(route)
 
-    module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    try:
+        module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    except ValueError as cause:
+        raise CapabilityError(
+            f"{type(module).__name__} cannot compute its layers again in the backward pass: transformers has no "
+            "gradient checkpointing for it. Set gradient_checkpointing = false."
+        ) from cause

@@ -24,7 +24,7 @@ from rlhf.modeling.config import TrainingConfig
 from rlhf.modeling.embedding_noise import EmbeddingNoise
 from rlhf.modeling.experts import ExpertBalance
 from rlhf.modeling.flash_attention import check_kernel
-from rlhf.modeling.model import LoadedModel
+from rlhf.modeling.loaded import LoadedModel
 from rlhf.modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf.modeling.padding import set_padding
 from rlhf.modeling.precision import Precision, choose_precision
@@ -60,6 +60,7 @@ class PackedTrainer(Trainer):
         self.precision: Precision = choose_precision(spec.dtype, device, spec.on_processor)
         loaded.attention = self.config.attention
         check_kernel(self.config.attention, device, self.precision.bf16)
+        self.require_packing()
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
         self.module = loaded.module
         """The live model, in evaluation mode between calls (``export:module``)."""
@@ -90,7 +91,15 @@ class PackedTrainer(Trainer):
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
         alpha = self.config.neftune_alpha if spec.role.trained else None
-        self.noise = None if alpha is None else EmbeddingNoise(self.module, alpha)
+        self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
+
+    def require_packing(self) -> None:
+        """Raises CapabilityError where an option is about packed attention, which this model is computed without."""
+        if self.config.attention != "auto" and self.loaded.layout == "alone":
+            raise CapabilityError(
+                f"trainer.attention = {self.config.attention!r} chooses a kernel of packed attention, without which "
+                f"{type(self.loaded.module).__name__} is computed. Leave it out."
+            )
 
     @property
     def has_adapters(self) -> bool:
@@ -120,6 +129,7 @@ class PackedTrainer(Trainer):
             self.views,
             shares,
             self.balance is not None,
+            notes=self.loaded.notes,
         )
 
     def token_budget(self) -> int:
@@ -195,7 +205,7 @@ class PackedTrainer(Trainer):
                 if self.balance is not None:
                     around.enter_context(self.balance.watched())
                 if self.noise is not None:
-                    around.enter_context(self.noise.over(batch))
+                    around.enter_context(self.noise.added())
                 values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
             if self.balance is not None:

@@ -53,7 +53,9 @@ class OutputHead:
     weight_VH: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
-    """Logits become ``softcap * tanh(logits / softcap)``."""
+    """See :func:`shape_logits`."""
+    scale: float = 1.0
+    """See :func:`shape_logits`."""
 
     @property
     def vocabulary(self) -> int:
@@ -63,9 +65,7 @@ class OutputHead:
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """fp32 [C, V]; the product is computed in the precision of the weight."""
         logits_CV = F.linear(hidden_CH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V).float()
-        if self.softcap is not None:
-            logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
-        return logits_CV
+        return shape_logits(logits_CV, self.scale, self.softcap)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> OutputHead:
         """Itself where it already is so; otherwise a copy."""
@@ -79,6 +79,13 @@ class OutputHead:
             weight_VH=self.weight_VH[:rows],
             bias_V=None if self.bias_V is None else self.bias_V[:rows],
         )
+
+
+def shape_logits(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """What models do to the output of their head: multiply by ``scale``, then ``softcap * tanh(logits / softcap)``."""
+    if scale != 1.0:
+        logits_CV = logits_CV * scale
+    return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
 
 
 def resolve_head(output: str | Head, over: str | None = None) -> Head:

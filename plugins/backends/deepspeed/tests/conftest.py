@@ -16,6 +16,7 @@ from rank_processes import Ranks  # noqa: E402
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     from rlhf.testing.tiny import tiny_model
+    from rlhf.testing.tiny_architectures import tiny_architecture
 
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "model", std=0.2)
@@ -29,6 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         moe_intermediate_size=16,
         tied=False,
     )
+    tiny_architecture(folder / "recurrent", "qwen3_next")
     one_rank_checkpoint(folder)
     return Ranks(HERE / "zero_pair.py", folder, 2)
 

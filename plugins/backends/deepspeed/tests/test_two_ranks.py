@@ -140,6 +140,18 @@ def test_experts_are_streamed_and_taken_one_by_one(ranks):
     assert ranks("experts")[0] < len(want)
 
 
+def test_a_recurrent_model_is_computed_one_length_at_a_time(ranks):
+    """Stage 3 gathers weights call by call, so a rank with fewer lengths makes further calls, which count nothing."""
+    (layout, first), (_, second) = ranks("alone")
+    assert layout == "alone"
+    assert first != second, "nothing is shown otherwise"
+    one = TorchTrainer(
+        TorchTrainer.Config(device="cpu"), replace(spec(ranks.folder), path=str(ranks.folder / "recurrent"))
+    )
+    one.accumulate([batch(0)], TokenLoss(), {}, {})
+    assert apart(load_file(ranks.folder / "gradients-alone.safetensors"), one.gradients()) < GRADIENT
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]

@@ -263,6 +263,16 @@ def experts() -> Any:
     return len(one.parameters)
 
 
+@case("alone")
+def alone() -> Any:
+    """A recurrent model is computed one length at a time, of which the ranks have unequally many."""
+    one = trainer(replace(here(), path=str(FOLDER / "recurrent")), stage=3)
+    first = mine(0)
+    one.accumulate(first, TokenLoss(), {}, {})
+    keep("gradients-alone", one.gradients())
+    return one.loaded.layout, [len(set(micro.lens_B.tolist())) for micro in first]
+
+
 @case("refused")
 def refused() -> Any:
     """Another group, an unknown view, and gradients that were read already."""

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf.interfaces import ModelSpec
 from rlhf.modeling.embedding_noise import EmbeddingNoise
+from rlhf.modeling.model import load_model
 from rlhf.ops.reduce import weigh
 from rlhf.testing.tiny import tiny_model
+from rlhf.types import RoleSpec
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 LENS = [6, 15, 9, 30, 4]
 
 
-def test_one_sequence_has_transformers_noise(model_path, make_batch):
+@pytest.fixture
+def loaded(model_path):
+    return load_model(ModelSpec(RoleSpec("policy", trained=True), str(model_path)), torch.device("cpu"))
+
+
+def test_one_sequence_has_transformers_noise(model_path, loaded, make_batch):
     batch = make_batch([12])
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(model_path).train() for _ in range(2))
-    noise = EmbeddingNoise(ours, 7.0)
+    ours, theirs = loaded.module, AutoModelForCausalLM.from_pretrained(model_path).train()
+    noise, loaded.computing = EmbeddingNoise(loaded, 7.0), [12]
     table = theirs.get_input_embeddings()
     table.neftune_noise_alpha = 7.0
     table.register_forward_hook(neftune_post_forward_hook)
     found = []
     for model in (ours, theirs):
         torch.manual_seed(3)
-        with noise.over(batch):
+        with noise.added():
             found.append(model.get_input_embeddings()(batch.ids_N[None]))
     assert torch.allclose(*found, atol=1e-6)
     assert not torch.equal(found[0], ours.get_input_embeddings()(batch.ids_N[None])), "and outside there is none"
 
 
-def test_its_size_is_that_of_the_sequences_own_length(model_path, make_batch):
-    batch, model = make_batch(LENS), AutoModelForCausalLM.from_pretrained(model_path)
-    table, noise = model.get_input_embeddings(), EmbeddingNoise(model, 5.0)
+def test_its_size_is_that_of_the_sequences_own_length(loaded, make_batch):
+    batch, table = make_batch(LENS), loaded.module.get_input_embeddings()
+    noise, loaded.computing = EmbeddingNoise(loaded, 5.0), LENS
     plain = table(batch.ids_N[None])[0]
-    with noise.over(batch):
+    with noise.added():
         added = table(batch.ids_N[None])[0] - plain
     for start, n in zip(batch.starts_B.tolist(), LENS, strict=True):
         bound = 5.0 / (n * plain.shape[1]) ** 0.5

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     GPT2Config,
+    GraniteForCausalLM,
     OPTConfig,
 )
 
@@ -120,12 +121,23 @@ def test_a_checkpoint_with_missing_weights_is_refused(tmp_path):
             load(path, head)
 
 
-def test_final_softcapping_is_applied_and_unknown_scaling_refused(tmp_path):
+def test_final_softcapping_and_scaling_are_applied_and_anything_else_refused(tmp_path, monkeypatch):
     soft = tiny_model(tmp_path / "soft", architecture="gemma2", final_logit_softcapping=2.0, query_pre_attn_scalar=8)
     assert load(soft).softcap == 2.0  # checked against the model's own logits while loading
     granite = tiny_model(tmp_path / "granite", architecture="granite", logits_scaling=4.0)
-    with pytest.raises(ModelError, match="does more to its logits than a linear head"):
+    assert load(granite).logit_scale == 0.25
+    monkeypatch.setattr(GraniteForCausalLM, "forward", squared(GraniteForCausalLM.forward))
+    with pytest.raises(ModelError, match="does more to its logits than a linear head, a factor from its config"):
         load(granite)
+
+
+def squared(forward):
+    def squaring(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits.square()
+        return out
+
+    return squaring
 
 
 def test_end_tokens_of_generation_config_and_tokenizer_are_joined(tmp_path, make_trainer):

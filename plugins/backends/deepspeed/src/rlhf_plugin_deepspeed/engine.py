@@ -46,7 +46,7 @@ class Zero:
             )
         self.optimizer: Any = self.engine.optimizer
         if self.stage == 3:
-            model.hold_head()
+            model.gather_outside()
         if optimizer is not None:
             self._share_weights()
             self.engine.set_gradient_accumulation_boundary(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,7 +73,7 @@ class DividedModel(PackedTrainer):
                 head = self.loaded.output_head
                 if self.config.stage == 3:
                     bias_V = None if head.bias_V is None else head.bias_V.clone()
-                    head = OutputHead(head.weight_VH.clone(), bias_V, head.softcap)
+                    head = replace(head, weight_VH=head.weight_VH.clone(), bias_V=bias_V)
         if head is not None:
             yield head
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
 from rlhf.modeling.adapters import NAME, with_adapter
-from rlhf.modeling.model import LoadedModel
-from rlhf.modeling.packed_model import has_dropout
+from rlhf.modeling.loaded import LoadedModel
+from rlhf.modeling.noise import has_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -234,10 +234,10 @@ def _check(loaded: LoadedModel, layers: dict[str, Any], grid: Grid) -> None:
             f"of a kind whose division is known ({known}). Leave it out; stage 3 divides any model."
         )
     check_sizes(config, who, grid.parts)
-    if has_dropout(loaded.module):
+    if has_noise(loaded.module):
         raise CapabilityError(
-            f"tensor_parallel = {grid.parts}: {who} has dropout, and its ranks would draw one mask for different heads."
-            " Set the model's dropout to 0, or leave tensor_parallel out."
+            f"tensor_parallel = {grid.parts}: {who} has dropout or other noise, and its ranks would draw the same for "
+            "different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
         )
 
 

@@ -12,7 +12,9 @@ import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.adapters import LoraOptions, add_adapters
 from rlhf.modeling.kernels import use_kernels
-from rlhf.modeling.model import LoadedModel, check_head, draw_head, load_model
+from rlhf.modeling.loaded import LoadedModel
+from rlhf.modeling.model import draw_head, load_model
+from rlhf.modeling.probe import probe
 from rlhf.seeds import derive_seed
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -70,8 +72,7 @@ def load_part(
     loaded = load_model(spec, host, divided=True)
     if loaded.fresh_head:
         draw_head(loaded, spec)
-    if loaded.kind == "lm":
-        check_head(loaded, spec)
+    probe(loaded, spec)
     if (lora := _adapters(spec, config)) is not None:  # whole ones, which are the same on every rank
         add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
         loaded.module.eval()
@@ -84,7 +85,7 @@ def load_part(
 
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
-    """:func:`rlhf.modeling.model.load_model` for stage 3. Its head is not compared with the model's own yet."""
+    """:func:`rlhf.modeling.model.load_model` for stage 3. It is not probed yet."""
     copies = second_copies(config.hpz_partition_size, config.timeout)
     with quiet(), copies, _transformers_divides(engine_config(config, 2**62)):
         loaded = load_model(spec, device, divided=True)

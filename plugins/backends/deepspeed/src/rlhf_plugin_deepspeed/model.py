@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from rlhf.modeling import heads as head_ops
 from rlhf.modeling.config import TrainingConfig
-from rlhf.modeling.model import LoadedModel
+from rlhf.modeling.loaded import LoadedModel
 from rlhf.modeling.packed_model import hidden_states, shares_prefixes
 from rlhf.ops.batch import Batch
+from rlhf.ops.heads import shape_logits
 from rlhf.types import Head
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,9 +35,7 @@ class Outputs(nn.Module):
         """[C, vocabulary] or [C, outputs of the head]."""
         (loaded,) = self._loaded
         logits_CV = F.linear(hidden_CH, loaded.head.weight, loaded.head.bias)
-        if loaded.softcap is not None:
-            logits_CV = loaded.softcap * torch.tanh(logits_CV / loaded.softcap)
-        return logits_CV
+        return shape_logits(logits_CV, loaded.logit_scale, loaded.softcap)
 
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
@@ -62,8 +61,12 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.model = loaded.module
         self.outputs = Outputs(loaded, config)
-        self._loaded = (loaded,)
-        self.shares_prefixes = shares_prefixes(config, loaded.module)
+        self._loaded, self._config = (loaded,), config
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See :class:`rlhf.modeling.packed_model.PackedModel`. Under stage 3 it is known once the model was probed."""
+        return shares_prefixes(self._config, self._loaded[0])
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""
@@ -72,13 +75,18 @@ class ShardedModel(nn.Module):
             hidden_MH, place_N = hidden_states(loaded, batch, self.shares_prefixes)
             return self.outputs(hidden_MH, place_N, batch, outputs)
 
-    def hold_head(self) -> None:
-        """Stage 3: :class:`Outputs` uses the head's parameters, so they are gathered around its calls."""
+    def gather_outside(self) -> None:
+        """Stage 3 gathers parameters around the calls of the module that owns them. Some are read outside of these: the
+        head's by :class:`Outputs`, and a convolution's by the recurrent layer that holds it."""
         from deepspeed.runtime.zero import register_external_parameter
 
         (loaded,) = self._loaded
         for parameter in loaded.head.parameters():
             register_external_parameter(self.outputs, parameter)
+        for layer in loaded.module.modules():
+            for child in layer.children():
+                for parameter in child.parameters() if isinstance(child, nn.Conv1d) else ():
+                    register_external_parameter(layer, parameter)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from rlhf.interfaces.memory import Sharding
 from rlhf.modeling.checks import LEARNING, check_training
 from rlhf.modeling.kernels import check_liger
 from rlhf.modeling.liger import use_liger
-from rlhf.modeling.model import check_head
 from rlhf.modeling.optimizer import set_rates
 from rlhf.modeling.precision import choose_device
 from rlhf.modeling.pretrained import read
+from rlhf.modeling.probe import probe
 from rlhf.modeling.schedule import Schedule
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
@@ -30,7 +30,15 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.coverage import Coverage
 from rlhf_plugin_deepspeed.engine import Zero
 from rlhf_plugin_deepspeed.grid import Grid, check_parts
-from rlhf_plugin_deepspeed.group import collective, first_text, import_deepspeed, join, reduce_to_first, total
+from rlhf_plugin_deepspeed.group import (
+    collective,
+    first_text,
+    import_deepspeed,
+    join,
+    largest,
+    reduce_to_first,
+    total,
+)
 from rlhf_plugin_deepspeed.held import DividedModel
 from rlhf_plugin_deepspeed.layers import check_sizes
 from rlhf_plugin_deepspeed.loading import load
@@ -101,8 +109,13 @@ class DeepSpeedTrainer(DividedModel):
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
             if trained or divided:
                 self.zero = Zero(self.packed, self.base, self.config, self.grid, device)
-            if divided and loaded.kind == "lm":
-                check_head(loaded, spec)
+            if divided:
+                probe(loaded, spec)
+                self.require_packing()
+                if (
+                    loaded.layout == "alone" or loaded.rope is not None
+                ):  # ranks that call layers other times wait forever
+                    loaded.most_calls = self._most_calls
             if divided and self.config.kernels == "liger":  # now that weights are gathered where they are used
                 check_liger(loaded, use_liger(self.module))
             names = {p: name for name, p in self.parameters.items()}
@@ -111,6 +124,9 @@ class DeepSpeedTrainer(DividedModel):
             self.base.bind(self.shards, self.tensors.shapes, self.division)
         if trained and self.config.ema_decay is not None:
             self.average = Average(self.shards, self.config.ema_decay)
+
+    def _most_calls(self, calls: int) -> int:
+        return int(largest(torch.tensor([calls], device=self.device))[0])
 
     def facts(self) -> TrainerFacts:
         return replace(super().facts(), ranks_per_share=self.grid.parts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.modeling.attention import PackedAttention, attend_with
+from rlhf.modeling.probe import short_lengths
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -108,10 +109,29 @@ def _check(models: list[PreTrainedModel]) -> None:
     elif not all(m._supports_attention_backend for m in models):
         why = "does not take its attention function from transformers' AttentionInterface"
     if why:
-        raise ModelError(
-            f"{name} {why}; the generator 'transformers' cannot sample from it. Use another generator "
-            '([generator] use = "vllm") or another model.'
-        )
+        raise refusal(name, why)
+
+
+def refusal(name: str, why: str) -> ModelError:
+    """``name``: the model's class."""
+    return ModelError(
+        f"{name} {why}; the generator 'transformers' cannot sample from it. Use another generator "
+        '([generator] use = "vllm") or another model.'
+    )
+
+
+def require_agreement(module: PreTrainedModel) -> None:
+    """Raises ModelError where a prompt gets other logits here than in the module's own forward pass. For models that a
+    trainer does not pack, whose module therefore has its own attention."""
+    ids = [i % module.config.get_text_config().vocab_size for i in range(11, 25)]
+    with short_lengths(module):
+        decoder = Decoder(module)
+        with decoder.borrowed():
+            got_V = decoder.prefill([ids])[0][0]
+        with torch.no_grad():
+            want_V = module(input_ids=torch.tensor([ids], device=decoder.device), use_cache=False).logits[0, -1]
+    if not torch.allclose(got_V, want_V, rtol=1e-3, atol=1e-3):
+        raise refusal(type(module).__name__, "gives other log-probs with the attention of this generator")
 
 
 def _windows(config: Any) -> dict[int, int]:

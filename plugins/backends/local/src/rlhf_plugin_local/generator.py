@@ -19,7 +19,7 @@ from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
 from torch import nn
 
-from rlhf_plugin_local.decode import Decoder, check_model
+from rlhf_plugin_local.decode import Decoder, check_model, require_agreement
 from rlhf_plugin_local.loop import SamplingLoop
 
 YIELD_STEPS = 16
@@ -111,6 +111,8 @@ class TransformersGenerator(Generator):
             )
         if self._decoder is None or self._decoder.module is not module:
             self._decoder = Decoder(module)
+            if getattr(getattr(source, "loaded", None), "layout", "") == "alone":
+                require_agreement(source.module)
         self._decoder.dtype = self._autocast(source, module)
         self.version = version
         return Proof(version, detail="samples from the trainer's own module: nothing was copied")

@@ -1,0 +1,24 @@
+"""Noise that a model's own config adds while it is trained: dropout, router jitter."""
+
+from __future__ import annotations
+
+from torch import nn
+
+MARKS = ("drop", "jitter", "noise")
+"""Parts of the names of such settings in configs of transformers."""
+
+
+def noise_settings(module: nn.Module) -> dict[str, float]:
+    """{name in the config: value} of what is not zero."""
+    config = getattr(module, "config", None)
+    named = config.get_text_config().to_dict() if config is not None else {}
+    return {
+        name: float(value)
+        for name, value in named.items()
+        if any(mark in name for mark in MARKS) and isinstance(value, int | float) and float(value)
+    }
+
+
+def has_noise(module: nn.Module) -> bool:
+    """By the config's settings and the dropout layers; a model may draw noise that neither shows."""
+    return bool(noise_settings(module)) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())

@@ -1,0 +1,210 @@
+"""Which models are packed, which are computed one length at a time, and that both give transformers' numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rlhf.errors import CapabilityError, ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.modeling.model import load_model
+from rlhf.testing.tiny import tiny_model
+from rlhf.testing.tiny_architectures import tiny_architecture
+from rlhf.types import RoleSpec
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+LENS = [9, 30, 3, 30, 21]
+LONGROPE = {
+    "architecture": "phi3",
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+    },
+}
+DYNAMIC = {
+    "architecture": "llama",
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+
+
+def load(path, head="lm", trained=True):
+    return load_model(ModelSpec(RoleSpec("policy", head, trained), str(path)), torch.device("cpu"))
+
+
+def one_by_one(path, batch):
+    """Log-probs and gradients of transformers' eager attention, each sequence in a module that has seen no other."""
+    found, gradients = [], {}
+    for ids in batch.ids_N.split(batch.lens_B.tolist()):
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        logp = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        own = logp.gather(1, ids[1:, None])[1:, 0]  # as loss_mask: from the third token on
+        (-own.sum() / sum(n - 2 for n in batch.lens_B.tolist())).backward()
+        found.append(own.detach())
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                gradients[name] = gradients.get(name, 0.0) + p.grad
+    return torch.cat(found), gradients
+
+
+def check(path, trainer, batch, nll):
+    want, gradients = one_by_one(path, batch)
+    for micros in ([batch], [batch.select([u]) for u in range(batch.units)]):
+        values = trainer.forward(micros, ["logprobs"])
+        got = torch.cat([v["logprobs"][m.tok["loss_mask"]] for m, v in zip(micros, values, strict=True)])
+        assert (got - want).abs().max() < 1e-5
+        trainer.accumulate(micros, nll, {}, {})
+        found = trainer.gradients()
+        trainer.zero_grad()
+        apart = torch.cat([(found[n] - g).flatten() for n, g in gradients.items()]).norm()
+        assert apart <= 1e-5 * torch.cat([g.flatten() for g in gradients.values()]).norm()
+
+
+@pytest.mark.parametrize("options", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_frequencies_are_those_of_a_sequences_own_length(options, tmp_path, make_trainer, make_batch, nll):
+    path = tiny_model(tmp_path, **options)
+    check(path, make_trainer(path), make_batch(LENS, loss=nll), nll)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_what_cannot_be_packed_is_computed_one_length_at_a_time(
+    name, checkpointing, tmp_path, make_trainer, make_batch, nll
+):
+    path = tiny_architecture(tmp_path, name)
+    trainer = make_trainer(path, gradient_checkpointing=checkpointing)
+    [note] = trainer.facts().notes
+    assert note.startswith("policy: ")
+    assert "cannot be computed packed (" in note
+    assert trainer.facts().shares_prefixes is False
+    calls = []
+    trainer.module.get_input_embeddings().register_forward_hook(lambda _, x, y: calls.append(tuple(x[0].shape)))
+    trainer.forward([make_batch(LENS)], ["logprobs"])
+    assert calls == [(1, 3), (1, 9), (1, 21), (2, 30)]
+    check(path, trainer, make_batch(LENS, loss=nll), nll)
+
+
+def test_a_window_that_only_a_mask_knows_is_found(tmp_path):
+    """Phi-MoE puts its window into the mask that transformers builds, and does not tell the attention function."""
+    path = tiny_architecture(tmp_path, "phimoe")
+    loaded = load(path)
+    assert loaded.layout == "alone"
+    saved = json.loads((path / "config.json").read_text())["sliding_window"]
+    assert loaded.module.config.sliding_window == saved > 4, "as it was before the probe"
+
+
+def test_a_tensor_that_packed_attention_does_not_read_is_found(tmp_path):
+    """MiniMax M3 names the blocks that a token may see, which matters beyond the length of any probe."""
+    assert load(tiny_architecture(tmp_path, "minimax_m3_vl_text")).layout == "alone"
+
+
+def test_gradient_checkpointing_that_transformers_does_not_have_is_refused(tmp_path, make_trainer):
+    with pytest.raises(
+        CapabilityError, match=r"CTRLLMHeadModel cannot compute its layers again .* gradient_checkpointing = false"
+    ):
+        make_trainer(tiny_architecture(tmp_path, "ctrl"), gradient_checkpointing=True)
+
+
+def test_ordinary_models_are_packed_without_a_word(model_path, make_trainer):
+    for head in ("lm", "scalar"):
+        trainer = make_trainer(model_path, head=head)
+        assert (trainer.loaded.layout, trainer.loaded.boundaries, trainer.facts().notes) == ("shared", False, ())
+    assert make_trainer(model_path).facts().shares_prefixes
+
+
+def test_noise_of_training_is_recognised_whatever_its_name(tmp_path, make_trainer, make_batch, nll, monkeypatch):
+    options = {"architecture": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    path = tiny_model(tmp_path / "jitter", **options, router_jitter_noise=0.1)
+    trainer = make_trainer(path)
+    assert trainer.facts().shares_prefixes is False
+    [note] = trainer.facts().notes
+    assert "draws noise while it is trained (router_jitter_noise = 0.1 in its config)" in note
+    assert make_trainer(path, trained=False).facts().notes == ()
+    quiet = tiny_model(tmp_path / "quiet", **options)
+    assert make_trainer(quiet).facts().shares_prefixes
+    table = torch.nn.Embedding
+    forward = table.forward
+    monkeypatch.setattr(table, "forward", lambda self, ids: F.dropout(forward(self, ids), 0.1, self.training))
+    assert make_trainer(quiet).facts().shares_prefixes is False
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"BertLMHeadModel .* is not causal: .* set is_decoder in its config"):
+        load(tiny_architecture(tmp_path, "bert as an encoder"))
+
+
+def test_a_model_that_transformers_cannot_compute_is_refused_in_words(tmp_path):
+    with pytest.raises(ModelError, match=r"cannot be computed by transformers from token ids alone \(ValueError: "):
+        load(tiny_architecture(tmp_path, "reformer"))
+
+
+def test_kernels_of_packed_rows_are_refused_where_nothing_is_packed(tmp_path, make_trainer, monkeypatch):
+    path = tiny_architecture(tmp_path, "mamba2")
+    with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of Mamba2"):
+        make_trainer(path, kernels="own")
+    monkeypatch.setattr("rlhf.modeling.trainer.check_kernel", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("rlhf.modeling.checks.check_kernel", lambda *_: None)
+    with pytest.raises(CapabilityError, match=r"'flash' chooses a kernel of packed attention, without which Mamba2"):
+        make_trainer(path, attention="flash")
+
+
+def test_the_generator_samples_from_a_model_that_is_not_packed_only_where_it_is_right(tmp_path, make_trainer, build):
+    generator, sinks = build(), make_trainer(tiny_architecture(tmp_path / "a", "gpt_oss"))
+    generator.load(sinks, 3)
+    assert sinks.module.config.sliding_window > 4, "as it was before the comparison"
+    with pytest.raises(ModelError, match=r"PhimoeForCausalLM gives other log-probs with the attention of this gen"):
+        generator.load(make_trainer(tiny_architecture(tmp_path / "b", "phimoe")), 3)
+
+
+def test_noise_on_embeddings_is_that_of_a_sequences_length_in_every_layout(tmp_path, make_trainer, make_batch, nll):
+    trainer = make_trainer(tiny_architecture(tmp_path, "mamba2"), neftune_alpha=5.0)
+    seen = []
+    table = trainer.module.get_input_embeddings()
+    table.register_forward_hook(lambda _, x, y: seen.append((y - F.embedding(x[0], table.weight)).detach()))
+    trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
+    for added in seen:
+        bound = 5.0 / (added.shape[1] * added.shape[2]) ** 0.5
+        assert 0.8 * bound < added.abs().max() <= bound * (1 + 1e-4)
+
+
+# ------------------------------------------------------------------------------------ kernels with boundaries
+
+
+def bounded_convolution(hidden_states, weight, bias=None, activation=None, seq_idx=None, **_):
+    """Each sequence of a packed row by itself, as the package causal_conv1d computes it on a GPU."""
+    parts = [hidden_states]
+    if seq_idx is not None:
+        parts = hidden_states.split(seq_idx[0].unique_consecutive(return_counts=True)[1].tolist(), 2)
+    done = [F.conv1d(F.pad(x, (weight.shape[-1] - 1, 0)), weight[:, None], bias, groups=weight.shape[0]) for x in parts]
+    out = torch.cat(done, 2)
+    return F.silu(out) if activation == "silu" else out
+
+
+def test_recurrent_layers_are_packed_where_their_kernels_take_boundaries(
+    tmp_path, monkeypatch, make_trainer, make_batch, nll
+):
+    """On a GPU transformers takes such kernels from the packages fla and causal_conv1d; these are plain statements."""
+    plain = qwen3_next.torch_chunk_gated_delta_rule
+
+    def bounded_rule(query, key, value, g, beta, cu_seqlens=None, **options):
+        if cu_seqlens is None:
+            return plain(query, key, value, g=g, beta=beta, **options)
+        cuts = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
+        split = [[x[:, a:b] for x in (query, key, value, g, beta)] for a, b in cuts]
+        return torch.cat([plain(q, k, v, g=d, beta=e, **options)[0] for q, k, v, d, e in split], 1), None
+
+    path = tiny_architecture(tmp_path, "qwen3_next")
+    monkeypatch.setattr(qwen3_next, "causal_conv1d_fn", bounded_convolution)
+    assert load(path).layout == "alone", "one of the two kernels is not enough"
+    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", bounded_rule)
+    trainer = make_trainer(path)
+    assert (trainer.loaded.layout, trainer.loaded.boundaries) == ("packed", True)
+    assert trainer.facts().notes == ()
+    check(path, trainer, make_batch(LENS, loss=nll), nll)
