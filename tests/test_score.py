@@ -161,7 +161,8 @@ def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Worksho
 def test_a_run_file_gives_its_rewards_and_what_cannot_be_used_is_counted(shop: Workshop, say: Say) -> None:
     rows = [*ROWS[:2], {"prompt": "1+1=", "answer": "2", "responses": ["2", ""]}, {"prompt": "1", "responses": []}]
     data, out = shop.rows("rows.jsonl", rows), shop.folder / "scored.jsonl"
-    run = shop.config("grpo", "unused", stream={"staleness": 1}, data={"bad_rows": "drop"})
+    online = {"stream": {"staleness": 1}, "generator": {"max_batch": 4}, "eval": {"samples": 2, "temperature": 1.0}}
+    run = shop.config("grpo", "unused", **online, data={"bad_rows": "drop"})
     _, path = shop.arguments(run)
     code, told, err = say("score", path, "--data", data, "-o", out)
     assert code == 0, err

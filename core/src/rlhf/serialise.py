@@ -125,14 +125,16 @@ def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
     }
     index = tuple(line["index"])
     trajectory = Trajectory(**{**values, "row": row, "turns": turns, "rewards": rewards, "index": index})
-    for part in (*turns, *rewards.values(), trajectory):
+    parts: list[Any] = [*turns, *rewards.values(), trajectory]
+    for part in parts:
         _check_fields(part)
     return trajectory
 
 
-def _check_fields(part: Turn | RewardResult | Trajectory) -> None:
+def _check_fields(part: Any) -> None:
     """Raises TypeError naming a field whose value is not of the type that the dataclass gives it."""
-    hints = _hints(type(part))
+    kind: Any = type(part)
+    hints = _hints(kind)
     for field in fields(part):
         if field.name not in ("row", "turns", "rewards"):  # made here
             _require_type(getattr(part, field.name), hints[field.name], field.name)

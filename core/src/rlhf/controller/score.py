@@ -34,7 +34,7 @@ from rlhf.modeling.precision import choose_device, choose_precision
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.runfile import RunFile
-from rlhf.sections import Choice, ModelSection, StreamSection, SyncSection
+from rlhf.sections import Choice, ModelSection, SamplingSection, StreamSection, SyncSection
 from rlhf.serialise import group_lines
 from rlhf.types import Group, Needs, RoleSpec
 
@@ -191,6 +191,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
         "data": config.data.model_copy(update={"train": config.data.eval, "loss_on": "completion"}),
         "reward": tuple(r.model_copy(update={"credit": "outcome"}) for r in config.reward),
         "observer": (),
+        "sampling": SamplingSection(),
         "stream": StreamSection(),
         "sync": SyncSection(),
         "critic": ModelSection(),

@@ -21,7 +21,9 @@ class Loaded(Protocol):
     """A :class:`rlhf.modeling.model.LoadedModel`."""
 
     module: PreTrainedModel
-    layout: str
+
+    @property
+    def layout(self) -> str: ...
 
     @property
     def vocabulary(self) -> int: ...

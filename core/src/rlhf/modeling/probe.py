@@ -86,7 +86,7 @@ def _sequences(loaded: LoadedModel) -> list[Tensor]:
     special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
     plain = [i for i in range(min(loaded.vocabulary, 1000)) if i not in special] or [0]
     generator = torch.Generator().manual_seed(derive_seed(0, "probe"))
-    device = loaded.module.get_input_embeddings().weight.device
+    device = next(loaded.module.parameters()).device
 
     def draw(count: int) -> Tensor:
         return torch.tensor(plain)[torch.randint(len(plain), (count,), generator=generator)]

@@ -56,6 +56,7 @@ def length_rope(model: nn.Module) -> LengthRope | None:
     """None where no rotary embedding of ``model`` depends on the length."""
     lengths: list[int] = []
     dynamic: list[Any] = []
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
