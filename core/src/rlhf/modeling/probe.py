@@ -46,8 +46,8 @@ LENGTHS = (9, 14, 3, 14, 12)
 def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
     """Choose the model's layout and the scale of its logits. The weights are whole, or gathered by hooks.
 
-    Raises ModelError where transformers cannot compute the model from token ids alone, a token's hidden state depends
-    on later tokens, or the logits are not those of the head, scaled and capped.
+    Raises ModelError where transformers cannot compute the model from token ids alone, a token's hidden state is not
+    finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
     """
     loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
     use_attention(loaded.module, "eager")
@@ -62,6 +62,11 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} cannot be computed by transformers from token ids alone "
                 f"({type(cause).__name__}: {cause}). Use another decoder-only model."
             ) from cause
+        if not all(bool(hidden.isfinite().all()) for hidden in truth):
+            raise ModelError(
+                f"{_who(loaded, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
+                "hold NaN or infinity. Use another checkpoint of it."
+            )
         if _off(_alone(loaded, rows[1][:8]), truth[1][:8]):
             raise ModelError(
                 f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "

@@ -12,6 +12,7 @@ from rlhf.modeling.model import load_model
 from rlhf.testing.tiny import tiny_model
 from rlhf.testing.tiny_architectures import tiny_architecture
 from rlhf.types import RoleSpec
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -138,6 +139,15 @@ def test_noise_of_training_is_recognised_whatever_its_name(tmp_path, make_traine
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"BertLMHeadModel .* is not causal: .* set is_decoder in its config"):
         load(tiny_architecture(tmp_path, "bert as an encoder"))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    path = tiny_model(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"hidden states that are not finite numbers: its weights are damaged"):
+        load(path)
 
 
 def test_a_model_that_transformers_cannot_compute_is_refused_in_words(tmp_path):
