@@ -22,10 +22,10 @@ def default_folder(again: bool) -> Path:
 
     Raises ConfigError where ``runs/latest`` is a folder and no link, and holds a run.
     """
-    if LATEST.is_dir() and not LATEST.is_symlink():  # as releases before numbered folders made it
+    if LATEST.is_dir() and not LATEST.is_symlink():  # somebody named it as an output
         if not again and not RunDirectory.is_free(LATEST):
             raise ConfigError(
-                f"{LATEST} holds a run of a release that did not number folders. Rename it (mv {LATEST} "
+                f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
                 f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
                 "with --overwrite."
             )
