@@ -290,3 +290,14 @@ def test_bf16_stays_near_fp32_with_fp32_weights(make_trainer, make_batch, nll, f
     fp32, bf16 = (torch.cat([g.flatten() for g in x.values()]) for x in gradients)
     assert not torch.equal(fp32, bf16)
     assert torch.nn.functional.cosine_similarity(fp32, bf16, 0) > 0.99
+
+
+def test_values_that_move_by_one_amount_in_both_directions_are_not_unchanged(make_trainer, make_batch, nll):
+    """As in Adam's first step: a sum over the values would stay the same."""
+    trainer = make_trainer()
+    trainer.accumulate([make_batch((7, 9), 0, nll)], nll, {}, {})
+    norm = trainer.parameters["model.norm.weight"]
+    norm.data.fill_(1.5)
+    norm.grad = torch.tensor([1.0, -1.0]).repeat(norm.numel() // 2)
+    trainer.apply()
+    assert trainer.coverage()["unchanged"] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from rlhf.sync.fingerprint import fingerprint
 
 from rlhf_plugin_deepspeed.group import largest
 from rlhf_plugin_deepspeed.shards import Shards
@@ -35,13 +35,9 @@ class Coverage:
             "unchanged": [n for n, yes in zip(self.names, moved, strict=True) if not yes],
         }
 
-    def _fingerprints(self) -> dict[str, int]:
+    def _fingerprints(self) -> dict[str, str]:
         return {
-            piece.name: _fingerprint(flat.data[piece.offset : piece.offset + piece.numel])
+            piece.name: fingerprint(flat.data[piece.offset : piece.offset + piece.numel])
             for flat in self.shards.flats
             for piece in flat.pieces
         }
-
-
-def _fingerprint(values: Tensor) -> int:
-    return int(values.view(torch.int32).sum(dtype=torch.int64))

@@ -32,6 +32,7 @@ from rlhf.modeling.pretrained import exporting, load_tokenizer
 from rlhf.modeling.published import Published
 from rlhf.modeling.schedule import Schedule
 from rlhf.modeling.trainer import PackedTrainer
+from rlhf.sync.fingerprint import fingerprint
 from torch import Tensor
 
 from rlhf_plugin_local.config import TorchTrainerConfig
@@ -99,10 +100,10 @@ class TorchTrainer(PackedTrainer):
         before = None
         if self._without_coverage:
             without = [n for n, p in self.parameters.items() if p.grad is None or not bool(p.grad.any())]
-            before = {n: _fingerprint(p) for n, p in self.parameters.items()}
+            before = {n: fingerprint(p.detach()) for n, p in self.parameters.items()}
         optimizer.step()
         if before is not None:
-            unchanged = [n for n, p in self.parameters.items() if _fingerprint(p) == before[n]]
+            unchanged = [n for n, p in self.parameters.items() if fingerprint(p.detach()) == before[n]]
             self._coverage = {"without_gradient": without, "unchanged": unchanged}
         if self.ema is not None:
             self.ema.update()
@@ -246,7 +247,3 @@ class TorchTrainer(PackedTrainer):
 
 def _words(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in facts.items())
-
-
-def _fingerprint(p: Tensor) -> int:
-    return int(p.detach().view(torch.int32).sum(dtype=torch.int64))
