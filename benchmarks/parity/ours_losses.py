@@ -34,7 +34,6 @@ def run_file(case: Case, work: Path, folder: Path) -> RunFile:
             "batch_size": case.batch_size,
             "shuffle": False,
             "max_tokens": MAX_TOKENS,
-            "response": "completion",
         },
         "trainer": {**TRAINING, **case.training},
     }

@@ -11,8 +11,6 @@ import importlib
 
 from rlhf.errors import ConfigError, did_you_mean
 
-OVERRIDES = True
-
 ACTIONS = {
     "preview": "rows as the model will see them: tokens, what is trained on, what is left out and why",
     "export": "recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows",
@@ -38,4 +36,4 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(ACTIONS)
         raise ConfigError(f"no action {args.action!r}; actions are {known}.{did_you_mean(args.action, ACTIONS)}")
     action = importlib.import_module(f"rlhf_cli.data_{args.action}")
-    return call(f"rlhf data {args.action}", action, [*args.arguments, *args.overrides])
+    return call(f"rlhf data {args.action}", action, args.arguments)

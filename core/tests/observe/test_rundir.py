@@ -253,7 +253,7 @@ def test_a_run_of_no_finished_step_is_replaced(tmp_path):
     RunDirectory.check(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before, "a check deletes nothing"
     RunDirectory.create(tmp_path).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "precomputed"]
 
 
 @pytest.mark.parametrize("saved", ["checkpoints/step-000001", "exports/step-000001", "model", "model-critic"])

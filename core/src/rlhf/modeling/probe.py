@@ -73,7 +73,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
             )
         if loaded.kind == "lm":
-            _check_head(loaded, spec, rows[1], truth[1])
+            _check_head(loaded, spec, rows[2], truth[2])  # the shortest, as these are whole logits
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
         """Claim ``path`` for one run. A run in there that finished no step is deleted, and with ``overwrite`` any: what
-        runs write, and nothing else.
+        runs write, and nothing else. Without ``overwrite`` what was precomputed stays: it is of the same use now.
 
         Raises ConfigError where another process is at work there, where it already holds a run and neither ``resume``
         nor ``overwrite`` is set, where what it holds is not recognisably a run, and where it holds none and ``resume``
@@ -80,7 +80,7 @@ class RunDirectory:
         try:
             _require_free(path, resume, overwrite)
             if not resume:
-                _clear(path)
+                _clear(path, () if overwrite else ("precomputed",))
             for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
                 remove_leftovers(folder)
         except BaseException:
@@ -270,9 +270,9 @@ def _finished_a_step(path: Path) -> bool:
         return True
 
 
-def _clear(path: Path) -> None:
-    """Delete what a run wrote; the manifest, by which it is recognised, last."""
-    found = [path / name for name in _WRITTEN] + sorted(path.glob("model-*"))
+def _clear(path: Path, keep: Collection[str]) -> None:
+    """Delete what a run wrote but ``keep``; the manifest, by which it is recognised, last."""
+    found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
     for item in sorted(found, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():
             discard_folder(item)

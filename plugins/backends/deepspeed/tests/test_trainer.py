@@ -22,7 +22,7 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteForCausalLM
 from zero_cases import apart, batch, spec, trainer
 
 
@@ -337,8 +337,21 @@ def test_a_fresh_scalar_head_is_the_same_in_every_stage(folder):
     assert torch.equal(heads[0], dict(TorchTrainer(TorchTrainer.Config(device="cpu"), of).weights())["score.weight"])
 
 
-def test_models_with_a_scaled_head_are_refused_in_every_stage(tmp_path):
+def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, monkeypatch):
     path = tiny_model(tmp_path / "model", architecture="granite", logits_scaling=8.0)
+    for stage in (2, 3):
+        assert (
+            trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage).loaded.logit_scale
+            == 1 / 8
+        )
+    forward = GraniteForCausalLM.forward
+
+    def squaring(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits.square()
+        return out
+
+    monkeypatch.setattr(GraniteForCausalLM, "forward", squaring)
     for stage in (2, 3):
         with pytest.raises(ModelError, match="does more to its logits than a linear head"):
             trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage)
