@@ -43,14 +43,3 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Processes that run the command and can be killed."""
     with Forks(tmp_path_factory.mktemp("forks")) as server:
         yield server
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_measured_precision() -> Iterator[None]:
-    """``dtype = "auto"`` is fp32 in this process: what a busy machine's timing would choose decides no test."""
-    from rlhf.modeling import precision
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision, "bf16_flags", tuple)
-        precision._automatic.cache_clear()
-        yield

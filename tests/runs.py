@@ -76,7 +76,8 @@ class Workshop:
         return merged(base, changes)
 
     def arguments(self, config: Mapping[str, Any], *flags: str) -> list[str]:
-        """The command line that runs ``config``."""
+        """The command line that runs ``config``. Roles that it leaves to a measurement of this machine are fp32."""
+        config = merged(config, {"roles": {role: {"dtype": "fp32"} for role in _frozen(config)}})
         output = Path(config["run"]["output"])
         path = output.parent / f"{output.name}.toml"
         path.write_text(tomli_w.dumps(config))
@@ -150,3 +151,11 @@ def assert_same_run(a: Finished, b: Finished) -> None:
     assert a.rollouts() == b.rollouts()
     assert a.checkpoint() == b.checkpoint()
     assert a.weights == b.weights
+
+
+def _frozen(config: Mapping[str, Any]) -> list[str]:
+    """The roles of rewards that have a model, where the run file says nothing of them."""
+    usual = {"model": "reward_model", "prm": "process_reward_model"}
+    used = [(usual.get(reward["use"].partition(":")[0]), reward) for reward in config.get("reward", [])]
+    roles = [reward.get("role", role) for role, reward in used if role is not None]
+    return [role for role in roles if role not in config.get("roles", {})]
