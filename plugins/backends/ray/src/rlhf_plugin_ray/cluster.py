@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
 
 from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.control import Control, closed, end_own
 from rlhf_plugin_ray.placing import Node
 
 _ENVIRONMENT = {
@@ -24,7 +24,6 @@ _ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",  # an engine's children die with it
 }
 """Of this process, where they are not set, and so of the Ray that it starts."""
-_CONNECT_SECONDS = 5.0
 _START = (
     "Start it with `ray start --head` on one node and `ray start --address HOST:6379` on the others, or leave "
     "launcher.address out to run on this machine alone."
@@ -42,11 +41,13 @@ class Cluster:
             self._check(config)
         if threading.current_thread() is threading.main_thread():
             _keep_exit_codes()
+        self.control = Control(ray.get_runtime_context().gcs_address, own=self.ours and self._local)
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         address = config.address or _of_environment(config)
+        self._local = address == "local"
         options: dict[str, Any] = {
             "address": address,
             "log_to_driver": config.show_output,
@@ -56,7 +57,7 @@ class Cluster:
             options |= {"include_dashboard": False, "num_cpus": config.cpus}
             if config.object_store_gib is not None:
                 options["object_store_memory"] = int(config.object_store_gib * 2**30)
-        if problem := _closed(address):
+        if problem := closed(address):
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {problem}. {_START}")
         main = threading.current_thread() is threading.main_thread()
         self._sigterm = signal.getsignal(signal.SIGTERM) if main else None
@@ -98,10 +99,13 @@ class Cluster:
         """Disconnect; a Ray that was started here ends."""
         if self.ours:
             self.ours = False
+            if self.control.lost:
+                end_own()
             ray.shutdown()
             ray_worker._worker_logs_enabled = True
             if self._sigterm is not None:  # Ray set one of its own
                 signal.signal(signal.SIGTERM, self._sigterm)
+        self.control.stop()
 
 
 def _of_environment(config: RayConfig) -> str:
@@ -123,18 +127,6 @@ def _keep_exit_codes() -> None:
     """
     handler = signal.getsignal(signal.SIGCHLD)
     signal.signal(signal.SIGCHLD, handler if callable(handler) else signal.SIG_DFL)
-
-
-def _closed(address: str) -> str:
-    """Why nothing answers at HOST:PORT, which Ray would take minutes to find out; empty where something does."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        return ""
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError, ValueError) as cause:
-        return getattr(cause, "strerror", None) or str(cause)
-    return ""
 
 
 class LoopbackOnly:

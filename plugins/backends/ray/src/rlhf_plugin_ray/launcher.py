@@ -151,6 +151,8 @@ class RayLauncher(Launcher):
         with ExitStack() as last_first:  # each of them, whatever another raises
             if self._cluster is not None:
                 last_first.callback(self._cluster.close)
+                if self._cluster.control.lost:  # each of the calls below would wait for it; the workers end with Ray
+                    self._launched, self._running, self._reservation = [], [], None
             if self._reservation is not None:
                 last_first.callback(self._reservation.release)
             for member in self._running:  # those of a start that failed, too
@@ -224,7 +226,8 @@ class RayLauncher(Launcher):
         return [answers[ref] for ref in refs]
 
     def _watch(self, members: Sequence[Member], doing: str) -> Vigil:
-        return Vigil(members, doing, self.config, self._reports())
+        assert self._cluster is not None
+        return Vigil(members, doing, self.config, self._reports(), self._cluster.control.check)
 
     def _reports(self) -> Path:
         return Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()

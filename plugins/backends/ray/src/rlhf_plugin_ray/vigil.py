@@ -19,6 +19,9 @@ from rlhf_plugin_ray.stall import Stall
 SILENT = 10
 """Heartbeats without an answer after which a worker is stalled."""
 
+_LOOK_SECONDS = 1.0
+"""Between two looks at whether the control process is there."""
+
 
 @dataclass
 class _Seen:
@@ -33,9 +36,17 @@ class _Seen:
 class Vigil:
     """Watches the members whose answers are waited for, from its making to the last :meth:`leave`."""
 
-    def __init__(self, members: Iterable[Member], doing: str, config: RayConfig, reports: Path) -> None:
+    def __init__(
+        self,
+        members: Iterable[Member],
+        doing: str,
+        config: RayConfig,
+        reports: Path,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``check`` raises WorkerError where no worker can be waited for any more."""
         self._seen = {id(m): _Seen(m) for m in members}
-        self.doing, self.config, self.reports = doing, config, reports
+        self.doing, self.config, self.reports, self._cluster = doing, config, reports, check
         self.lost: Callable[[Sequence[Member], str], None] = lambda stalled, headline: None
         """Told who stalled, and what the error says first, before it is raised."""
         self._begun = self._next = time.monotonic()
@@ -47,11 +58,12 @@ class Vigil:
 
     def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Those of the references and streams that are ready, at least one; none only where ``timeout`` seconds are
-        over. Raises WorkerError for a stalled worker."""
+        over. Raises WorkerError for a stalled worker, and where Ray's control process is gone."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
+            self._cluster()
             now = time.monotonic()
-            limit = self._next - now if end is None else min(self._next, end) - now
+            limit = min(now + _LOOK_SECONDS, self._next, self._next if end is None else end) - now
             ready, _ = ray.wait(list(waitables), num_returns=1, timeout=max(limit, 0.0), fetch_local=False)
             if ready:
                 if len(waitables) == 1:

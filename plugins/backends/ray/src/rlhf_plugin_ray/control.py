@@ -1,0 +1,88 @@
+"""Noticing that Ray's control process (GCS) is gone, before Ray ends this process for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+
+from ray._private import worker as ray_worker
+from rlhf.errors import WorkerError
+
+_CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+_OWN_SECONDS = 3.0
+"""Without an answer of a GCS on this machine that nobody starts again."""
+_CLUSTER_SECONDS = 30.0
+"""Of a cluster's, which may be started again. Ray ends this process after 60, in words of its own."""
+_END_SECONDS = 20.0
+"""For the run to end by itself with the error. Afterwards this process is ended: Ray would do it."""
+
+
+class Control:
+    """A thread that connects to the GCS every second, until :meth:`stop`."""
+
+    def __init__(self, address: str, own: bool) -> None:
+        """``own``: this process started it."""
+        self.lost = ""
+        """What to say, once it is gone."""
+        self._address, self._own = address, own
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="ray-control", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises WorkerError once the GCS is gone."""
+        if self.lost:
+            raise WorkerError(self.lost)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        limit = _OWN_SECONDS if self._own else _CLUSTER_SECONDS
+        answered = time.monotonic()
+        while not self._stopped.wait(_LOOK_SECONDS):
+            asked = time.monotonic()
+            problem = closed(self._address)
+            if not problem:
+                answered = asked
+            elif time.monotonic() - answered >= limit:
+                self.lost = self._message(problem, limit)
+                break
+        # once it is gone: the run may be where nothing checks, or hang in a call of Ray
+        if not self._stopped.wait(_END_SECONDS):
+            end_own()
+            sys.stdout.flush()
+            sys.stderr.write(f"rlhf: {self.lost}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _message(self, problem: str, seconds: float) -> str:
+        head = "`dmesg` shows" if self._own else "`ray status` and the head node's dmesg show"
+        return (
+            f"Ray's control process (GCS) at {self._address} is gone: {problem}, for {seconds:g} s. The workers cannot "
+            f"be used without it, and the run ends. {head} whether it was killed (for want of memory, or by `ray "
+            "stop`); gcs_server.out in session_latest/logs of Ray's temporary folder has its last words. The run "
+            "continues from its newest checkpoint with --resume."
+        )
+
+
+def end_own() -> None:
+    """Kill the processes of the Ray that this process started, if it did; workers notice it and end. Without its GCS
+    they would live for another minute."""
+    if (node := ray_worker._global_node) is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def closed(address: str) -> str:
+    """Why nothing answers at HOST:PORT, which Ray would take minutes to find out; empty where something does."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError, ValueError) as cause:
+        return getattr(cause, "strerror", None) or str(cause)
+    return ""
