@@ -27,7 +27,7 @@ PARTS = {
     "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
 }
 """The runs of each part, in order; what several need is run once."""
-SMALL = ("--run.steps", "2", "--data.batch_size", "4")
+SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--trainer.warmup_steps", "0")
 SMALL_EVAL = ("--eval.max_rows", "8")
 SMALL_SAMPLES = ("--sampling.max_new_tokens", "16", "--algorithm.min_reward", "0")
 
