@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import rlhf
 from rlhf.errors import ConfigError, PluginNotFound, TrainingError
-from rlhf_cli.main import COMMANDS, main
+from rlhf_cli.main import COMMANDS, main, split_dotted
 
 HEAVY = ("torch", "transformers", "datasets", "numpy")
 
@@ -234,3 +234,16 @@ def test_a_reader_that_leaves_early_is_no_error():
     with os.fdopen(write, "w") as closed:
         done = subprocess.run([sys.executable, "-uc", code], stdout=closed, stderr=subprocess.PIPE, check=False)
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "dotted"),
+    [
+        (["--a.b", "-o", "file"], ["-o", "file"], ["--a.b"]),
+        (["--a.b", "-END"], [], ["--a.b", "-END"]),
+        (["--a.b", "-1", "--c.d"], [], ["--a.b", "-1", "--c.d"]),
+    ],
+    ids=["a flag of the command", "a value with a dash", "a negative number"],
+)
+def test_the_word_after_a_flag_of_the_run_file_is_its_value_unless_it_is_a_flag(words, others, dotted):
+    assert split_dotted(words, ["-o", "--output"]) == (others, dotted)

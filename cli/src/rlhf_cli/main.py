@@ -97,11 +97,6 @@ def call(prog: str, command: Any, words: list[str]) -> int:
     return int(command.run(args))
 
 
-def is_flag(word: str) -> bool:
-    """Whether a word is a flag rather than a value, which may be a negative number or ``-`` alone."""
-    return word.startswith("--") or (len(word) > 1 and word[0] == "-" and word[1].isalpha())
-
-
 def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
     """(other words, flags of the run file with their values): argparse would take such a value for a positional one.
 
@@ -126,7 +121,7 @@ def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tu
         if near:
             raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
         dotted.append(word)
-        if "=" not in word and rest and not is_flag(rest[0]):
+        if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (known or ())):
             dotted.append(rest.pop(0))
     return others, dotted
 
