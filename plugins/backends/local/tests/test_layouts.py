@@ -21,6 +21,7 @@ LENS = [9, 30, 3, 30, 21]
 LONGROPE = {
     "architecture": "phi3",
     "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,  # Phi-3 takes the threshold from here
     "rope_parameters": {
         "rope_type": "longrope",
         "rope_theta": 1e4,
