@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from rlhf.errors import RlhfError
-from rlhf.interfaces import Loss, ModelSpec
+from rlhf.interfaces import ModelSpec
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.testing.tiny_architectures import tiny_architecture
-from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf.types import RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_sft.nll import NLL
 from transformers import AutoModelForCausalLM
 
 CLOSE = 1e-3
@@ -26,19 +27,6 @@ FRONTS = ((14, (20, 31, 26)), (5, (8, 7)), (30, (40, 33)))
 
 ATTENTION = {"falcon with alibi": "sdpa"}
 """Where transformers' ``eager`` is wrong: it adds alibi twice."""
-
-
-class Nll(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
 
 
 def batches() -> dict[str, list[list[int]]]:
@@ -56,7 +44,7 @@ def batches() -> dict[str, list[list[int]]]:
 
 def batch_of(sequences: list[list[int]]) -> Batch:
     units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in sequences]
-    return weigh(pack(units), Nll().reduce())
+    return weigh(pack(units), NLL().reduce())
 
 
 def reference(folder: Path, attention: str) -> Any:
@@ -117,7 +105,7 @@ def trainer_of(folder: Path, recompute: bool = False) -> TorchTrainer:
 
 def gradient_difference(trainer: TorchTrainer, model: Any, sequences: list[list[int]]) -> float:
     """|ours - transformers' alone| / |transformers' alone|, in training mode, over all parameters."""
-    trainer.accumulate([batch_of(sequences)], Nll(), {}, {})
+    trainer.accumulate([batch_of(sequences)], NLL(), {}, {})
     model.zero_grad()
     model.train()
     for module in model.modules():  # nothing random is trained on

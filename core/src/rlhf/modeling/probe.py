@@ -22,6 +22,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.modeling.attention import use_attention, use_packed_attention
 from rlhf.modeling.loaded import LoadedModel
+from rlhf.modeling.logit_scale import find_logit_scale
 from rlhf.modeling.noise import noise_settings
 from rlhf.modeling.pretrained import quiet
 from rlhf.seeds import derive_seed
@@ -72,8 +73,13 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
             )
-        if loaded.kind == "lm":
-            _check_head(loaded, spec, rows[2], truth[2])  # the shortest, as these are whole logits
+        if loaded.kind == "lm" and not find_logit_scale(
+            loaded, rows[2], truth[2]
+        ):  # few tokens: these are whole logits
+            raise ModelError(
+                f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
+                "cap; its log-probs would be wrong here, so it is refused."
+            )
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))
@@ -194,38 +200,6 @@ def short_lengths(module: PreTrainedModel) -> Iterator[None]:
     finally:
         for holder, name, value in changed:
             setattr(holder, name, value)
-
-
-# -------------------------------------------------------------------------------------------------- head
-
-
-def _check_head(loaded: LoadedModel, spec: ModelSpec, ids_T: Tensor, hidden_TH: Tensor) -> None:
-    """Set ``logit_scale``; refuse models that do something else to their logits."""
-    whole = loaded.module(input_ids=ids_T[None], use_cache=False)
-    want_TV = whole.logits[0].float()
-    loaded.logit_scale = 1.0
-    if not _same(loaded.logits(hidden_TH), want_TV):
-        loaded.logit_scale = _find_scale(loaded, hidden_TH, want_TV)
-    if not _same(loaded.logits(hidden_TH), want_TV):
-        raise ModelError(
-            f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
-            "cap; its log-probs would be wrong here, so it is refused."
-        )
-
-
-def _find_scale(loaded: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:
-    """The number of the config, or its inverse, that comes nearest to the factor between the head and the logits."""
-    plain_TV, cap = loaded.head(hidden_TH).float(), loaded.softcap
-    if cap is not None:
-        want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))
-    fitted = float((plain_TV * want_TV).sum() / (plain_TV * plain_TV).sum())
-    config = loaded.module.config.get_text_config().to_dict()
-    named = [float(v) for v in config.values() if isinstance(v, int | float) and v]
-    return min((scale for v in named for scale in (v, 1 / v)), key=lambda scale: abs(scale - fitted), default=1.0)
-
-
-def _same(got_TV: Tensor, want_TV: Tensor) -> bool:
-    return got_TV.shape == want_TV.shape and torch.allclose(got_TV.float(), want_TV, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- noise
