@@ -24,7 +24,7 @@ define install_into_venv
 		&& echo "installed in $$(( $$(date +%s) - start )) s"
 endef
 
-METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml plugins/*/*/pyproject.toml)
+METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)
 
 # The quick start leaves out Ray, vLLM, DeepSpeed and what tests need: not every machine can have them.
 $(LIGHT): $(METADATA)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 from settings import (
     ANSWERS,
     DEVICE,

@@ -6,12 +6,12 @@ import tempfile
 from typing import Any
 
 from ours_train import run_file
-from rlhf.controller.build import build
-from rlhf.controller.online import online
-from rlhf.controller.prepare import prepare
 from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
+from rlhf_runtime.controller.build import build
+from rlhf_runtime.controller.online import online
+from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.runfile import RunFile
 from settings import THREADS, Clock, arm_arguments, write
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from ours_train import run_file
-from rlhf.controller.build import build
-from rlhf.controller.prepare import prepare
-from rlhf.data.rows import Example, Sequence
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types.examples import Example, Sequence
+from rlhf_runtime.controller.build import build
+from rlhf_runtime.controller.prepare import prepare
 from safetensors.torch import save_file
 from settings import THREADS
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 from model import CHARS, make_model
-from rlhf.controller.dispatch import plan
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.modeling.prefix import unit_prefixes
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_modeling.prefix import unit_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_runtime.controller.dispatch import plan
 from settings import LONGEST, PROMPTS, ROWS, SAMPLES, SHORTEST, THREADS
 
 SHAPES = {  # name: (prompts, samples of each, tokens of a prompt, tokens of an answer)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.controller.build import build
-from rlhf.controller.offline import offline
-from rlhf.controller.online import online
-from rlhf.controller.prepare import prepare
 from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
+from rlhf_runtime.controller.build import build
+from rlhf_runtime.controller.offline import offline
+from rlhf_runtime.controller.online import online
+from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.runfile import RunFile
 from settings import (
     ANSWERS,
     BETAS,

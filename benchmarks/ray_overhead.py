@@ -22,18 +22,18 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorMethod
-from rlhf.controller.roles import Role
-from rlhf.controller.sync import WeightSync
 from rlhf.interfaces import GENERATOR, ApplyResult, GeneratorSpec, Launcher, Loss, ModelSpec, Place, TrainerFacts
 from rlhf.interfaces.generator import Generator, Proof
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.sections import SyncSection
-from rlhf.testing.launcher import CountingTrainer
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
 from rlhf_plugin_ray.vigil import Vigil
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.sections import SyncSection
+from rlhf_testing.launcher import CountingTrainer
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = 16, 8, 6, 64
 BUDGET = 2048

@@ -17,17 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rlhf.controller.roles import Role
-from rlhf.controller.sync import WeightSync
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.sections import SyncSection
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.sections import SyncSection
+from rlhf_testing.tiny import tiny_model
 from settings import THREADS, median
 
 TARGET = 2.0

@@ -1,6 +1,6 @@
 """Which architectures of transformers are trained rightly, and how: ``python docs/architectures.py``.
 
-Every type that is a causal language model is made tiny and random (:mod:`rlhf.testing.tiny_architectures`), loaded as
+Every type that is a causal language model is made tiny and random (:mod:`rlhf_testing.tiny_architectures`), loaded as
 the trained role of a trainer, and compared with transformers alone: the same weights in a module of their own, its own
 attention (``eager``), one sequence at a time, no cache. ``--write`` writes ``architectures.md``.
 
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from one_architecture import CLOSE, measure
-from rlhf.testing.tiny_architectures import causal_types
-from rlhf.testing.tiny_sizes import VARIANTS
+from rlhf_testing.tiny_architectures import causal_types
+from rlhf_testing.tiny_sizes import VARIANTS
 from transformers import __version__
 from transformers.utils import logging
 

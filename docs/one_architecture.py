@@ -11,11 +11,11 @@ from rlhf.errors import RlhfError
 from rlhf.interfaces import ModelSpec
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.testing.tiny_architectures import tiny_architecture
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_sft.nll import NLL
+from rlhf_testing.tiny_architectures import tiny_architecture
 from transformers import AutoModelForCausalLM
 
 CLOSE = 1e-3

@@ -61,7 +61,8 @@ class Member:
         return self.folder.parent.parent.name == "plugins"
 
 
-MEMBERS = [Member(p.parent) for p in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")])]
+FOLDERS = ("*", "libraries/*", "plugins/*/*")
+MEMBERS = [Member(p.parent) for p in sorted(p for f in FOLDERS for p in ROOT.glob(f"{f}/pyproject.toml"))]
 BY_NAME = {member.name: member for member in MEMBERS}
 PLUGINS = [member for member in MEMBERS if member.is_plugin]
 ROOT_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

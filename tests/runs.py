@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rlhf.observe import read_metrics
 from rlhf_cli.main import main
+from rlhf_runtime.observe import read_metrics
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.config import load
-from rlhf.controller.launching import launch_roles
-from rlhf.controller.learn import learn
-from rlhf.controller.prepare import Prepared, prepare
-from rlhf.controller.roles import Role
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.serialise import read_groups
+from rlhf_runtime.config import load
+from rlhf_runtime.controller.launching import launch_roles
+from rlhf_runtime.controller.learn import learn
+from rlhf_runtime.controller.prepare import Prepared, prepare
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.serialise import read_groups
 from torch import Tensor
 
 from tests.runs import Finished, Workshop, merged

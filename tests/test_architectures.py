@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from rlhf.testing.tiny_architectures import causal_types
-from rlhf.testing.tiny_sizes import NOT_BUILT, OVERRIDES, VARIANTS
+from rlhf_testing.tiny_architectures import causal_types
+from rlhf_testing.tiny_sizes import NOT_BUILT, OVERRIDES, VARIANTS
 
 from tests.pages import DOCS
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.checkpoint import CheckpointStore
-from rlhf.controller import build
-from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.controller import build
+from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
 from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run

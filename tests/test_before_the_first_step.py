@@ -8,13 +8,13 @@ import threading
 from typing import Any
 
 import pytest
-from rlhf.controller import build
-from rlhf.controller.run import Run
-from rlhf.data import row_check
-from rlhf.data.dataset import TrainData
-from rlhf.data.row_check import RowCheck
-from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
+from rlhf_runtime.controller import build
+from rlhf_runtime.controller.run import Run
+from rlhf_runtime.data import row_check
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.row_check import RowCheck
+from rlhf_runtime.data_section import DataSection, SourceSection
 
 from tests.runs import PAIRS, PROMPTS, Finished, Workshop
 
@@ -125,7 +125,7 @@ class Slow(TrainData):
 
 @pytest.fixture
 def data(shop: Workshop) -> TrainData:
-    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf_runtime.data.tokenizer import load_tokenizer
 
     path = shop.rows("rows.jsonl", [*PROMPTS, {"prompt": 7, "answer": "1"}])
     section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)

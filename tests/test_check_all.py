@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.plugins import Entry, Plugins
-from rlhf.testing import conformance
+from rlhf_testing import conformance
 
 LIGHT = ("advantage", "loss", "reward", "env", "rollout", "adapter")
 """Kinds without models or services; the suites of the others are in their own tests, and take minutes."""

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop, merged
 from tests.test_average import told_of

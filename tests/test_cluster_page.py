@@ -5,12 +5,12 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from rlhf.components import select
 from rlhf.errors import ConfigError
-from rlhf.placement import placement
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
 from rlhf_plugin_ray.placing import Node, check_fits
+from rlhf_runtime.components import select
+from rlhf_runtime.placement import placement
+from rlhf_runtime.runfile import RunFile
 
 from tests.pages import DOCS, blocks
 

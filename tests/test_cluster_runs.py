@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from rlhf.observe import read_metrics
-from rlhf.testing.tiny import tiny_model
+from rlhf_runtime.observe import read_metrics
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.controller.saves import Saves
 from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import Head
+from rlhf_runtime.controller.saves import Saves
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification

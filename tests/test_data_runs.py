@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from rlhf.testing.tiny import tiny_model, tiny_tokenizer
+from rlhf_testing.tiny import tiny_model, tiny_tokenizer
 
 from tests.runs import Workshop
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.members import ROOT
 

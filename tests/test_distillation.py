@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.testing.tiny import tiny_model, tiny_tokenizer
+from rlhf_testing.tiny import tiny_model, tiny_tokenizer
 
 from tests.runs import Finished, Workshop, assert_same_run
 from tests.test_resume import Runs, config

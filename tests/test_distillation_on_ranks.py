@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop
 

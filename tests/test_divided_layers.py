@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 
 from tests.runs import Finished, Workshop

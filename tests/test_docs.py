@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from rlhf.config import short_flags
-from rlhf.flags import item_of, model_of
 from rlhf.plugins import Plugins
-from rlhf.runfile import LISTS, SINGLE, RunFile
-from rlhf.testing import conformance
 from rlhf_cli.describe import options
 from rlhf_cli.main import COMMANDS, split_dotted
+from rlhf_runtime.config import short_flags
+from rlhf_runtime.flags import item_of, model_of
+from rlhf_runtime.runfile import LISTS, SINGLE, RunFile
+from rlhf_testing import conformance
 
 from tests.forks import Forks, Place
 from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, tables

@@ -7,13 +7,13 @@ import re
 import tomllib
 
 import pytest
-from rlhf.config import load
-from rlhf.controller.parts import run_parts
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli import plan, train
 from rlhf_cli.flags import overrides
 from rlhf_cli.main import COMMANDS, split_dotted
+from rlhf_runtime.config import load
+from rlhf_runtime.controller.parts import run_parts
 
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 
@@ -80,7 +80,9 @@ def test_scripts_that_pages_call_exist_and_have_the_flags():
 
 
 def test_every_check_of_the_doctor_is_on_its_page():
-    sources = "".join(path.read_text() for path in (ROOT / "core/src/rlhf/doctor").glob("*.py"))
+    sources = "".join(
+        path.read_text() for path in (ROOT / "plugins/commands/doctor/src/rlhf_plugin_doctor").glob("*.py")
+    )
     named = {
         name
         for table in tables(ROOT / "docs/doctor.md")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from rlhf import types
-from rlhf.data.dataset import TrainData
-from rlhf.data_section import DataSection, SourceSection
 from rlhf.interfaces import KINDS
 from rlhf.ops.losses import LossInput
-from rlhf.pair_learning import PairLearning
-from rlhf.testing.tiny import tiny_tokenizer
+from rlhf_algorithms.pair_learning import PairLearning
 from rlhf_cli.main import main
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data_section import DataSection, SourceSection
+from rlhf_testing.tiny import tiny_tokenizer
 from transformers import AutoTokenizer
 
 FOLDER = Path(__file__).parent.parent / "docs" / "hooks"

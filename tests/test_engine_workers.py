@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
-from rlhf.testing.models import model_path
-from rlhf.testing.plain import PlainTrainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_testing.models import model_path
+from rlhf_testing.plain import PlainTrainer
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.data.dataset import TrainData
-from rlhf.data_section import DataSection, SourceSection
-from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data_section import DataSection, SourceSection
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop
 

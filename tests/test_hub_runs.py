@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from rlhf.testing.hub import LoopbackHub
-from rlhf.testing.tiny import tiny_model, tiny_reward_model
+from rlhf_testing.hub import LoopbackHub
+from rlhf_testing.tiny import tiny_model, tiny_reward_model
 
 CLI = "from rlhf_cli.main import main; raise SystemExit(main())"
 TOKEN = "hf_" + "Xw9" * 12

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
 from tests.runs import LABELS, PAIRS, Finished, Workshop, assert_same_run

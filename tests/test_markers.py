@@ -10,7 +10,11 @@ from tests.members import ROOT
 
 STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
 """Words of tests that start it."""
-FILES = sorted(p for folder in ("core/tests", "cli/tests", "tests") for p in (ROOT / folder).rglob("test_*.py"))
+FILES = sorted(
+    p
+    for folder in ("core", "libraries", "runtime", "testing", "cli", "plugins/commands", "tests")
+    for p in (ROOT / folder).rglob("test_*.py")
+)
 
 
 def test_a_file_that_starts_it_says_so():

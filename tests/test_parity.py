@@ -44,7 +44,7 @@ def ours(work, execute):
     models = json.loads((work / "models.json").read_text())
     assert models == RECORDED["models"], (
         "the models are not those that TRL was recorded with, so losses cannot be compared: undo the change of "
-        "benchmarks/parity/tiny.py or rlhf.testing.tiny, or record again"
+        "benchmarks/parity/tiny.py or rlhf_testing.tiny, or record again"
     )
     file = work / "ours.json"
     execute("ours_losses.py", "--work", str(work), "--result", str(file))

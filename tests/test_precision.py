@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from rlhf.modeling import precision
-from rlhf.modeling.trainer import PackedTrainer
+from rlhf_modeling import precision
+from rlhf_modeling.trainer import PackedTrainer
 
 from tests.runs import Workshop
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.controller import build
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.checks import LEARNING
-from rlhf.modeling.config import TrainingConfig
-from rlhf.modeling.model import load_model
-from rlhf.modeling.skeleton import check_files, skeleton
-from rlhf.testing.tiny import tiny_model, tiny_reward_model
 from rlhf.types import RoleSpec
 from rlhf_cli.main import main
+from rlhf_modeling.checks import LEARNING
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.model import load_model
+from rlhf_modeling.skeleton import check_files, skeleton
+from rlhf_runtime.controller import build
+from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 
 from tests.runs import Workshop
@@ -303,8 +303,8 @@ def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch)
 
 
 def test_a_language_model_is_no_reward_model_of_score_and_eval(shop, monkeypatch):
-    monkeypatch.setattr("rlhf.controller.score.launch_roles", lambda *_: pytest.fail("it started"))
-    monkeypatch.setattr("rlhf.controller.inference.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_runtime.controller.score.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_runtime.controller.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
     for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):
         code, text = said(*words)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.ops import pipeline
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop
 

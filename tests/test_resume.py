@@ -76,7 +76,7 @@ class Killer(Observer):
 
 MOVING = """
 from rlhf.interfaces import Slot
-from rlhf.policy_gradient import PolicyGradient
+from rlhf_algorithms.policy_gradient import PolicyGradient
 from rlhf.types import Snapshot
 
 

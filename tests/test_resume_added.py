@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlhf.checkpoint import manifest, read_json, write_json
+from rlhf_runtime.checkpoint import manifest, read_json, write_json
 
 from tests.runs import assert_same_run
 

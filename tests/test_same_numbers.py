@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop, merged
 from tests.same_numbers import Case, Learnt, distance, learn_everywhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf_runtime.data.tokenizer import load_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 

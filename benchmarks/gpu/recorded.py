@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from ours_gradients import demonstrations, groups
-from rlhf.controller.launching import launch_roles
-from rlhf.controller.prepare import Prepared, prepare
-from rlhf.controller.roles import Role
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
-from rlhf.testing.tiny import CHARS, tiny_model
+from rlhf_runtime.controller.launching import launch_roles
+from rlhf_runtime.controller.prepare import Prepared, prepare
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.runfile import RunFile
+from rlhf_testing.tiny import CHARS, tiny_model
 from torch import Tensor
 
 SIZES = {"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 1024}

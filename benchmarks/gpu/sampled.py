@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from parts import Part
 from recorded import VOCABULARY, Recorded
-from rlhf.controller.roles import Role
-from rlhf.controller.sync import WeightSync
-from rlhf.data.tokenizer import Decoder
 from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
-from rlhf.sections import SyncSection
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.data.tokenizer import Decoder
+from rlhf_runtime.sections import SyncSection
 
 TEMPERATURES = (1.0, 0.7)
 MEAN = {"fp32": 1e-4, "bf16": 5e-2}

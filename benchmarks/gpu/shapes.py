@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rlhf.testing.tiny import CHARS, tiny_model
+from rlhf_testing.tiny import CHARS, tiny_model
 
 LARGE: dict[str, Any] = {
     "hidden": 896,

@@ -15,15 +15,15 @@ import machine
 import shapes
 import torch
 from parts import NotRun, Part, Section
-from rlhf.controller.build import train
-from rlhf.controller.sync import WeightSync
 from rlhf.interfaces import Loss, ModelSpec, Trainer
-from rlhf.observe import read_metrics
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.sections import SyncSection
 from rlhf.types import RoleSpec
+from rlhf_runtime.controller.build import train
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.sections import SyncSection
 from safetensors.torch import load_file
 from sampled import draw_all, engine, policy, requests
 from sync import colocated

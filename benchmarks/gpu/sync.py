@@ -13,13 +13,13 @@ import shapes
 import torch
 from mapped import seconds_mapped
 from parts import Part, Section
-from rlhf.controller.build import build
-from rlhf.controller.prepare import prepare
-from rlhf.controller.sync import WeightSync
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
-from rlhf.sections import SyncSection
-from rlhf.sync.bucket import buckets
+from rlhf.weights.bucket import buckets
+from rlhf_runtime.controller.build import build
+from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.sections import SyncSection
 from sampled import engine, policy
 
 TURNS, WARMUP = 5, 2

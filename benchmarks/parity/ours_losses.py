@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from answering import answer
 from cases import CASES, MAX_TOKENS, STEPS, TRAINING, Case, digest, rows
-from rlhf.controller.build import build
-from rlhf.controller.offline import offline
-from rlhf.controller.prepare import prepare
-from rlhf.data.rows import Example
-from rlhf.observe import read_metrics
 from rlhf.plugins import Plugins
-from rlhf.runfile import RunFile
+from rlhf.types.examples import Example
+from rlhf_runtime.controller.build import build
+from rlhf_runtime.controller.offline import offline
+from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.runfile import RunFile
 
 
 def run_file(case: Case, work: Path, folder: Path) -> RunFile:

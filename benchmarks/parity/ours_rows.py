@@ -1,4 +1,4 @@
-"""Rows as ours tokenises them: ``rlhf.data``, and the mismatched answers of KTO.
+"""Rows as ours tokenises them: ``rlhf_runtime.data``, and the mismatched answers of KTO.
 
 .venv/bin/python benchmarks/parity/ours_rows.py --work FOLDER --result FILE [--cases NAME ...]
 """
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from answering import answer
-from rlhf.data.checks import Verdict
-from rlhf.data.dataset import TrainData
-from rlhf.data.rows import Example
-from rlhf.data_section import DataSection, SourceSection
 from rlhf.errors import DataError
+from rlhf.types.examples import Example
 from rlhf_plugin_kto.twins import Labelled, twins
+from rlhf_runtime.data.checks import Verdict
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data_section import DataSection, SourceSection
 from row_cases import CASES, TEMPLATES, RowCase
 
 

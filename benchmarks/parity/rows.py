@@ -74,7 +74,7 @@ def _of_sequence(case: RowCase, ours: list[Any], trl: list[Any], decode: Decode)
 
 def compare(ours: dict[str, Any], trl: dict[str, Any], work: Path) -> list[dict[str, Any]]:
     """One row per case that was run: ``wrong`` is empty, or says of which row what is not as stated."""
-    from rlhf.data.steps import decoder_of
+    from rlhf.steps import decoder_of
     from transformers import AutoTokenizer
 
     found = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from cases import alphabet, write
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
 
 STD = 0.1

@@ -35,14 +35,14 @@ MODELS: Case = {
         "architecture": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
     },
 }  # fmt: skip
-"""Options of ``rlhf.testing.tiny.tiny_model``; Qwen3 where no architecture is said, grouped queries in all."""
+"""Options of ``rlhf_testing.tiny.tiny_model``; Qwen3 where no architecture is said, grouped queries in all."""
 CACHE_GIB = 0.25
 LORA = {"rank": 16}
 
 
 def make_model(folder: Path, name: str) -> Path:
     """Under ``folder``, once."""
-    from rlhf.testing.tiny import tiny_model
+    from rlhf_testing.tiny import tiny_model
 
     path = folder / name.replace(" ", "-")
     if not (path / "config.json").exists():

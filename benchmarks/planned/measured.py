@@ -73,7 +73,7 @@ def maker(case: Case, path: Path, rank: int, port: int) -> Work:
     options: dict[str, Any] = {"lr": 1e-6, "ema_decay": case.get("ema"), "kernels": case.get("kernels", "auto")}
     if "lora" in case:
         import peft  # noqa: F401
-        from rlhf.modeling.adapters import LoraOptions
+        from rlhf_modeling.adapters import LoraOptions
 
         options["lora"] = LoraOptions(**case["lora"])
     if "ranks" in case:
@@ -128,7 +128,7 @@ def engine(case: Case, path: Path, rank: int, port: int) -> Work:
 
 def _sync(made: Any, path: Path) -> None:
     """The model's own weights, so that the engine may sample."""
-    from rlhf.sync.bucket import buckets
+    from rlhf.weights.bucket import buckets
     from safetensors.torch import load_file
 
     made.begin_load(0)

@@ -12,20 +12,20 @@ Flags = dict[str, str]
 
 
 def layout_of(flags: Flags) -> Any:
-    from rlhf.config import load
-    from rlhf.plan import Machine, resolve
     from rlhf.plugins import Plugins
+    from rlhf_plugin_plan import Machine, resolve
+    from rlhf_runtime.config import load
 
     return resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu"))
 
 
 def predicted(case: dict[str, Any], path: Path) -> int:
     """Of one phase of one role, or of the engine."""
-    from rlhf.plan import sum_of
-    from rlhf.plan.busy import forwarding, training
-    from rlhf.plan.engines import engine_resting, sampling
-    from rlhf.plan.formulas import LIBRARIES
-    from rlhf.plan.phases import loading, resting
+    from rlhf_plugin_plan import sum_of
+    from rlhf_plugin_plan.busy import forwarding, training
+    from rlhf_plugin_plan.engines import engine_resting, sampling
+    from rlhf_plugin_plan.formulas import LIBRARIES
+    from rlhf_plugin_plan.phases import loading, resting
 
     layout = layout_of(flags_of(case, path))
     role = layout.role(case.get("role", "policy"))
@@ -54,8 +54,8 @@ def predicted_run(flags: Flags) -> dict[str, int]:
 
 def moments_of(layout: Any) -> dict[str, int]:
     """{phase: bytes}, in order."""
-    from rlhf.plan import make_plan
-    from rlhf.plan.formulas import PROCESS
+    from rlhf_plugin_plan import make_plan
+    from rlhf_plugin_plan.formulas import PROCESS
 
     [group] = make_plan(layout).groups
     return {phase: moment.total - PROCESS["cpu"] for phase, moment in group.moments.items()}

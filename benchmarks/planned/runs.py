@@ -19,7 +19,7 @@ ONLINE = ("grpo", "ppo")
 
 def run_flags(case: Case, models: Path, folder: Path) -> dict[str, str]:
     """The run: micro-batches are full, all sequences are as long as they may be. Models and run go to the folders."""
-    from rlhf.testing.tiny import tiny_reward_model
+    from rlhf_testing.tiny import tiny_reward_model
 
     names, algorithm = dict(case["flags"]), case["flags"]["algorithm.use"]
     for key, value in names.items():
@@ -70,11 +70,11 @@ def _data(folder: Path, length: int, count: int) -> Path:
 def measure_run(flags: dict[str, str]) -> dict[str, int]:
     """{phase: bytes}: the most of all its calls, each by itself."""
     import torch
-    from rlhf.config import load
-    from rlhf.controller.build import train
     from rlhf.plugins import Plugins
     from rlhf_plugin_local.generator import TransformersGenerator
     from rlhf_plugin_local.trainer import TorchTrainer
+    from rlhf_runtime.config import load
+    from rlhf_runtime.controller.build import train
 
     torch.set_num_threads(1)
     plugins = Plugins.discover()

@@ -6,10 +6,10 @@ import io
 import json
 
 import pytest
-from rlhf.data.preview import token_texts
-from rlhf.testing.tiny import tiny_model
 from rlhf_cli.data import ACTIONS
 from rlhf_cli.main import main
+from rlhf_runtime.data.preview import token_texts
+from rlhf_testing.tiny import tiny_model
 
 
 def test_actions_are_named_and_known(capsys):

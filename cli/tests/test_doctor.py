@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 INSTALLATION = [
     *("python", "versions", "requirements", "vision packages", "torch", "nccl", "transformers", "vllm", "deepspeed"),

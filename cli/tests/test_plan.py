@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
+from rlhf_testing.tiny import tiny_model
 
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
@@ -75,7 +75,7 @@ def test_what_nothing_makes_fit(words, capsys):
 
 
 def test_unknown_memory_is_said(words, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf.plan.machines.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: None)
     assert main([*words, "--device", "cuda"]) == 0
     assert "whether it fits is not known: give a device's memory, e.g. --device-memory 80GiB" in capsys.readouterr().out
 

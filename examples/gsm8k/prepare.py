@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.testing.tiny import EOS, PAD, tiny_model
+from rlhf_testing.tiny import EOS, PAD, tiny_model
 
 VOCABULARY = 2048
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")

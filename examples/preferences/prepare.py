@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
 

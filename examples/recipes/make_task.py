@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 LAZY = 0.6
 """Share of the demonstrations that repeat the digits unsorted."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.config import load
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf.published import look_for_models
-from rlhf.runfile import RunFile
+from rlhf_runtime.config import load
+from rlhf_runtime.models import look_for_models
+from rlhf_runtime.runfile import RunFile
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
 INSTEAD = {

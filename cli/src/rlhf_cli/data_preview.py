@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rlhf.config import load
     from rlhf.errors import ConfigError
-    from rlhf.published import look_for_models
+    from rlhf_runtime.config import load
+    from rlhf_runtime.models import look_for_models
 
     config = load(args.run_file, overrides(args))
     if config.policy.model is None:
@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
             "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
         )
     look_for_models(config)
-    from rlhf.components import build_algorithm
-    from rlhf.config_errors import raise_problems
-    from rlhf.data.dataset import TrainData
-    from rlhf.data.preview import preview, survey
-    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.plugins import Plugins
-    from rlhf.validation import ignored_fields
+    from rlhf_runtime.components import build_algorithm
+    from rlhf_runtime.config_errors import raise_problems
+    from rlhf_runtime.data.dataset import TrainData
+    from rlhf_runtime.data.preview import preview, survey
+    from rlhf_runtime.data.tokenizer import load_tokenizer
+    from rlhf_runtime.validation import ignored_fields
 
     algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
     form, answered = algorithm.data, algorithm.needs().given > 0

@@ -18,7 +18,7 @@ from rlhf.errors import ConfigError
 from rlhf_cli.flags import add_short_flags, overrides
 
 if TYPE_CHECKING:
-    from rlhf.doctor import Check, Request
+    from rlhf_plugin_doctor import Check, Request
 
 OVERRIDES = True
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rlhf.doctor import Request, examine
+    from rlhf_plugin_doctor import Request, examine
 
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _watched(request: Request) -> list[Check]:
     """On a terminal, with the name of what is being looked at: some of it takes seconds."""
     from rich.console import Console
-    from rlhf.doctor import examine
+    from rlhf_plugin_doctor import examine
 
     console = Console(stderr=True)
     status = console.status("looking") if console.is_terminal else None
@@ -66,7 +66,7 @@ def _show(checks: list[Check]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-    from rlhf.doctor import STATUSES
+    from rlhf_plugin_doctor import STATUSES
 
     table = Table("check", "status", "found", "what to do", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for check in checks:

@@ -16,7 +16,7 @@ from rlhf_cli.flags import add_short_flags, overrides
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rlhf.plan import GroupPlan, Nearest, Plan
+    from rlhf_plugin_plan import GroupPlan, Nearest, Plan
 
 OVERRIDES = True
 
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rlhf.config import load
-    from rlhf.plan import as_json, make_plan, nearest, resolve, target
     from rlhf.plugins import Plugins
+    from rlhf_plugin_plan import as_json, make_plan, nearest, resolve, target
+    from rlhf_runtime.config import load
 
     given, plugins = overrides(args), Plugins.discover()
     machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(plan: Plan, found: Nearest | None) -> None:
     from rich.console import Console
-    from rlhf.plan import verdict
+    from rlhf_plugin_plan import verdict
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -69,7 +69,7 @@ def _show(plan: Plan, found: Nearest | None) -> None:
 
 def _placement(plan: Plan) -> Table:
     from rich.table import Table
-    from rlhf.plan import describe
+    from rlhf_plugin_plan import describe
 
     count = plan.layout.devices
     table = Table(title=f"Placement: {count} device{'s' if count > 1 else ''}", title_justify="left")
@@ -95,7 +95,7 @@ def _placement(plan: Plan) -> Table:
 
 def _memory(plan: Plan, group: GroupPlan) -> Table:
     from rich.table import Table
-    from rlhf.plan import PARTS, text
+    from rlhf_plugin_plan import PARTS, text
 
     each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
     names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in group.group.holds.items())

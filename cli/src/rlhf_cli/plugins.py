@@ -127,7 +127,7 @@ def _new(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from rlhf.testing import conformance
+    from rlhf_testing import conformance
 
     plugins = Plugins.discover()
     rows: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _refuse_unknown_check(only: str, kinds: list[str]) -> None:
     """Raises ConfigError where no check of these kinds has ``only`` in its name."""
-    from rlhf.testing.conformance import check_names
+    from rlhf_testing.conformance import check_names
 
     names = list(dict.fromkeys(name for kind in kinds for name in check_names(kind)))
     if not any(only in name for name in names):

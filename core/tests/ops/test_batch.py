@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from rlhf.ops.batch import SequenceData, UnitData, concat, pack
-from rlhf.testing import fabricate
+from rlhf_testing import fabricate
 
 
 def seq(*ids, mask=None, role=0):

@@ -11,8 +11,8 @@ from rlhf.ops.groups import group_center
 from rlhf.ops.pipeline import KLPenalty, credit
 from rlhf.ops.returns import gae, return_to_go
 from rlhf.ops.trajectories import assemble
-from rlhf.testing import fabricate
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_testing import fabricate
 
 ROW = Row({}, "data", 0)
 

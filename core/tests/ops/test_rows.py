@@ -1,8 +1,8 @@
 """Rows become units; those that teach nothing are left out."""
 
-from rlhf.data.rows import Example, Sequence
 from rlhf.ops.rows import pack_rows
 from rlhf.types import Row
+from rlhf.types.examples import Example, Sequence
 
 
 def row(*masks):

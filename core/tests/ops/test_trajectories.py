@@ -6,8 +6,8 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.ops.trajectories import assemble, compress, expand
-from rlhf.testing import fabricate
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_testing import fabricate
 
 ROW = Row({"prompt": "?"}, "data", 3)
 

@@ -12,7 +12,7 @@ from rlhf.interfaces.observer import Observer, RunInfo
 from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.rollout import Rollout, RolloutContext
 from rlhf.interfaces.tokens import Tokens
-from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Precision, Sums, Trainer, TrainerFacts
 
 KINDS: dict[str, type[Component]] = {
     "algorithm": Algorithm,
@@ -31,7 +31,7 @@ KINDS: dict[str, type[Component]] = {
 
 __all__ = [
     "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env",
-    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Proof", "ReadRole",
-    "Reward", "RewardContext", "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens",
-    "Trainer", "TrainerFacts", "WorkerGroup",
+    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Precision", "Proof",
+    "ReadRole", "Reward", "RewardContext", "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums",
+    "Tokens", "Trainer", "TrainerFacts", "WorkerGroup",
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from rlhf.interfaces.tokens import Tokens
 from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, Snapshot, Update
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Algorithm(Component):
     """Lives on the driver, may keep state. The controllers ask these methods in this order, once a step.
 
     The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is the page
-    ``docs/writing-a-plugin.md``; most policy-gradient algorithms subclass :class:`rlhf.policy_gradient.PolicyGradient`,
-    those on given pairs :class:`rlhf.pair_learning.PairLearning`.
+    ``docs/writing-a-plugin.md``; base classes that algorithms
+    share are in the library ``rlhf_algorithms``.
     """
 
     data: ClassVar[DataForm] = "prompts"

@@ -13,8 +13,9 @@ from rlhf.interfaces.memory import Footprint
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 if TYPE_CHECKING:
-    from rlhf.sync.bucket import Bucket
-    from rlhf.sync.link import Link, Shipment
+    from rlhf_transport.link import Link, Shipment
+
+    from rlhf.weights.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,22 @@ class Place:
     (:class:`rlhf.interfaces.memory.Footprint`). None: of a role, or in this process."""
 
 
+def check_workers(places: Mapping[str, Place], device: str) -> None:
+    """Raises ConfigError where GPUs of an engine would stand idle. Further cores are threads of its workers.
+
+    Args:
+        device: ``cpu`` | ``cuda``, what the places' devices are.
+    """
+    place = places.get(GENERATOR)
+    if device == "cuda" and place is not None and place.workers is not None and place.workers < place.devices:
+        raise ConfigError(
+            f"[placement.generator]: an engine has devices = {place.devices} GPUs and {place.workers} workers (its "
+            f"tensor x pipeline parallel parts), one on each: {place.devices - place.workers} would stand idle. Set "
+            f"placement.generator.devices = {place.workers}, with more ranks for more engines, or raise the "
+            f"generator's parallel sizes to {place.devices} in all."
+        )
+
+
 class WorkerGroup(ABC):
     """The ranks of one role."""
 

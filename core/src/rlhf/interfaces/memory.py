@@ -71,7 +71,7 @@ class Sharding:
     cast_bytes: float = 0.0
     """Bytes per parameter of copies in the arithmetic's precision that live from forward to backward (autocast)."""
     fused: bool = False
-    """The layers' element-wise work is fused where :mod:`rlhf.modeling` knows how (on CPUs)."""
+    """The layers' element-wise work is fused where :mod:`rlhf_modeling` knows how (on CPUs)."""
     logits: int = 2**24
     """Most logits that exist at once."""
     micro_tokens: int = 2048

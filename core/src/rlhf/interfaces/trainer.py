@@ -15,13 +15,25 @@ from rlhf.interfaces.memory import Sharding
 from rlhf.types import Head, RoleSpec
 
 if TYPE_CHECKING:
+    from rlhf_transport.link import Link, Outlet, Shipment
     from torch import Tensor
 
-    from rlhf.modeling.precision import Precision
     from rlhf.ops.batch import Batch
     from rlhf.ops.heads import OutputHead
-    from rlhf.sync.bucket import Bucket
-    from rlhf.sync.link import Link, Outlet, Shipment
+    from rlhf.weights.bucket import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The arithmetic of forward and backward."""
+
+    bf16: bool
+    note: str
+    """The choice and its reason, for the run's log."""
+
+    @property
+    def name(self) -> str:
+        return "bf16" if self.bf16 else "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +234,7 @@ class Trainer(Component):
     def buckets(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket]:
         """:meth:`weights` in buckets of at most ``limit`` bytes (a larger tensor is alone in its own). Every rank calls
         it; rank 0 yields. They share memory with the model."""
-        from rlhf.sync.bucket import buckets
+        from rlhf.weights.bucket import buckets
 
         self._sent: dict[str, str] = {}
         return buckets(self.weights(view), limit, self._sent)
@@ -238,7 +250,7 @@ class Trainer(Component):
     def connect(self, link: Link) -> None:
         """What :meth:`ship` yields goes over this link from now on; called on every rank, while the generator's ends
         connect too."""
-        from rlhf.sync.ends import outlet
+        from rlhf_transport.ends import outlet
 
         if self._outlet is not None:
             self._outlet.close()

@@ -1,6 +1,6 @@
 """Pairs of answers to one prompt: how rows become units, the losses of a margin, and what is reported of a pair.
 
-Columns of the batch that :class:`rlhf.pair_learning.PairLearning` lays, before any annotation:
+Columns of the batch that :class:`rlhf_algorithms.pair_learning.PairLearning` lays, before any annotation:
 
 =============  =====  ===================================================================================
 ``loss_mask``  token  bool, the token is trained on: of the answers, as ``data.loss_on`` says
@@ -28,7 +28,7 @@ from rlhf.ops.rows import pack_rows
 from rlhf.types import Level
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
+    from rlhf.types.examples import Example
 
 
 def pack_pairs(examples: Sequence[Example]) -> Batch | None:

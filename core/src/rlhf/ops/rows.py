@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
+    from rlhf.types.examples import Example
 
 
 def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bool] = any) -> Batch | None:

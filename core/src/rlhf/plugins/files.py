@@ -221,7 +221,7 @@ def _function_reward(source: SourceFile, function: Callable[..., Any], module: M
         or f"Scores each trajectory with {function.__name__}({', '.join(FUNCTION_PARAMETERS)}).",
         "score": score_async if inspect.iscoroutinefunction(function) else score,
     }
-    if hasattr(module, "conformance"):  # what the suite cannot guess (rlhf.testing.conformance), beside the function
+    if hasattr(module, "conformance"):  # what the suite cannot guess (rlhf_testing.conformance), beside the function
         body["conformance"] = module.conformance
     made = type(class_name, (Reward,), body)
     setattr(module, class_name, made)  # so that it pickles

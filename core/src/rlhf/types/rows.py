@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rlhf.data.layouts import Layout
+
+class RowLayout(Protocol):
+    """How the columns of a source are read."""
+
+    def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """{field: value} of a row, from its columns."""
+
+    def name(self, field: str) -> str:
+        """The column of a field, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +26,7 @@ class Row:
     """Name of the source in the run file; per-source metrics use it."""
     index: int
     """Position in that source, from 0; ``(source, index)`` identifies the row across a resume."""
-    layout: Layout | None = field(default=None, compare=False, repr=False)
+    layout: RowLayout | None = field(default=None, compare=False, repr=False)
     """How its source's columns are read, where they are not those that the run file names."""
 
     def __getitem__(self, name: str) -> Any:

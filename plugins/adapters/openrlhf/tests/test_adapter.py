@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf.testing.adapter import AdapterContract
 from rlhf_plugin_openrlhf import OpenRLHF
+from rlhf_testing.adapter import AdapterContract
 
 REWARD = """
 from openrlhf.utils import grade_answer

@@ -8,8 +8,8 @@ import sys
 import pytest
 from rlhf.errors import PluginImportFailed, PluginInvalid
 from rlhf.plugins import Plugins
-from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_testing.scoring import score_groups
 
 
 def group(*answers: str, **columns) -> Group:

@@ -2,10 +2,10 @@
 
 import torch
 from rlhf.plugins import Plugins
-from rlhf.testing import conformance
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
 from rlhf_plugin_cpo import CPO, CPOLoss
+from rlhf_testing import conformance
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 
 class TestCPO(AlgorithmContract):

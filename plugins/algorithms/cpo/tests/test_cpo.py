@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_cpo import CPO, CPOLoss
 from rlhf_plugin_cpo.rewards import EXP_BOUND, shaped
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.testing import fabricate
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_distill import Distill, DistillDemonstrations, DistillOnPolicy
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 
 class TestDistill(AlgorithmContract):

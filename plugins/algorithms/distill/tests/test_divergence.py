@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.testing import fabricate
 from rlhf_plugin_distill import Distill
 from rlhf_plugin_distill.divergence import divergence, divergence_head
+from rlhf_testing import fabricate
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 P, Q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.interfaces import ModelSpec
 from rlhf.ops.loss_value import required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec, Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_distill import Distill, DistillDemonstrations
+from rlhf_testing.tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from rlhf.testing import fabricate
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
 from rlhf_plugin_dpo import DPO, DPOLoss, OnlineDPO
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 Config = DPOLoss.Config
 

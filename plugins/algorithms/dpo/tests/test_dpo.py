@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row, Snapshot, Update
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_dpo import DPO, DPOLoss
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import TrainingError
-from rlhf.policy_gradient_config import KLConfig
-from rlhf.testing import fabricate
-from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.types import OnlineShape, Update
+from rlhf_algorithms.policy_gradient_config import KLConfig
 from rlhf_plugin_grpo import GRPO, DrGRPO
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm import AlgorithmContract
 
 
 class TestGRPO(AlgorithmContract):

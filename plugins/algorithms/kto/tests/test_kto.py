@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import TrainingError
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row, Snapshot, Update
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
 
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_orpo import ORPO, TEXT_MASK, ORPOLoss
 from rlhf_plugin_orpo.odds import CLOSEST, log1mexp, log_odds
 

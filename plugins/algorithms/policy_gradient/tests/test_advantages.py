@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.testing.advantage import AdvantageContract
 from rlhf_plugin_policy_gradient.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+from rlhf_testing.advantage import AdvantageContract
 
 
 def loops(R_NA, mask_NA, gamma):

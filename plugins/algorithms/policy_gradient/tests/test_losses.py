@@ -11,9 +11,9 @@ from rlhf.ops.correction import CorrectionConfig
 from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.testing.loss import LossContract
 from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
 from rlhf_plugin_policy_gradient.value import Value
+from rlhf_testing.loss import LossContract
 
 
 def aggregate(values_BT, mask_BT, how, length=None):

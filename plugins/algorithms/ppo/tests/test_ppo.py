@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlhf.policy_gradient_config import KLConfig
-from rlhf.testing.algorithm import AlgorithmContract
+from rlhf_algorithms.policy_gradient_config import KLConfig
 from rlhf_plugin_ppo import PPO
+from rlhf_testing.algorithm import AlgorithmContract
 
 
 class TestPPO(AlgorithmContract):

@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from rlhf.testing import fabricate
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
-from rlhf.testing.reward import RewardContract
 from rlhf_plugin_prm.algorithm import ProcessRewardModel
 from rlhf_plugin_prm.heads import step_logits
 from rlhf_plugin_prm.reward import ProcessReward
 from rlhf_plugin_prm.step_labels import StepLabels
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
+from rlhf_testing.reward import RewardContract
 
 
 class TestAlgorithm(AlgorithmContract):

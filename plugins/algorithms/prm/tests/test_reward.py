@@ -10,9 +10,9 @@ import sys
 import pytest
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Tokens
-from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_prm.reward import ProcessReward, _probability
+from rlhf_testing.scoring import score_groups
 
 BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
 CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Tokens
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_prm.algorithm import ProcessRewardModel
 from rlhf_plugin_prm.step_labels import StepLabels
 

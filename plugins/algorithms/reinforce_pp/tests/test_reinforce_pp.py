@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.policy_gradient_config import KLConfig
-from rlhf.testing import fabricate
-from rlhf.testing.algorithm import AlgorithmContract
+from rlhf_algorithms.policy_gradient_config import KLConfig
 from rlhf_plugin_reinforce_pp import ReinforcePP, ReinforcePPBaseline
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm import AlgorithmContract
 
 
 class TestReinforcePP(AlgorithmContract):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from rlhf.errors import TrainingError
-from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_rejection_sampling import RejectionSampling
+from rlhf_testing.algorithm import AlgorithmContract
 
 Config = RejectionSampling.Config
 

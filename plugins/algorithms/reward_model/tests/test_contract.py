@@ -1,9 +1,9 @@
 """The conformance suites of algorithms and losses."""
 
 import torch
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
 from rlhf_plugin_reward_model import Pairwise, RewardModel
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 
 class TestRewardModel(AlgorithmContract):

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.testing.algorithm import AlgorithmContract
 from rlhf.types import Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_reward_model import Pairwise, RewardModel
+from rlhf_testing.algorithm import AlgorithmContract
 
 
 class Suite(AlgorithmContract):

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
-from rlhf.testing.algorithm import AlgorithmContract
-from rlhf.testing.loss import LossContract
 from rlhf.types import LossOutput, Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_sft import DFT, NLL, SFT
 from rlhf_plugin_sft.nll import MEAN_LOGPROB
+from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 
 class TestAlgorithm(AlgorithmContract):
@@ -62,7 +62,7 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
     """Three rows of unequal length against the causal-LM loss of transformers, row by row."""
     from rlhf.ops.loss_value import evaluate
     from rlhf.ops.reduce import weigh
-    from rlhf.testing.tiny import tiny_model
+    from rlhf_testing.tiny import tiny_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(tiny_model(tmp_path))).eval()

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.data.rows import Example
-from rlhf.data.rows import Sequence as TokenSequence
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_simpo import SimPO, SimPOLoss
 
 CHOSEN, REJECTED = [-0.5, -1.5], [-1.0, -2.0, -3.0]

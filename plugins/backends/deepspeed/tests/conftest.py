@@ -15,8 +15,8 @@ from rank_processes import Ranks  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    from rlhf.testing.tiny import tiny_model
-    from rlhf.testing.tiny_architectures import tiny_architecture
+    from rlhf_testing.tiny import tiny_model
+    from rlhf_testing.tiny_architectures import tiny_architecture
 
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "model", std=0.2)
@@ -37,7 +37,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 def one_rank_checkpoint(folder: Path) -> None:
     """Two steps on one rank in stage 2, saved for the pair to go on with."""
-    from rlhf.testing.suite_losses import TokenLoss
+    from rlhf_testing.suite_losses import TokenLoss
     from zero_cases import batch, spec, trainer
 
     one = trainer(spec(folder), stage=2, ema_decay=0.9)

@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from rlhf.testing.interpreted import complete_the_interpreter
-from rlhf.testing.suite_losses import TokenLoss
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.interpreted import complete_the_interpreter
+from rlhf_testing.suite_losses import TokenLoss
+from rlhf_testing.tiny import tiny_model
 from zero_cases import apart, batch, spec, trainer
 
 FOLDER = Path(sys.argv[1])

@@ -9,10 +9,10 @@ import pytest
 from parts_names import LORA, MODELS, REFUSED
 from rank_processes import Ranks as Processes
 from rlhf.interfaces import Loss
-from rlhf.modeling.adapters import LoraOptions
-from rlhf.testing.suite_losses import TokenLoss
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.suite_losses import TokenLoss
+from rlhf_testing.tiny import tiny_model
 from zero_cases import batch, spec, trainer
 
 HERE = Path(__file__).parent

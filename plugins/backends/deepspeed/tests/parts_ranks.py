@@ -10,9 +10,9 @@ from parts_names import LORA, LORA_STAGE, MODELS, MUON, REFUSED, STAGES, VARIANT
 from rank_case import FOLDER, RANK, RANKS, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.adapters import LoraOptions
-from rlhf.sync.fingerprint import fingerprint
-from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf.weights.fingerprint import fingerprint
+from rlhf_modeling.adapters import LoraOptions
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares
 from zero_cases import trainer as any_trainer

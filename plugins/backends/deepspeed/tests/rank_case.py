@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.testing.suite_losses import TokenLoss
+from rlhf_testing.suite_losses import TokenLoss
 from safetensors.torch import save_file
 from zero_cases import spec
 

@@ -20,7 +20,7 @@ IMPORTED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "rlhf_plugin_deepspeed.trainer",
-    "rlhf.testing.suite_losses",
+    "rlhf_testing.suite_losses",
 )
 """Computes nothing and starts no thread, so that it can be forked."""
 

@@ -1,7 +1,7 @@
 """The conformance suite of trainers, on one rank, for the stages that differ."""
 
-from rlhf.testing.trainer import TrainerContract
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+from rlhf_testing.trainer import TrainerContract
 
 Config = DeepSpeedTrainer.Config
 

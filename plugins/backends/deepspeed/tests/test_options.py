@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.errors import CapabilityError
-from rlhf.testing.suite_losses import TokenLoss
-from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.suite_losses import TokenLoss
+from rlhf_testing.tiny import tiny_model
 from zero_cases import apart, batch, spec, trainer
 
 STEPS = 3

@@ -12,12 +12,12 @@ import torch
 from parts_cases import Ranks, Reference, check_steps, models
 from parts_names import LORA, MODELS, MUON, STAGES, VARIANTS
 from rlhf.errors import CapabilityError
-from rlhf.modeling.adapters import LoraOptions
-from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from zero_cases import STEPS, apart, batch, shares, spec, trainer

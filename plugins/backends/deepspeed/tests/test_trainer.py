@@ -15,12 +15,12 @@ import torch
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelError, TrainingError
 from rlhf.interfaces import ModelSpec
-from rlhf.testing.suite_losses import TokenLoss, ValueLoss
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GraniteForCausalLM
 from zero_cases import apart, batch, spec, trainer
@@ -274,7 +274,7 @@ assert "deepspeed" not in sys.modules
 cls = Plugins.discover().resolve("trainer", "deepspeed").cls
 from pathlib import Path
 from zero_cases import *
-from rlhf.testing.suite_losses import TokenLoss
+from rlhf_testing.suite_losses import TokenLoss
 for stage in (2, 3):
     one = trainer(spec(Path({folder!r})), stage=stage, optimizer="muon")
     one.update([batch(0)], TokenLoss(), {{}}, {{}})
@@ -388,7 +388,7 @@ def test_what_a_rank_holds(folder):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_a_rank_holds_of_muon(folder, stage):
     """One momentum for the layers' matrices, two moments for all else; of a mapped file what it computes with."""
-    from rlhf.plan import formulas, read_shape
+    from rlhf_plugin_plan import formulas, read_shape
 
     one = trainer(spec(folder), stage=stage, optimizer="muon")
     one.update([batch(0)], TokenLoss(), {}, {})

@@ -14,10 +14,10 @@ import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss
 from rlhf.ops.batch import Batch
-from rlhf.testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero_cases import STEPS, apart, batch, shares, spec, trainer

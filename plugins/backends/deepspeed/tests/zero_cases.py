@@ -10,12 +10,12 @@ from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.loss_value import FILLER
 from rlhf.ops.reduce import WEIGHT, weigh
-from rlhf.testing import fabricate
-from rlhf.testing.optimizer_batch import columns, slim_batch
-from rlhf.testing.suite_losses import TokenLoss
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+from rlhf_testing import fabricate
+from rlhf_testing.optimizer_batch import columns, slim_batch
+from rlhf_testing.suite_losses import TokenLoss
 from torch import Tensor
 
 STEPS = 5

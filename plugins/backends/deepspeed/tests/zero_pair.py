@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rank_case import FOLDER, PORT, RANK, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import RlhfError, WorkerError
-from rlhf.testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
 from zero_pair_names import STAGES, VARIANTS

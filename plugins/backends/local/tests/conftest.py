@@ -11,11 +11,11 @@ import torch
 from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for sampling_cases

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.modeling import liger
-from rlhf.modeling.attention import packed, use_packed_attention
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.testing.interpreted import complete_the_interpreter
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_modeling import liger
+from rlhf_modeling.attention import packed, use_packed_attention
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.interpreted import complete_the_interpreter
+from rlhf_testing.tiny import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3

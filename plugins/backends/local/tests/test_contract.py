@@ -1,11 +1,11 @@
 """The conformance suites of trainers, generators and launchers."""
 
-from rlhf.testing.generator import GeneratorContract
-from rlhf.testing.launcher import LauncherContract
-from rlhf.testing.trainer import TrainerContract
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.generator import GeneratorContract
+from rlhf_testing.launcher import LauncherContract
+from rlhf_testing.trainer import TrainerContract
 
 
 class TestTorchTrainer(TrainerContract):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.embedding_noise import EmbeddingNoise
-from rlhf.modeling.model import load_model
 from rlhf.ops.reduce import weigh
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import RoleSpec
+from rlhf_modeling.embedding_noise import EmbeddingNoise
+from rlhf_modeling.model import load_model
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.controller.roles import Role
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import ModelSpec, Place
-from rlhf.modeling.experts import load_balance
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.testing.models import model_path
 from rlhf.types import Reduce, RoleSpec, Update
+from rlhf_modeling.experts import load_balance
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_runtime.controller.roles import Role
+from rlhf_testing.models import model_path
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling import flash_attention, sdpa_attention
-from rlhf.modeling.prefix import Stretch, share_prefixes
-from rlhf.modeling.sdpa_attention import Options
-from rlhf.testing.models import model_path
 from rlhf.types import RoleSpec
+from rlhf_modeling import flash_attention, sdpa_attention
+from rlhf_modeling.prefix import Stretch, share_prefixes
+from rlhf_modeling.sdpa_attention import Options
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.models import model_path
 
 CPU = torch.device("cpu")
 

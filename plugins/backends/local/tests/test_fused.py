@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.modeling import fused
-from rlhf.modeling.fused import fuse_layers, restore_layers
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling import fused
+from rlhf_modeling.fused import fuse_layers, restore_layers
+from rlhf_testing.tiny import tiny_model
 
 SLIDING = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from rlhf.interfaces import GeneratorSpec, ModelSpec
-from rlhf.modeling.fused import _FusedLayer
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_modeling.fused import _FusedLayer
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.modeling import heads as head_ops
 from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, VALUES
 from rlhf.types import Head
+from rlhf_modeling import heads as head_ops
 
 
 def plain_logprobs(hidden_NH, weight, batch, temperature_N):

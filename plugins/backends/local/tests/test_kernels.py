@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.errors import CapabilityError, ModelError
-from rlhf.modeling import liger
-from rlhf.modeling.kernels import check_kernels
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling import liger
+from rlhf_modeling.kernels import check_kernels
+from rlhf_testing.tiny import tiny_model
 
 HERE = Path(__file__).parent
 KINDS = {"qwen3": 7, "llama": 5, "mistral": 5, "gemma2": 7, "gemma3_text": 9, "qwen2": 5, "critic": 7, "adapters": 7}

@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GeneratorSpec, ModelSpec, Place
-from rlhf.modeling import precision
-from rlhf.modeling.schedule import Schedule
 from rlhf.types import RoleSpec
+from rlhf_modeling import precision
+from rlhf_modeling.schedule import Schedule
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher

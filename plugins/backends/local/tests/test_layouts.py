@@ -8,10 +8,10 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.model import load_model
-from rlhf.testing.tiny import tiny_model
-from rlhf.testing.tiny_architectures import tiny_architecture
 from rlhf.types import RoleSpec
+from rlhf_modeling.model import load_model
+from rlhf_testing.tiny import tiny_model
+from rlhf_testing.tiny_architectures import tiny_architecture
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -160,8 +160,8 @@ def test_kernels_of_packed_rows_are_refused_where_nothing_is_packed(tmp_path, ma
     path = tiny_architecture(tmp_path, "mamba2")
     with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of Mamba2"):
         make_trainer(path, kernels="own")
-    monkeypatch.setattr("rlhf.modeling.trainer.check_kernel", lambda *_: None)  # as on a GPU
-    monkeypatch.setattr("rlhf.modeling.checks.check_kernel", lambda *_: None)
+    monkeypatch.setattr("rlhf_modeling.trainer.check_kernel", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("rlhf_modeling.checks.check_kernel", lambda *_: None)
     with pytest.raises(CapabilityError, match=r"'flash' chooses a kernel of packed attention, without which Mamba2"):
         make_trainer(path, attention="flash")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ModelError, TrainingError
-from rlhf.modeling import heads as head_ops
 from rlhf.ops.heads import HIDDEN, LOGPROBS, OutputHead
-from rlhf.testing import fabricate
-from rlhf.testing.suite_losses import LentLoss
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling import heads as head_ops
+from rlhf_testing import fabricate
+from rlhf_testing.suite_losses import LentLoss
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 [CROSS_ENTROPY] = LentLoss().outputs()

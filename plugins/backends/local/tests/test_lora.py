@@ -6,11 +6,11 @@ import pytest
 import torch
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec
-from rlhf.modeling.adapters import LoraOptions, add_adapters, linear
-from rlhf.modeling.fused import restore_layers
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import GenerationRequest, Sampling
+from rlhf_modeling.adapters import LoraOptions, add_adapters, linear
+from rlhf_modeling.fused import restore_layers
 from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 LORA = LoraOptions(rank=4)
@@ -130,7 +130,7 @@ def test_the_generator_samples_with_the_adapters(trained):
     [(_, turn)] = generator.generate([GenerationRequest(prompt, 1, Sampling(8))])
     ids = torch.tensor([*prompt, *turn.ids])
     with torch.no_grad(), torch.random.fork_rng():
-        from rlhf.modeling.attention import packed
+        from rlhf_modeling.attention import packed
 
         with packed([len(ids)]):
             logits = trainer.module(ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False).logits[0]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.model import load_model
-from rlhf.testing.tiny import tiny_model, tiny_reward_model
 from rlhf.types import RoleSpec
+from rlhf_modeling.model import load_model
+from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf.errors import ModelError
-from rlhf.modeling import prefix
-from rlhf.modeling.attention import PackedAttention
-from rlhf.modeling.matmul_attention import lay_out, matmul_attention
-from rlhf.modeling.prefix import Stretch, share_prefixes, unit_prefixes
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.testing.tiny import tiny_model
+from rlhf_modeling import prefix
+from rlhf_modeling.attention import PackedAttention
+from rlhf_modeling.matmul_attention import lay_out, matmul_attention
+from rlhf_modeling.prefix import Stretch, share_prefixes, unit_prefixes
+from rlhf_testing.tiny import tiny_model
 
 PROMPT, OTHER = [10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26, 27, 28]
 

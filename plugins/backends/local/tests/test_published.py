@@ -6,10 +6,10 @@ import pytest
 import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.published import Published
-from rlhf.testing.models import model_path
 from rlhf.types import RoleSpec
+from rlhf_modeling.published import Published
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.models import model_path
 from safetensors.torch import load_file
 
 MODELS = {
@@ -83,7 +83,7 @@ def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
         parts = [t for n, t in tensors.items() if n.startswith("part")]
         return rest | ({"whole": torch.cat(parts)} if parts else {})
 
-    monkeypatch.setattr("rlhf.modeling.published.revert_weight_conversion", joined)
+    monkeypatch.setattr("rlhf_modeling.published.revert_weight_conversion", joined)
     own = {"part.a": torch.randn(2, 3), "middle": torch.randn(4), "part.b": torch.randn(1, 3)}
     of = Published(None, {name: tensor.shape for name, tensor in own.items()})  # type: ignore[arg-type]
     got = dict(of.stream(own.items()))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 

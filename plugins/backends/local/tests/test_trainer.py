@@ -6,9 +6,9 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.testing.tiny import tiny_model
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 LENS = [6, 15, 9, 30, 4]
@@ -111,7 +111,7 @@ def test_the_step_is_adamw_with_the_options_that_are_given(make_trainer, make_ba
 
 
 def test_clipping_bounds_the_step_and_reports_the_norm_before(make_trainer, make_batch, nll):
-    from rlhf.modeling.optimizer import clip
+    from rlhf_modeling.optimizer import clip
 
     trainer = make_trainer(max_grad_norm=0.5)
     trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})

@@ -16,8 +16,8 @@ from typing import Any
 from rlhf.errors import CheckpointError, RlhfError, WorkerError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
-from rlhf.testing.launcher import CountingTrainer
 from rlhf.types import GenerationRequest, Turn
+from rlhf_testing.launcher import CountingTrainer
 
 
 class OddTrainer(CountingTrainer):
@@ -175,7 +175,7 @@ class OddGenerator(Generator):
 
     def connect(self, link: Any, first: int) -> None:
         import torch
-        from rlhf.sync.ends import inlet
+        from rlhf_transport.ends import inlet
 
         self.note(f"connect {link.kind}")
         self._flagged("die-before-connect")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.testing.launcher import LauncherContract
 from rlhf_plugin_ray.launcher import RayLauncher
+from rlhf_testing.launcher import LauncherContract
 
 
 @pytest.mark.usefixtures("cluster")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
-from rlhf.testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

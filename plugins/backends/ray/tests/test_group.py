@@ -10,12 +10,12 @@ import pytest
 import ray
 import torch
 from ray_standins import OddTrainer
-from rlhf.checkpoint.files import disk_is_full
 from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.failure import RemoteTraceback
 from rlhf_plugin_ray.launcher import RayLauncher
+from rlhf_runtime.checkpoint.files import disk_is_full
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import tomli_w
-from rlhf.testing.tiny import tiny_model
 from rlhf_cli.main import main
+from rlhf_testing.tiny import tiny_model
 
 COMPONENTS = Path(__file__).parent / "components.py"
 REWARD = """

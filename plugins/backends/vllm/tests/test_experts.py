@@ -13,12 +13,12 @@ import sys
 import pytest
 from rlhf.errors import SyncError
 from rlhf.interfaces import ModelSpec
-from rlhf.sync.bucket import buckets
-from rlhf.testing.models import model_path
 from rlhf.types import RoleSpec
+from rlhf.weights.bucket import buckets
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm import engine
+from rlhf_testing.models import model_path
 from safetensors.torch import load_file
 
 SIZES = {

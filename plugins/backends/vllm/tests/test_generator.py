@@ -9,11 +9,11 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces import ModelSpec
-from rlhf.testing.models import model_path
-from rlhf.testing.plain import PlainTrainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_testing.models import model_path
+from rlhf_testing.plain import PlainTrainer
 
 SMALL = {"kv_cache_gib": 0.0625, "max_sequences": 64}
 

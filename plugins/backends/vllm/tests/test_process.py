@@ -10,18 +10,18 @@ import pytest
 import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.testing.models import model_path
-from rlhf.testing.plain import PlainTrainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_testing.models import model_path
+from rlhf_testing.plain import PlainTrainer
 
 GUEST = """
 import json, os, random, sys
 import numpy, psutil, torch
 from transformers import AutoModelForCausalLM  # imported before, as where a trainer shares the process
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.sync.bucket import buckets
+from rlhf.weights.bucket import buckets
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_vllm.generator import VllmGenerator
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.controller.roles import Role
-from rlhf.controller.sync import WeightSync
 from rlhf.errors import ModelError, SyncError
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
-from rlhf.sections import SyncSection
-from rlhf.sync.bucket import Bucket
-from rlhf.testing.models import model_path
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
+from rlhf.weights.bucket import Bucket
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.sections import SyncSection
+from rlhf_testing.models import model_path
 
 SIZES = {"head_dim": 32, "layers": 2}
 CASES = {"qwen3, tied": ("qwen3", {}), "llama, untied": ("llama", {"tied": False})}

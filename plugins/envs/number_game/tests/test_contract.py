@@ -1,7 +1,7 @@
 """The conformance suite of environments."""
 
-from rlhf.testing.env import EnvContract
 from rlhf_plugin_number_game import NumberGame
+from rlhf_testing.env import EnvContract
 
 
 class TestNumberGame(EnvContract):

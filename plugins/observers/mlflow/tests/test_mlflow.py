@@ -9,10 +9,10 @@ from mlflow.tracking import MlflowClient
 from pydantic import ValidationError
 from rlhf.errors import ConfigError
 from rlhf.interfaces import RunInfo
-from rlhf.testing.observer import ObserverContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_mlflow import rlhf_register_observer
 from rlhf_plugin_mlflow.observer import MLflowConfig, MLflowObserver
+from rlhf_testing.observer import ObserverContract
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 from rlhf.interfaces import RunInfo
-from rlhf.testing.observer import ObserverContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_tensorboard import rlhf_register_observer
 from rlhf_plugin_tensorboard.observer import TensorBoardConfig, TensorBoardObserver
+from rlhf_testing.observer import ObserverContract
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 

@@ -10,10 +10,10 @@ import pytest
 import wandb
 from rlhf.errors import ConfigError
 from rlhf.interfaces import RunInfo
-from rlhf.testing.observer import ObserverContract
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_wandb import rlhf_register_observer
 from rlhf_plugin_wandb.observer import WandbConfig, WandbObserver
+from rlhf_testing.observer import ObserverContract
 from wandb.proto import wandb_internal_pb2
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

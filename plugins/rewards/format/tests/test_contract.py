@@ -1,7 +1,7 @@
 """The conformance suite of rewards."""
 
-from rlhf.testing.reward import RewardContract
 from rlhf_plugin_format.reward import FormatReward
+from rlhf_testing.reward import RewardContract
 
 
 class TestFormat(RewardContract):

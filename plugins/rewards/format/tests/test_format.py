@@ -7,9 +7,9 @@ import time
 import pytest
 from pydantic import ValidationError
 from rlhf.plugins import Plugins
-from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_format import FormatReward
+from rlhf_testing.scoring import score_groups
 
 THINK = "<think>{...}</think><answer>{...}</answer>"
 

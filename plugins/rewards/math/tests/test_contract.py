@@ -1,7 +1,7 @@
 """The conformance suite of rewards."""
 
-from rlhf.testing.reward import RewardContract
 from rlhf_plugin_math.reward import MathReward
+from rlhf_testing.reward import RewardContract
 
 
 class TestMath(RewardContract):

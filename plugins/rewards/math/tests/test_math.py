@@ -11,12 +11,12 @@ import pytest
 from pydantic import ValidationError
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
-from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_math import MathReward
 from rlhf_plugin_math.equivalence import equivalent
 from rlhf_plugin_math.extraction import extract_answer
 from rlhf_plugin_math.normalise import normalise
+from rlhf_testing.scoring import score_groups
 
 ALL = ("boxed", "hash", "answer_is", "last_number")
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from rlhf.testing.reward import RewardContract
 from rlhf_plugin_model.reward import ModelReward
+from rlhf_testing.reward import RewardContract
 
 
 class TestModel(RewardContract):

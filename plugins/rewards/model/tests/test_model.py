@@ -9,9 +9,9 @@ import sys
 import pytest
 from rlhf.errors import ConfigError, ModelError
 from rlhf.plugins import Plugins
-from rlhf.testing.scoring import score_groups
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_model import ModelReward
+from rlhf_testing.scoring import score_groups
 
 
 @pytest.fixture

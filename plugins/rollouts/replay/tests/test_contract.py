@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from rlhf.testing import fabricate
-from rlhf.testing.rollout import RolloutContract
 from rlhf_plugin_replay import Replay
+from rlhf_testing import fabricate
+from rlhf_testing.rollout import RolloutContract
 
 PROMPT = {"ids": [1, 2], "sampled": False, "logprobs": None, "versions": [], "text": "ab"}
 ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": [[0, 4]], "finish": "stop", "text": "c"}

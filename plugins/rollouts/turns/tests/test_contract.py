@@ -1,7 +1,7 @@
 """The conformance suite of rollouts."""
 
-from rlhf.testing.rollout import RolloutContract
 from rlhf_plugin_turns import MultiTurn, SingleTurn
+from rlhf_testing.rollout import RolloutContract
 
 
 class TestSingleTurn(RolloutContract):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss, Slot
-from rlhf.pair_learning import PairLearning
+from rlhf_algorithms.pair_learning import PairLearning
 
 from rlhf_plugin_cpo.loss import CPOLoss
 

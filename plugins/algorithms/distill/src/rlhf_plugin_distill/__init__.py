@@ -16,8 +16,8 @@ from rlhf_plugin_distill.divergence import HIDDEN, TEACHER
 from rlhf_plugin_distill.loss import Distill
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
     from torch import Tensor
 
 

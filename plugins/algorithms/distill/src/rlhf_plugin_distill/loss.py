@@ -38,7 +38,7 @@ class DistillConfig(ComponentConfig):
 
 
 def made_up(suite: Any, name: str, size: int, seed: int) -> Tensor:
-    """A teacher's hidden states, for the conformance suite (``column`` of :class:`rlhf.testing.loss.LossContract`)."""
+    """A teacher's hidden states, for the conformance suite (``column`` of :class:`rlhf_testing.loss.LossContract`)."""
     import torch
 
     return torch.randn(size, suite.hidden_size, generator=torch.Generator().manual_seed(seed))

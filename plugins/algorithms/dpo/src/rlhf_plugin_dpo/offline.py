@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.pair_learning import PairLearning
+from rlhf_algorithms.pair_learning import PairLearning
 
 from rlhf_plugin_dpo.pairwise import Pairwise
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
 
 
 class DPO(Pairwise, PairLearning):

@@ -2,7 +2,7 @@
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot
-from rlhf.policy_gradient import PolicyGradient
+from rlhf_algorithms.policy_gradient import PolicyGradient
 
 
 class GRPO(PolicyGradient):

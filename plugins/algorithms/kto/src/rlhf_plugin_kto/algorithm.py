@@ -13,8 +13,8 @@ from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Snapshot, Up
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch, UnitData
+    from rlhf.types.examples import Example
 
 
 class KTOConfig(ComponentConfig):

@@ -20,7 +20,7 @@ def twin_tokens(unit: int) -> int:
 
 def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
     """The suite's units, each but the first with a mismatched answer behind a prompt of one token (``assembled`` of
-    :class:`rlhf.testing.loss.LossContract`)."""
+    :class:`rlhf_testing.loss.LossContract`)."""
     import torch
     from rlhf.ops.batch import SequenceData, UnitData, pack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf.data.rows import Sequence as TokenSequence
+from rlhf.types.examples import Sequence as TokenSequence
 
 TWIN_MASK = "twin_mask"
 """Token mask of the mismatched answers; ``loss_mask`` is that of the rows' own."""

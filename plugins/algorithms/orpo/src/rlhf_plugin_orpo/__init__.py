@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss, Slot
-from rlhf.pair_learning import PairLearning
+from rlhf_algorithms.pair_learning import PairLearning
 
 from rlhf_plugin_orpo.loss import TEXT_MASK, ORPOLoss
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
 
 __all__ = ["ORPO", "TEXT_MASK", "ORPOLoss"]
 

@@ -14,8 +14,8 @@ from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, STEP_END, WRONG_TOKEN, s
 from rlhf_plugin_prm.step_labels import LABEL, StepLabels
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
 
 
 class ProcessRewardModelConfig(ComponentConfig):

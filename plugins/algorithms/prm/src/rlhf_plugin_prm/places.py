@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhf.data.steps import StepEnds
+from rlhf.steps import StepEnds
 from rlhf.types import Trajectory
 
 

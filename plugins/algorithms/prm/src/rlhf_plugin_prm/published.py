@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import ConfigError, ModelError
+from rlhf.steps import STEP_SEPARATOR
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, WRONG_TOKEN
 

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
-from rlhf.data.steps import StepEnds
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.paths import PathText
-from rlhf.published import settings_of
+from rlhf.steps import StepEnds
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+from rlhf_hub.published import settings_of
 
 from rlhf_plugin_prm.heads import CLASSES, step_logits
 from rlhf_plugin_prm.places import Context, contexts, last_token

@@ -12,8 +12,8 @@ from rlhf.types import Needs, RoleSpec, Update
 from rlhf_plugin_sft.nll import DFT, NLL
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import Example
     from rlhf.ops.batch import Batch
+    from rlhf.types.examples import Example
 
 
 class SFT(Algorithm):

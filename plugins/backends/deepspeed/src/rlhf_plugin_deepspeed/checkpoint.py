@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.modeling import state
-from rlhf.modeling.precision import Precision
+from rlhf_modeling import state
+from rlhf_modeling.precision import Precision
 from torch import Tensor
 
 from rlhf_plugin_deepspeed import files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field, model_validator
-from rlhf.modeling.config import TrainingConfig
+from rlhf_modeling.config import TrainingConfig
 
 
 class DeepSpeedTrainerConfig(TrainingConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rlhf.sync.fingerprint import fingerprint
+from rlhf.weights.fingerprint import fingerprint
 
 from rlhf_plugin_deepspeed.group import largest
 from rlhf_plugin_deepspeed.shards import Shards

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf.errors import TrainingError
-from rlhf.modeling.pretrained import exporting
+from rlhf_modeling.pretrained import exporting
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

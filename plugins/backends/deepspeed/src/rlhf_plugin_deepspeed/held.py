@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from rlhf.errors import TrainingError
-from rlhf.modeling.adapters import without_adapters
-from rlhf.modeling.optimizer import give_back
-from rlhf.modeling.pretrained import load_tokenizer
-from rlhf.modeling.trainer import PackedTrainer
 from rlhf.ops.heads import OutputHead
+from rlhf_modeling.adapters import without_adapters
+from rlhf_modeling.optimizer import give_back
+from rlhf_modeling.pretrained import load_tokenizer
+from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 
 from rlhf_plugin_deepspeed import checkpoint, export

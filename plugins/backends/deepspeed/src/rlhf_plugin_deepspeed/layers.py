@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
-from rlhf.modeling.adapters import NAME, with_adapter
-from rlhf.modeling.loaded import LoadedModel
-from rlhf.modeling.noise import has_noise
+from rlhf_modeling.adapters import NAME, with_adapter
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.noise import has_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig

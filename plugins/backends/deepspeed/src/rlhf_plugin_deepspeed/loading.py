@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.modeling.adapters import LoraOptions, add_adapters
-from rlhf.modeling.kernels import use_kernels
-from rlhf.modeling.loaded import LoadedModel
-from rlhf.modeling.model import draw_head, load_model
-from rlhf.modeling.probe import probe
 from rlhf.seeds import derive_seed
+from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.kernels import use_kernels
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.model import draw_head, load_model
+from rlhf_modeling.probe import probe
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.division import Division
@@ -67,7 +67,7 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, grid: Grid
 ) -> tuple[LoadedModel, Division]:
-    """:func:`rlhf.modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
+    """:func:`rlhf_modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
     host = torch.device("cpu")
     loaded = load_model(spec, host, divided=True)
     if loaded.fresh_head:
@@ -85,7 +85,7 @@ def load_part(
 
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
-    """:func:`rlhf.modeling.model.load_model` for stage 3. It is not probed yet."""
+    """:func:`rlhf_modeling.model.load_model` for stage 3. It is not probed yet."""
     copies = second_copies(config.hpz_partition_size, config.timeout)
     with quiet(), copies, _transformers_divides(engine_config(config, 2**62)):
         loaded = load_model(spec, device, divided=True)

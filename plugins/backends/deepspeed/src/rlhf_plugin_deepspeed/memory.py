@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import Sharding
-from rlhf.modeling.sharding import sharding as of_one_rank
+from rlhf_modeling.sharding import sharding as of_one_rank
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.grid import check_parts

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rlhf.modeling import heads as head_ops
-from rlhf.modeling.config import TrainingConfig
-from rlhf.modeling.loaded import LoadedModel
-from rlhf.modeling.packed_model import hidden_states, shares_prefixes
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import shape_logits
 from rlhf.types import Head
+from rlhf_modeling import heads as head_ops
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.packed_model import hidden_states, shares_prefixes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ class Outputs(nn.Module):
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
     ) -> dict[str, Tensor]:
-        """``hidden_MH``, ``place_N``: see :func:`rlhf.modeling.packed_model.hidden_states`."""
+        """``hidden_MH``, ``place_N``: see :func:`rlhf_modeling.packed_model.hidden_states`."""
         (loaded,) = self._loaded
         return head_ops.compute(
             hidden_MH,
@@ -65,7 +65,7 @@ class ShardedModel(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """See :class:`rlhf.modeling.packed_model.PackedModel`. Under stage 3 it is known once the model was probed."""
+        """See :class:`rlhf_modeling.packed_model.PackedModel`. Under stage 3 it is known once the model was probed."""
         return shares_prefixes(self._config, self._loaded[0])
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rlhf.modeling.muon import OrthogonalAdamW
+from rlhf_modeling.muon import OrthogonalAdamW
 from torch import Tensor
 from torch.optim import _muon
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from rlhf.modeling.optimizer import parameter_groups
+from rlhf_modeling.optimizer import parameter_groups
 from torch import nn
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig

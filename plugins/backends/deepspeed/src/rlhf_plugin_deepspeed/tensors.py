@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from rlhf.modeling.adapters import NAME, adapted, base_tensors, is_adapter, merged, merged_name, product
-from rlhf.modeling.published import Published
+from rlhf_modeling.adapters import NAME, adapted, base_tensors, is_adapter, merged, merged_name, product
+from rlhf_modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -11,16 +11,16 @@ import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums, TrainerFacts
 from rlhf.interfaces.memory import Sharding
-from rlhf.modeling.checks import LEARNING, check_training
-from rlhf.modeling.kernels import check_liger
-from rlhf.modeling.liger import use_liger
-from rlhf.modeling.optimizer import set_rates
-from rlhf.modeling.precision import choose_device
-from rlhf.modeling.pretrained import read
-from rlhf.modeling.probe import probe
-from rlhf.modeling.schedule import Schedule
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
+from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.kernels import check_liger
+from rlhf_modeling.liger import use_liger
+from rlhf_modeling.optimizer import set_rates
+from rlhf_modeling.precision import choose_device
+from rlhf_modeling.pretrained import read
+from rlhf_modeling.probe import probe
+from rlhf_modeling.schedule import Schedule
 from torch import Tensor
 from transformers import AutoConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlhf.modeling.config import TrainingConfig
+from rlhf_modeling.config import TrainingConfig
 
 
 class TorchTrainerConfig(TrainingConfig):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
-from rlhf.modeling.attention import PackedAttention, attend_with
-from rlhf.modeling.probe import short_lengths
+from rlhf_modeling.attention import PackedAttention, attend_with
+from rlhf_modeling.probe import short_lengths
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -13,10 +13,10 @@ from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import Footprint
-from rlhf.modeling.sharding import computes_bf16
-from rlhf.modeling.skeleton import skeleton
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf_modeling.sharding import computes_bf16
+from rlhf_modeling.skeleton import skeleton
 from torch import nn
 
 from rlhf_plugin_local.decode import Decoder, check_model, require_agreement

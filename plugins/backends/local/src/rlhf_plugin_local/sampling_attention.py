@@ -1,6 +1,6 @@
 """Attention while sampling: packed prompts, then one token per row over the slots of the cache.
 
-Both are routes of :mod:`rlhf.modeling.attention`, and both lay tokens out as one row [1, H, tokens, D], so the
+Both are routes of :mod:`rlhf_modeling.attention`, and both lay tokens out as one row [1, H, tokens, D], so the
 layers of the trainer's module, fused or not, run as they do in training; in a decoding step the "packed row" is one
 token of every sample.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
-from rlhf.modeling.attention import PackedAttention, current_route
+from rlhf_modeling.attention import PackedAttention, current_route
 from torch import Tensor
 from transformers import AttentionInterface
 

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
-from rlhf.modeling import state
-from rlhf.modeling.adapters import base_tensors, merged, without_adapters
-from rlhf.modeling.checks import LEARNING, check_training
-from rlhf.modeling.ema import Ema
-from rlhf.modeling.model import load_model
-from rlhf.modeling.optimizer import (
+from rlhf.weights.fingerprint import fingerprint
+from rlhf_modeling import state
+from rlhf_modeling.adapters import base_tensors, merged, without_adapters
+from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.ema import Ema
+from rlhf_modeling.model import load_model
+from rlhf_modeling.optimizer import (
     build_optimizer,
     clip,
     give_back,
@@ -27,12 +28,11 @@ from rlhf.modeling.optimizer import (
     to_device,
     to_host,
 )
-from rlhf.modeling.precision import Precision, choose_device
-from rlhf.modeling.pretrained import exporting, load_tokenizer
-from rlhf.modeling.published import Published
-from rlhf.modeling.schedule import Schedule
-from rlhf.modeling.trainer import PackedTrainer
-from rlhf.sync.fingerprint import fingerprint
+from rlhf_modeling.precision import Precision, choose_device
+from rlhf_modeling.pretrained import exporting, load_tokenizer
+from rlhf_modeling.published import Published
+from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 
 from rlhf_plugin_local.config import TorchTrainerConfig

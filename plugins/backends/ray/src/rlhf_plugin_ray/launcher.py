@@ -34,7 +34,7 @@ from rlhf_plugin_ray.vigil import Vigil
 from rlhf_plugin_ray.worker import Worker
 
 if TYPE_CHECKING:
-    from rlhf.sync.link import Kind
+    from rlhf_transport.link import Kind
 
 POLICY = "policy"
 """The role whose weights the engines sample from."""

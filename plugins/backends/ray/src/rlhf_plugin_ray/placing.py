@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf.placement import check_workers
+from rlhf.interfaces.launcher import check_workers
 
 _FRACTION = 10_000
 """Ray counts resources in parts of this size."""

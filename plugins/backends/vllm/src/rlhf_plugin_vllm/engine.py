@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rlhf.errors import CapabilityError, ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
-from rlhf.modeling.precision import choose_precision
-from rlhf.published import model_folder
+from rlhf_hub.published import model_folder
+from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is

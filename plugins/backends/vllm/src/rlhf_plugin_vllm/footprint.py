@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from rlhf.interfaces.memory import Footprint
-from rlhf.modeling.precision import choose_precision
+from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.generator import Proof
-from rlhf.sync.bucket import Bucket
-from rlhf.sync.link import Link, Shipment
+from rlhf.weights.bucket import Bucket
+from rlhf_transport.link import Link, Shipment
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine import Engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rlhf.sync.bucket import Bucket
+from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

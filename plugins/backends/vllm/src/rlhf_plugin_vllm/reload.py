@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import SyncError
-from rlhf.sync.bucket import Bucket
+from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (

@@ -12,9 +12,9 @@ from functools import wraps
 from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
-from rlhf.sync.bucket import Bucket
-from rlhf.sync.ends import inlet
-from rlhf.sync.link import Inlet, Link, Shipment
+from rlhf.weights.bucket import Bucket
+from rlhf_transport.ends import inlet
+from rlhf_transport.link import Inlet, Link, Shipment
 from vllm.config import set_current_vllm_config
 
 from rlhf_plugin_vllm.probe import differing

@@ -19,9 +19,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from pydantic import field_validator
 from rlhf.errors import ConfigError
+from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.observe import first_samples, redact
-from rlhf.observe.folders import require_possible
+from rlhf.redact import redact
+from rlhf.samples import first_samples
 from rlhf.types import Group
 
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _PARAM_LENGTH = 100, 1000, 6000

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.observe import Sample, first_samples, redact
-from rlhf.observe.folders import require_possible
+from rlhf.redact import redact
+from rlhf.samples import Sample, first_samples
 from rlhf.types import Group
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import wandb
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.observe import first_samples, redact
+from rlhf.redact import redact
+from rlhf.samples import first_samples
 from rlhf.types import Group
 
 _COLUMNS = ["step", "group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]

@@ -6,13 +6,13 @@ import math
 from functools import cached_property
 
 from pydantic import Field
-from rlhf.data.steps import STEP_SEPARATOR
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.paths import PathText
-from rlhf.published import settings_of
+from rlhf.steps import STEP_SEPARATOR
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+from rlhf_hub.published import settings_of
 
 
 class ModelConfig(ComponentConfig):

@@ -1,0 +1,75 @@
+"""Buckets of named tensors.
+
+A bucket that is pickled with protocol 5 hands its bytes over out of band, so an object store holds them once and a
+reader on the same machine maps them without a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rlhf.errors import TrainingError
+from rlhf.weights.fingerprint import host_bytes, marks
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some of a model's tensors. In the sender's process they share memory with the model."""
+
+    tensors: tuple[tuple[str, Tensor], ...]
+    """(Hugging Face name, tensor)."""
+    fingerprints: tuple[str, ...]
+    """Of each tensor, computed by the sender."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for _, t in self.tensors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        named = [(name, host_bytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
+        return _restore, (named, self.fingerprints)
+
+    def received(self) -> dict[str, str]:
+        """{name: fingerprint} of the bytes as they are here, computed now, of the same kind as the sender's."""
+        found = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))
+        return dict(zip((name for name, _ in self.tensors), found, strict=True))
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, str]) -> Iterator[Bucket]:
+    """Group ``weights``, in order, into buckets of at most ``limit`` bytes; a larger tensor is alone in its own.
+
+    ``sent`` is filled with the fingerprint of every tensor: what a receiver of all buckets must show.
+    """
+    if limit < 1:
+        raise TrainingError(f"a bucket of {limit} bytes holds nothing; the limit must be at least 1")
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+
+    def full() -> Bucket:
+        found = marks([tensor for _, tensor in held])
+        sent.update(zip((name for name, _ in held), found, strict=True))
+        return Bucket(tuple(held), tuple(found))
+
+    for name, tensor in weights:
+        if held and size + tensor.nbytes > limit:
+            yield full()
+            held, size = [], 0
+        held.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if held:
+        yield full()
+
+
+def _restore(named: list[tuple[str, np.ndarray, str, tuple[int, ...]]], fingerprints: tuple[str, ...]) -> Bucket:
+    tensors = []
+    with warnings.catch_warnings():  # mapped memory is read-only; nothing here writes to it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, data, dtype, shape in named:
+            tensors.append((name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)))
+    return Bucket(tuple(tensors), fingerprints)

@@ -1,0 +1,60 @@
+"""Tensors that are seldom in a bucket arrive as they are: empty, without a dimension, larger than the limit, views of
+others, of every width, in either way between processes."""
+
+import pickle
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.weights.bucket import buckets
+from rlhf.weights.fingerprint import WORDS, marks
+from rlhf_transport.flat import Layout
+
+BASE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
+TENSORS = [
+    ("empty", torch.empty(0, 4)),
+    ("scalar", torch.tensor(3.0)),
+    ("bf16", torch.tensor([[1.5, float("nan"), -0.0]], dtype=torch.bfloat16)),
+    ("transposed", BASE.t()),
+    ("slice", BASE[1:3, 2:5]),
+    ("bool", torch.tensor([True, False, True])),
+    ("buffer", torch.arange(7)),
+    ("large", torch.randn(1000, generator=torch.Generator().manual_seed(0))),
+    ("fp8", torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn)),
+    ("expanded", torch.tensor([[1.0, 2.0, 3.0]]).expand(4, 3)),
+    ("bytes", torch.arange(3, dtype=torch.uint8)),
+]
+
+
+def over_the_store(bucket):
+    return pickle.loads(pickle.dumps(bucket, protocol=5))
+
+
+def over_a_link(bucket):
+    layout = Layout.of(bucket)
+    flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.write(bucket, flat)
+    return layout.read(flat)
+
+
+@pytest.mark.parametrize("way", [over_the_store, over_a_link])
+def test_every_kind_of_tensor_arrives(way):
+    sent = {}
+    made = list(buckets(TENSORS, 100, sent))
+    assert [[name for name, _ in b.tensors] for b in made] == [
+        ["empty", "scalar", "bf16"], ["transposed"], ["slice", "bool", "buffer"], ["large"],
+        ["fp8", "expanded", "bytes"],
+    ]  # fmt: skip
+    arrived = [way(bucket) for bucket in made]
+    assert {name: mark for b in arrived for name, mark in b.received().items()} == sent
+    assert list(sent) == [name for name, _ in TENSORS]
+    got = [tensor for b in arrived for _, tensor in b.tensors]
+    for (name, want), tensor in zip(TENSORS, got, strict=True):
+        assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape), name
+    assert marks(got, WORDS) == marks([tensor for _, tensor in TENSORS], WORDS)
+
+
+def test_limits_of_a_bucket():
+    assert list(buckets([], 10, {})) == []
+    with pytest.raises(TrainingError, match="a bucket of 0 bytes holds nothing"):
+        list(buckets(TENSORS, 0, {}))

@@ -1,0 +1,69 @@
+"""Marks tell tensors apart, and the one for devices is the same wherever it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.weights.bucket import Bucket
+from rlhf.weights.fingerprint import WORDS, _sum_of_words, fingerprint, marks
+
+
+def words(tensor: torch.Tensor) -> str:
+    return marks([tensor], WORDS)[0]
+
+
+@pytest.mark.parametrize("mark", [fingerprint, words])
+def test_values_order_shape_and_dtype_are_seen(mark):
+    x = torch.arange(12.0)
+    others = [x.flip(0), x.view(3, 4), x.double(), x + 1e-6, x.view(torch.int32), torch.zeros(12), torch.zeros(0)]
+    assert len({mark(x), *map(mark, others)}) == 8
+    assert mark(x.view(3, 4).t()) == mark(x.view(3, 4).t().contiguous())
+
+
+def test_two_words_that_change_places_are_seen():
+    x = torch.arange(1000, dtype=torch.int64)
+    y = x.clone()
+    y[3], y[500] = x[500], x[3]
+    assert words(x) != words(y)
+
+
+def test_every_bit_counts():
+    x = torch.randn(33, generator=torch.Generator().manual_seed(0)).bfloat16()  # 66 bytes: a last word of two
+    found = {words(x)}
+    for position in range(66):
+        for bit in range(8):
+            y = x.clone()
+            y.view(torch.uint8)[position] ^= 1 << bit
+            found.add(words(y))
+    assert len(found) == 1 + 66 * 8
+
+
+def test_the_sum_over_words_is_what_it_says():
+    x = torch.tensor([5, -7, 2**62], dtype=torch.int64)
+    golden, one, two, all_ = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
+
+    total = 0
+    for p, w in enumerate(x.tolist()):
+        z = (w % all_) ^ ((p + 1) * golden % all_)
+        z = (z ^ (z >> 30)) * one % all_
+        z = (z ^ (z >> 27)) * two % all_
+        total += z ^ (z >> 31)
+    assert int(_sum_of_words(x)) % all_ == total % all_
+
+
+def test_memory_that_is_not_aligned_and_large_tensors(monkeypatch):
+    x = torch.randn(1001)
+    whole = words(x[1:])
+    assert whole == words(x[1:].clone())
+    monkeypatch.setattr("rlhf.weights.fingerprint._CHUNK", 64)
+    assert words(x[1:]) == whole
+
+
+def test_a_receiver_marks_as_the_sender_did():
+    tensors = (("a", torch.randn(5)), ("b", torch.randn(7)))
+    for mark in (words, fingerprint):
+        sent = {name: mark(tensor) for name, tensor in tensors}
+        assert Bucket(tensors, tuple(sent.values())).received() == sent
+        assert Bucket(tensors[1:], tuple(sent.values())).received() == {"b": sent["b"]}, "one that was lost on the way"
+    assert Bucket((), ()).received() == {}
+    assert Bucket((), (words(tensors[0][1]),)).received() == {}

@@ -1,0 +1,254 @@
+"""Base of the algorithms that sample, score and follow the policy gradient: subclasses name parts and defaults.
+
+A subclass is a few lines: a name, its source, ``slots`` (which advantage, which loss, with which defaults) and,
+where its defaults differ, a Config. Whatever is needed follows from the config: no reference without KL, no critic
+without values, no second forward pass that the mathematics does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rlhf.errors import ConfigError, PluginInvalid
+from rlhf.interfaces.advantage import Advantage
+from rlhf.interfaces.algorithm import Algorithm, Slot
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.loss import Loss
+from rlhf.ops import pipeline
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import VALUES
+from rlhf.ops.kl import KLController
+from rlhf.ops.kl_loss import WithKL
+from rlhf.ops.trajectories import assemble
+from rlhf.ops.value_scale import ValueScale
+from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
+
+from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
+from rlhf_algorithms.policy_gradient_overrides import check_overrides
+
+BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
+"""The critic's value after the last action token."""
+
+
+class PolicyGradient(Algorithm):
+    """Rollouts -> credit -> one policy update and, where the advantage reads values, one critic update a step.
+
+    Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
+    works with every loss: it is a term beside it (:class:`rlhf.ops.kl_loss.WithKL`), whose coefficient travels with
+    each update. Complete example::
+
+        class Mine(PolicyGradient):
+            name = "mine"
+            slots = PolicyGradient.slots | {
+                "advantage": Slot("advantage", "centered"),
+                "loss": Slot("loss", "clipped", {"clip_high": 0.28}),
+            }
+
+    A subclass may replace ``stages()`` to run the stages of :mod:`rlhf.ops.pipeline` in another order; what is around
+    them (``mask_truncated``, ``normalise_values``, adaptive KL) stays. An option that is set and that a replaced method
+    would have applied is refused before the run, unless ``applies`` names it.
+    """
+
+    Config = PolicyGradientConfig
+    applies: ClassVar[tuple[str, ...]] = ()
+    """Options that this class's own ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies in place of the
+    base's: of ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``shaping``, ``reward_clip``, ``bootstrap_truncated``,
+    ``normalise_values``, ``mask_truncated``, ``epochs``, ``minibatches``, ``critic_warmup``. A method that calls
+    ``super()`` needs no entry."""
+    slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
+
+    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config, parts)
+        self._check()
+        kl: KLConfig = self.config.kl
+        self.kl = KLController(kl.coef, kl.target, kl.horizon)
+        self.advantage: Advantage = self.parts["advantage"]
+        if kl.coef > 0 and kl.where == "loss":
+            self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
+        self.loss: Loss = self.parts["loss"]
+        self._samples = 0
+        self._taught: int | None = None
+        """Samples of the batch in work that are trained on; None before it is known."""
+        self._measured_kl: float | None = None
+        self.scale = ValueScale() if self.config.normalise_values else None
+        """Units in which the critic is trained; None: those of rewards."""
+        if not self.advantage.needs_values:
+            for field in ("critic_warmup", "bootstrap_truncated", "normalise_values"):
+                if getattr(self.config, field):
+                    raise ConfigError(
+                        f"algorithm.{field} = {getattr(self.config, field)} needs a critic, which the advantage "
+                        f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
+                    )
+            self._check_value_loss()
+
+    def _check_value_loss(self) -> None:
+        """Raises ConfigError where the loss of a critic has options, and there is no critic."""
+        part, slot = self.parts.get("value_loss"), self.slots.get("value_loss")
+        if part is None or slot is None:
+            return
+        usual = type(part.config).model_validate(dict(slot.defaults) if part.name == slot.use else {})
+        given = [n for n in type(usual).model_fields if getattr(part.config, n) != getattr(usual, n)]
+        if given:
+            raise ConfigError(
+                f"algorithm.value_loss.{given[0]} = {getattr(part.config, given[0])!r} is of a critic, which the "
+                f"advantage {self.advantage.name!r} does not use; leave it out, or choose an advantage with values"
+            )
+
+    def _check(self) -> None:
+        """What a subclass may have lost of its base. Raises PluginInvalid, or ConfigError for an option that is set."""
+        if not isinstance(self.config, PolicyGradientConfig):
+            raise PluginInvalid(
+                f"algorithm {self.name!r}: {type(self).__name__}.Config must subclass "
+                "rlhf_algorithms.policy_gradient_config.PolicyGradientConfig: its options (kl, epochs, ...) are read "
+                "here"
+            )
+        check_overrides(type(self), PolicyGradient, self.config)
+        reads_values = "advantage" in self.parts and self.parts["advantage"].needs_values
+        for slot in ("advantage", "loss", *(["value_loss"] if reads_values else [])):
+            if slot not in self.parts:
+                raise PluginInvalid(
+                    f"algorithm {self.name!r} has no slot {slot!r}; its slots are {sorted(self.slots)}. Write "
+                    f'{type(self).__name__}.slots = PolicyGradient.slots | {{"advantage": Slot("advantage", NAME), '
+                    '"loss": Slot("loss", NAME)}'
+                )
+
+    # ------------------------------------------------------------------------------------ declared
+
+    def needs(self) -> Needs:
+        roles = [RoleSpec("policy", trained=True)]
+        if self._uses_kl:
+            roles.append(RoleSpec("reference", like="policy"))
+        if self.advantage.needs_values:
+            roles.append(RoleSpec("critic", head="scalar", trained=True, like="policy"))
+        corrected = self.loss.generator_logprobs
+        features = ("correction",) if corrected else ()
+        return Needs(tuple(roles), self.advantage.group_min, corrected, features)
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        problems, shaping = super().misfits(shape), self.config.shaping
+        if self.config.minibatches > shape.trajectories:
+            problems.append(
+                f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
+                f"would be empty. Set --algorithm.minibatches {shape.trajectories} or less."
+            )
+        if shaping.overlong_max is not None and shaping.overlong_max - shaping.overlong_buffer >= shape.most_tokens:
+            problems.append(
+                f"algorithm.shaping: punishment begins above overlong_max - overlong_buffer = "
+                f"{shaping.overlong_max - shaping.overlong_buffer} tokens, and no answer has more than "
+                f"{shape.most_tokens}: it would do nothing. Set --algorithm.shaping.overlong_max {shape.most_tokens}."
+            )
+        return problems
+
+    def annotations(self, step: int) -> list[Annotation]:
+        wanted = []
+        if self._stores_old:
+            wanted.append(Annotation("policy", "logprobs", "old_logprobs"))
+        if self._uses_kl:
+            wanted.append(Annotation("reference", "logprobs", "ref_logprobs"))
+        if self.advantage.needs_values:
+            wanted.append(Annotation("critic", "values", "old_values"))
+            if self.config.bootstrap_truncated:
+                wanted.append(Annotation("critic", BOOTSTRAP, "bootstrap"))
+        return wanted
+
+    def updates(self, step: int) -> list[Update | Snapshot]:
+        """``step`` counts from 0: with ``critic_warmup`` N the policy stands still in the steps 0 .. N-1. A batch of
+        fewer samples than minibatches (filtered, failed, or masked) has a minibatch for each; one in which all samples
+        are masked has no update. A snapshot comes last: the next step's ``ref_logprobs`` are the new reference's."""
+        taught = self.config.minibatches if self._taught is None else self._taught
+        passes = {"epochs": self.config.epochs, "minibatches": min(self.config.minibatches, taught)}
+        updates: list[Update | Snapshot] = []
+        if self.advantage.needs_values and taught:
+            updates.append(Update("critic", "value_loss", **passes))
+        if step >= self.config.critic_warmup and taught:
+            coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
+            live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
+            updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
+        every = self.config.kl.snapshot_every
+        if every is not None and (step + 1) % every == 0:
+            updates.append(Snapshot("reference", "policy", self.config.kl.snapshot_share))
+        return updates
+
+    # ---------------------------------------------------------------------------------------- work
+
+    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+        return assemble(examples, self.step_sources)
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """:meth:`stages`, with what comes before and after it: the critic's units, samples that are not trained on."""
+        kl: KLConfig = self.config.kl
+        penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
+        said_N = batch.tok["old_values"] if self.scale is not None else None
+        batch, metrics = self.stages(batch if self.scale is None else self.scale.values(batch), penalty)
+        self._samples, self._measured_kl = batch.units, metrics.get("kl/reference")
+        if self.scale is not None and said_N is not None:
+            batch = self.scale.targets(batch, said_N)
+            metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
+        return self._without_masked(batch), metrics
+
+    def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
+        """From the column ``reward`` to ``advantages`` (and ``returns``, with values), in the published order. Override
+        it for another order.
+
+        Args:
+            batch: with the columns that :meth:`annotations` asks for; values are in the units of rewards.
+            kl: of the reference, in the reward; None where there is none.
+
+        Returns: the batch with the columns, and metrics; ``kl/reference``, the mean KL of a token, where ``kl`` is
+        given: an adaptive coefficient follows it.
+        """
+        return pipeline.credit(
+            batch, self.advantage, kl=kl, shapers=self.config.shaping.shapers(), reward_clip=self.config.reward_clip
+        )
+
+    def _without_masked(self, batch: Batch) -> Batch:
+        """``batch`` without the samples that are not trained on (``mask_truncated``); whole where that is all of them,
+        as then nothing is (:meth:`updates`)."""
+        masked_U = batch.unit["truncated"] & self.config.mask_truncated
+        self._taught = batch.units - int(masked_U.sum())
+        return batch.keep(~masked_U[batch.unit_B]) if 0 < self._taught < batch.units else batch
+
+    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the KL coefficient to the KL of this step and its number of trajectories."""
+        samples, measured, used = self._samples, self._measured_kl, self.kl.beta
+        self._samples, self._measured_kl, self._taught = 0, None, None
+        if not self._uses_kl:
+            return {}
+        kl = measured if self._kl_in("reward") else metrics.get("policy/kl_reference")
+        # The policy's first steps may be the critic's alone: what it did not cause must not move the coefficient.
+        if kl is not None and step >= self.config.critic_warmup:  # None: its only update was skipped
+            self.kl.update(kl, samples)
+        return {"kl/coef": used}
+
+    def state_dict(self) -> dict[str, Any]:
+        kept: dict[str, Any] = {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
+        return kept if self.scale is None else {**kept, "values": self.scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rest = dict(state)
+        if self.kl.adaptive:
+            self.kl.load_state_dict(rest.pop("kl"))
+        if self.scale is not None:
+            self.scale.load_state_dict(rest.pop("values"))
+        super().load_state_dict(rest)
+
+    # ------------------------------------------------------------------------------------- derived
+
+    @property
+    def _uses_kl(self) -> bool:
+        return bool(self.config.kl.coef > 0)
+
+    def _kl_in(self, where: str) -> bool:
+        return self._uses_kl and self.config.kl.where == where
+
+    @property
+    def _reads_old(self) -> bool:
+        return "old_logprobs" in self.loss.columns()
+
+    @property
+    def _stores_old(self) -> bool:
+        """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step the policy at
+        its start is the policy now, so the live log-probs are taken, detached."""
+        one_step = self.config.epochs * self.config.minibatches == 1
+        return self._kl_in("reward") or (self._reads_old and not one_step)

@@ -1,0 +1,170 @@
+"""Options of the policy-gradient algorithms, with what each does to a step: KL, shaping by length, clipping, passes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.ops import pipeline, shaping
+from rlhf.ops.batch import Batch
+from rlhf.ops.kl import Estimator
+from torch import Tensor
+
+
+class KLConfig(ComponentConfig):
+    """KL to the reference model: in the reward, as a loss term, or off."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """beta; 0 = off, and no reference model is loaded."""
+    where: Literal["reward", "loss"] = "reward"
+    """Subtracted from the token rewards, or added to the loss."""
+    estimator: Estimator | None = None
+    """k1, k2 or k3; where absent k1 in the reward and k3 in the loss. k1 in the loss is refused."""
+    before_baseline: bool = False
+    """In the reward only: the summed KL lowers the trajectory's reward before the baseline sees it."""
+    target: float | None = Field(default=None, gt=0)
+    """Adaptive coefficient: the wanted mean KL per token, in nats."""
+    horizon: float = Field(default=10_000.0, gt=0)
+    """Adaptive coefficient: trajectories over which it reacts."""
+    unbiased: bool = False
+    """In the loss only, with k3: each token's estimate times its ratio to the policy at the start of the update, so
+    that the expected gradient is the KL's own (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    snapshot_share: float = Field(default=1.0, gt=0, le=1)
+    """With ``snapshot_every``: the policy's share of the new reference; what is left is the old one's."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.where == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator 'k1' as a loss has zero expected gradient (the mean of the score function), so it would "
+                "regularise nothing; use 'k2' or 'k3', or where = 'reward'"
+            )
+        if self.where == "loss" and self.before_baseline:
+            raise ValueError("before_baseline concerns KL in the reward; with where = 'loss' it would do nothing")
+        idle = [n for n in ("where", "estimator", "before_baseline") if getattr(self, n) != _default(KLConfig, n)]
+        if self.coef == 0 and idle:
+            raise ValueError(f"{' and '.join(idle)} set, and coef = 0 turns the KL off: set coef, or leave this out")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
+        if self.horizon != 10_000 and self.target is None:
+            raise ValueError("horizon is of the adaptive coefficient; set target too, or leave it out")
+        if self.unbiased and (self.where != "loss" or self.chosen != "k3"):
+            raise ValueError(
+                f"unbiased = true is of k3 as a loss, got estimator {self.chosen!r} with where = {self.where!r}; set "
+                "where = 'loss' and leave estimator out, or leave this out"
+            )
+        if self.snapshot_every is not None and self.coef == 0:
+            raise ValueError("snapshot_every copies the policy to the reference, which coef = 0 does without")
+        if self.snapshot_share < 1 and self.snapshot_every is None:
+            raise ValueError(
+                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: set "
+                "it, or leave this out"
+            )
+        return self
+
+    @property
+    def chosen(self) -> Estimator:
+        return self.estimator or ("k1" if self.where == "reward" else "k3")
+
+
+def _default(cls: type[ComponentConfig], name: str) -> Any:
+    return cls.model_fields[name].default
+
+
+class ShapingConfig(ComponentConfig):
+    """Reward shaping by length, in the policy's own tokens, in this order."""
+
+    overlong_buffer: int | None = Field(default=None, gt=0)
+    """Soft overlong punishment over the last so many tokens before ``overlong_max``."""
+    overlong_factor: float = Field(default=1.0, ge=0)
+    """Its size at and beyond ``overlong_max``."""
+    overlong_max: int | None = Field(default=None, gt=0)
+    """Longest answer: what ``sampling.max_new_tokens`` allows (over all turns)."""
+    stop_properly: float | None = Field(default=None, le=1)
+    """Truncated samples: 0 .. 1 multiplies their reward, below 0 replaces it."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.overlong_buffer is None) != (self.overlong_max is None):
+            raise ValueError("overlong_buffer and overlong_max belong together: give both or none")
+        if self.overlong_factor != 1 and self.overlong_buffer is None:
+            raise ValueError("overlong_factor does nothing without overlong_buffer and overlong_max")
+        if self.overlong_buffer and self.overlong_max and self.overlong_buffer > self.overlong_max:
+            raise ValueError(f"overlong_buffer {self.overlong_buffer} is above overlong_max {self.overlong_max}")
+        return self
+
+    def shapers(self) -> list[pipeline.Shaper]:
+        shapers: list[pipeline.Shaper] = []
+        if self.overlong_buffer is not None and self.overlong_max is not None:
+            shapers.append(self._overlong)
+        if self.stop_properly is not None:
+            shapers.append(self._stop_properly)
+        return shapers
+
+    def _overlong(self, r_U: Tensor, batch: Batch) -> Tensor:
+        assert self.overlong_buffer is not None
+        assert self.overlong_max is not None
+        own_U = batch.unit["own_tokens"]
+        return r_U + shaping.overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
+
+    def _stop_properly(self, r_U: Tensor, batch: Batch) -> Tensor:
+        assert self.stop_properly is not None
+        return shaping.stop_properly(r_U, batch.unit["truncated"], self.stop_properly)
+
+
+class PolicyGradientConfig(ComponentConfig):
+    """Options that every policy-gradient algorithm shares; those of its parts stand in their own sections."""
+
+    preset: Literal["openrlhf"] | None = None
+    """``openrlhf``: its defaults where ours differ (reward_clip -10 .. 10; KL 0.01 in the reward by k1). Fields that
+    are given explicitly win."""
+    kl: KLConfig = KLConfig()
+    """KL to the reference model."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Rewards changed by the length of the answer."""
+    reward_clip: tuple[float, float] | None = None
+    """[low, high] for each trajectory's reward after the baseline; off where absent."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout batch."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """The first N steps train the critic only: exactly N."""
+    bootstrap_truncated: bool = False
+    """Samples cut off by their token budget end in the critic's value instead of 0."""
+    normalise_values: bool = False
+    """The critic learns returns less their running mean, divided by their running deviation, so that neither its rate
+    nor its clip depends on the size of rewards (Yu et al. 2022, arXiv:2103.01955)."""
+    mask_truncated: bool = False
+    """Samples cut off by their token budget are not trained on: overlong filtering (Yu et al. 2025, arXiv:2503.14476,
+    section 3.4). Their rewards still enter their group's baseline and the metrics."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("preset") != "openrlhf":
+            return data
+        given = data.get("kl", {})
+        kl = {"coef": 0.01, **given} if isinstance(given, dict) else given  # k1 in the reward is the default
+        return {"reward_clip": (-10.0, 10.0), **data, "kl": kl}
+
+    @field_validator("reward_clip", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError(f"reward_clip needs [low, high] with low < high, got {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _truncated(self) -> Self:
+        if self.mask_truncated and self.bootstrap_truncated:
+            raise ValueError("bootstrap_truncated is of samples that mask_truncated leaves out; leave one of them out")
+        return self

@@ -1,0 +1,424 @@
+"""The base of the policy-gradient algorithms: needs, annotations, updates and adaption follow from the config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Advantage, Loss
+from rlhf.ops.kl_loss import WithKL
+from rlhf.ops.returns import gae, return_to_go
+from rlhf.ops.value_scale import ValueScale
+from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Snapshot, Update
+from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
+from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
+from rlhf_testing import fabricate
+
+
+class Plain(Advantage):
+    name = "plain"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        G_NA = return_to_go(R_NA, mask_NA, 1.0)
+        return G_NA, G_NA
+
+
+class Critic(Plain):
+    name = "with_critic"
+    needs_values = True
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return gae(R_NA, values_NA, mask_NA, boot_N, 1.0, 1.0)
+
+
+class Ratio(Loss):
+    name = "ratio"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def columns(self):
+        return ("advantages", "old_logprobs")
+
+    def reduce(self):
+        return {"policy": Reduce()}
+
+    def __call__(self, x):
+        return LossOutput({"policy": -(x["logprobs"] - x["old_logprobs"]).exp() * x["advantages"]})
+
+
+class NoRatio(Ratio):
+    generator_logprobs = True
+
+    def columns(self):
+        return ("advantages",)
+
+
+class Mine(PolicyGradient):
+    name = "mine"
+
+
+def build(advantage=Plain, loss=Ratio, **config):
+    return Mine(Mine.Config(**config), {"advantage": advantage(), "loss": loss(), "value_loss": Ratio()})
+
+
+OLD = Annotation("policy", "logprobs", "old_logprobs")
+REF = Annotation("reference", "logprobs", "ref_logprobs")
+VALUES = Annotation("critic", "values", "old_values")
+LIVE = {"old_logprobs": "logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "roles", "annotations", "updates"),
+    [
+        (build(), ["policy"], [], [Update("policy", "loss", live=LIVE)]),
+        (build(epochs=2), ["policy"], [OLD], [Update("policy", "loss", epochs=2)]),
+        (build(minibatches=3), ["policy"], [OLD], [Update("policy", "loss", minibatches=3)]),
+        (build(loss=NoRatio, epochs=2), ["policy"], [], [Update("policy", "loss", 2)]),
+        (build(kl=KLConfig(coef=0.1)), ["policy", "reference"], [OLD, REF], [Update("policy", "loss")]),
+        (
+            build(kl=KLConfig(coef=0.1, where="loss")),
+            ["policy", "reference"],
+            [REF],
+            [Update("policy", "loss", coef={"kl": 0.1}, live=LIVE)],
+        ),
+        (
+            build(Critic, bootstrap_truncated=True),
+            ["policy", "critic"],
+            [VALUES, Annotation("critic", BOOTSTRAP, "bootstrap")],
+            [Update("critic", "value_loss"), Update("policy", "loss", live=LIVE)],
+        ),
+    ],
+)
+def test_declarations_follow_from_the_config(algorithm, roles, annotations, updates):
+    assert [r.name for r in algorithm.needs().roles] == roles
+    assert algorithm.annotations(0) == annotations
+    assert algorithm.updates(0) == updates
+
+
+def test_generator_logprobs_are_needed_where_the_loss_says_so():
+    assert not build().needs().generator_logprobs
+    assert build(loss=NoRatio).needs().generator_logprobs
+    assert build(loss=NoRatio, kl=KLConfig(coef=1.0, where="loss")).needs().generator_logprobs
+
+
+def test_critic_warmup_is_exactly_n_steps():
+    """Defect 27."""
+    algorithm = build(Critic, critic_warmup=2)
+    roles = [[u.role for u in algorithm.updates(step)] for step in range(4)]
+    assert roles == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]
+
+
+def test_the_coefficient_stands_still_while_the_critic_learns_alone():
+    """The policy is still its reference then: a KL of 0 would drive beta down before it has done anything."""
+    algorithm = build(Critic, critic_warmup=2, kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
+    for step, beta in enumerate([0.1, 0.1, 0.1 * (1 - 0.2 * 12 / 100)]):
+        algorithm._samples, algorithm._measured_kl = 12, 0.0
+        assert algorithm.finish(step, {}) == {"kl/coef": 0.1}
+        assert algorithm.kl.beta == pytest.approx(beta, rel=1e-12)
+
+
+def test_a_batch_that_came_short_has_a_minibatch_for_each_sample():
+    """Twelve samples of a batch that should have more; the schedule is planned with what the config says."""
+    algorithm = build(minibatches=20, epochs=2)
+    assert algorithm.updates(0)[0].minibatches == 20
+    algorithm.credit(algorithm.assemble(fabricate.groups(0)))
+    assert (algorithm.updates(0)[0].minibatches, algorithm.updates(0)[0].epochs) == (12, 2)
+    algorithm.finish(0, {})
+    assert algorithm.updates(1)[0].minibatches == 20
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "says"),
+    [
+        ({"minibatches": 8}, OnlineShape(8, 9, 99), None),
+        ({"minibatches": 9}, OnlineShape(8, 9, 99), "--algorithm.minibatches 8 or less"),
+        ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=12)}, OnlineShape(8, 9, 9), None),
+        (
+            {"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)},
+            OnlineShape(8, 9, 9),
+            "begins above overlong_max - overlong_buffer = 9 tokens, and no answer has more than 9",
+        ),
+        ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)}, OnlineShape(8, 9, 99), None),
+    ],
+)
+def test_options_that_would_do_nothing_or_break_are_told_before_the_run(config, shape, says):
+    told = build(**config).misfits(shape)
+    assert not told if says is None else says in " ".join(told)
+
+
+@pytest.mark.parametrize("field", [{"critic_warmup": 1}, {"bootstrap_truncated": True}, {"normalise_values": True}])
+def test_options_of_a_critic_need_one(field):
+    with pytest.raises(ConfigError, match="does not use; leave it out"):
+        build(**field)
+
+
+def test_kl_as_a_loss_is_a_term_beside_any_loss():
+    algorithm = build(kl=KLConfig(coef=0.1, where="loss", estimator="k2"))
+    assert isinstance(algorithm.loss, WithKL)
+    assert algorithm.parts["loss"] is algorithm.loss
+    assert (algorithm.loss.name, algorithm.loss.estimator) == ("ratio", "k2")
+    assert algorithm.loss.columns() == ("advantages", "old_logprobs", "ref_logprobs")
+    assert set(algorithm.loss.reduce()) == {"policy", "kl"}
+    assert not isinstance(build(kl=KLConfig(coef=0.0)).loss, WithKL), "coef 0: nothing is added"
+
+
+@pytest.mark.parametrize(
+    ("own", "kl"),
+    [
+        (Reduce("seq_sum_constant", over="m", roles=(0,), coef=3.0, constant=7.0),
+         Reduce("seq_sum_constant", over="m", roles=(0,), constant=7.0)),
+        (Reduce("seq_mean_token_mean", over="m"), Reduce("seq_mean_token_mean", over="m")),
+        (Reduce("unit_mean", over="m", roles=(1,)), Reduce("token_mean", over="m", roles=(1,))),
+        (Reduce("seq_mean", over="m", coef=2.0), Reduce("token_mean", over="m")),
+    ],
+)  # fmt: skip
+def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
+    class Other(Ratio):
+        held = None
+
+        def outputs(self):
+            return ("entropy",)
+
+        def reduce(self):
+            return {"first": own, "second": Reduce("seq_mean")}
+
+        def load_state_dict(self, state):
+            self.held = state
+
+    inner = Other()
+    loss = WithKL(inner, "k1")
+    assert loss.reduce() == {"first": own, "second": Reduce("seq_mean"), "kl": kl}
+    assert loss.outputs() == ("entropy", "logprobs")
+    assert WithKL(Ratio(), "k1").outputs() == Ratio().outputs(), "log-probs are computed once"
+    loss.load_state_dict({"x": 1})
+    assert inner.held == {"x": 1}
+
+
+def test_the_reference_follows_the_policy_behind_the_update():
+    """Log-probs of the reference are annotated before a step's updates: a snapshot in front would come too late."""
+    kl = KLConfig(coef=0.1, snapshot_every=2, snapshot_share=0.6)
+    kinds = [[type(u) for u in build(kl=kl).updates(step)] for step in range(4)]
+    assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]
+    assert build(kl=kl).updates(1)[1] == Snapshot("reference", "policy", 0.6)
+    assert [type(u) for u in build(Critic, critic_warmup=9, kl=kl).updates(1)] == [Update, Snapshot]
+
+
+def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
+    """The batch of all samples is credited; what is left of it is that without the truncated ones, bit for bit."""
+    plain, masked = build(), build(mask_truncated=True, minibatches=12)
+    groups = fabricate.groups(0)
+    whole, said = plain.credit(plain.assemble(groups))
+    cut_U = whole.unit["truncated"]
+    assert 0 < int(cut_U.sum()) < whole.units == 12
+    left, told = masked.credit(masked.assemble(groups))
+    assert told == said
+    kept = whole.select((~cut_U).nonzero()[:, 0].tolist())
+    assert left.unit["sample"].tolist() == kept.unit["sample"].tolist()
+    assert torch.equal(left.tok["advantages"], kept.tok["advantages"])
+    assert masked.updates(0)[0].minibatches == left.units, "one for each sample that is left"
+    masked.finish(0, {})
+    assert masked.updates(1)[0].minibatches == 12
+
+
+def test_where_all_samples_are_truncated_nothing_is_updated():
+    algorithm = build(Critic, mask_truncated=True, kl=KLConfig(coef=0.1, where="loss", snapshot_every=1))
+    groups = fabricate.groups(0)
+    for trajectory in (t for g in groups for t in g.trajectories):
+        trajectory.status = "truncated" if trajectory.status == "ok" else trajectory.status
+    batch = algorithm.assemble(groups)
+    batch = batch.with_column("tok", "old_values", torch.zeros(batch.tokens))
+    algorithm.credit(batch)
+    assert algorithm.updates(0) == [Snapshot("reference", "policy")]
+    algorithm.finish(0, {})
+    assert [u.role for u in algorithm.updates(1)[:2]] == ["critic", "policy"]
+
+
+def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_policy():
+    """Expected under the old policy: rho k3 has exactly the gradient of KL(pi, ref), k3 by itself does not."""
+    draw = [torch.randn(20, generator=torch.Generator().manual_seed(s)).double() for s in range(3)]
+    logits = draw[0].requires_grad_()
+    lp, old, ref = (torch.log_softmax(z, 0) for z in draw)
+    (exact,) = torch.autograd.grad((lp.exp() * (lp - ref)).sum(), logits, retain_graph=True)
+    for unbiased in (True, False):
+        loss = WithKL(Ratio(), "k3", unbiased)
+        assert ("old_logprobs" in WithKL(NoRatio(), "k3", unbiased).columns()) is unbiased
+        x = Columns({"logprobs": lp, "old_logprobs": old, "ref_logprobs": ref, "advantages": torch.zeros(20)})
+        (got,) = torch.autograd.grad((old.exp() * loss(x).terms["kl"]).sum(), logits, retain_graph=True)
+        assert torch.allclose(got, 0.5 * exact, atol=1e-6) is unbiased
+    assert build(kl=KLConfig(coef=0.1, where="loss", unbiased=True)).loss.unbiased
+
+
+def test_the_critic_learns_in_units_of_the_returns():
+    """Rewards of 100 and 300: whatever the critic says is taken by the scale so far, which is that of all returns."""
+    algorithm, plain = build(Critic, normalise_values=True), build(Critic)
+    seen = torch.zeros(0).double()
+    for step in range(2):
+        groups = fabricate.groups(step, multi_turn=False)
+        for g in groups:
+            for n, t in enumerate(g.trajectories):
+                t.reward = t.score = 100.0 + 200.0 * (n % 2)
+        batch = algorithm.assemble(groups)
+        said_N = fabricate.values("values", batch.tokens, step)
+        mean, std = (float(seen.mean()), float(seen.std(correction=0))) if step else (0.0, 1.0)
+        got, metrics = algorithm.credit(batch.with_column("tok", "old_values", said_N))
+        expected, said = plain.credit(batch.with_column("tok", "old_values", mean + std * said_N))
+        mask_N = batch.tok["loss_mask"]
+        assert torch.allclose(got.tok["advantages"], expected.tok["advantages"], rtol=1e-5)
+        assert metrics["value/explained_variance"] == pytest.approx(said["value/explained_variance"], abs=1e-5)
+        assert torch.equal(got.tok["old_values"][mask_N], said_N[mask_N])
+        seen = torch.cat([seen, expected.tok["returns"][mask_N].double()])
+        targets = (expected.tok["returns"][mask_N].double() - seen.mean()) / seen.std(correction=0)
+        assert torch.allclose(got.tok["returns"][mask_N].double(), targets, rtol=1e-5, atol=1e-6)
+        assert metrics["value/scale_std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-6)
+        assert step == 0 or 50 < metrics["value/scale_std"] < 150
+    again = build(Critic, normalise_values=True)
+    again.load_state_dict(algorithm.state_dict())
+    assert (again.scale.mean, again.scale.std) == (algorithm.scale.mean, algorithm.scale.std)
+    with pytest.raises(ValueError, match="keeps no state"):
+        build(Critic).load_state_dict(algorithm.state_dict())
+
+
+def test_the_scale_does_not_depend_on_how_returns_were_split():
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 7 + 3
+    whole, parts = ValueScale(), ValueScale()
+    whole.add(values)
+    for part in (values[:0], values[:1], values[1:60], values[60:]):
+        parts.add(part)
+    assert (parts.mean, parts.std) == (pytest.approx(whole.mean), pytest.approx(whole.std))
+    assert (whole.mean, whole.std) == (
+        pytest.approx(float(values.mean())),
+        pytest.approx(float(values.std(correction=0))),
+    )
+    assert ValueScale().std == 1.0
+
+
+class Columns(dict):
+    coef = {"kl": 0.5}
+
+
+def run_credit(algorithm, kl=0.5):
+    batch = algorithm.assemble(fabricate.groups(0))
+    lp = fabricate.values("logprobs", batch.tokens, 0)
+    batch = batch.with_column("tok", "old_logprobs", lp).with_column("tok", "ref_logprobs", lp - kl)
+    return algorithm.credit(batch)
+
+
+def test_adaptive_kl_in_the_reward_uses_the_actual_number_of_trajectories():
+    """12 trajectories, KL 0.5 against a target of 0.25: beta 0.1 * (1 + 0.2 * 12 / 100)."""
+    algorithm = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
+    batch, metrics = run_credit(algorithm)
+    assert batch.units == 12
+    assert metrics["kl/reference"] == pytest.approx(0.5, abs=1e-5)
+    assert algorithm.finish(0, metrics) == {"kl/coef": 0.1}
+    assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+    algorithm.finish(1, {})  # a step that learned nothing
+    assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+
+
+def test_adaptive_kl_as_a_loss_reads_the_updates_metric_and_travels():
+    algorithm = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
+    run_credit(algorithm)
+    algorithm.finish(0, {"policy/kl_reference": 0.225})
+    beta = 0.1 * (1 - 0.1 * 12 / 100)
+    assert algorithm.updates(1)[0].coef == {"kl": pytest.approx(beta)}
+    again = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
+    again.load_state_dict(algorithm.state_dict())
+    assert again.kl.beta == algorithm.kl.beta
+
+
+def test_fixed_kl_keeps_no_state():
+    algorithm = build(kl=KLConfig(coef=0.1))
+    assert algorithm.state_dict() == {}
+    algorithm.load_state_dict({})
+    with pytest.raises(ValueError, match="keeps no state"):
+        algorithm.load_state_dict({"kl": {"beta": 1.0}})
+
+
+def test_step_sources_reach_the_batch():
+    algorithm = build()
+    groups = fabricate.groups(0)
+    groups[0].trajectories[0].rewards["fabricated"].steps = ((1, 0, 3.0),)
+    assert not algorithm.assemble(groups).tok["step_reward"].any()
+    algorithm.step_sources = {"fabricated": 2.0}
+    assert algorithm.assemble(groups).tok["step_reward"].sum() == 6.0
+
+
+def test_shaping_applies_in_order_and_is_reported():
+    shaping = ShapingConfig(overlong_buffer=4, overlong_max=6, overlong_factor=2.0, stop_properly=0.5)
+    algorithm = build(shaping=shaping)
+    batch = algorithm.assemble(fabricate.groups(0))
+    _, metrics = algorithm.credit(batch)
+    expected = []
+    for r, n, cut in zip(*(batch.unit[k].tolist() for k in ("reward", "own_tokens", "truncated")), strict=True):
+        e = min(n - 2, 4)
+        r = r - 2.0 * e / 4 if e > 0 else r
+        expected.append(r * 0.5 if cut else r)
+    assert metrics["reward/shaped"] == pytest.approx(sum(expected) / len(expected))
+    assert metrics["reward/mean"] == pytest.approx(batch.unit["reward"].mean().item())
+
+
+def test_openrlhf_preset_gives_way_to_explicit_fields():
+    preset = PolicyGradientConfig(preset="openrlhf")
+    assert preset.reward_clip == (-10.0, 10.0)
+    assert (preset.kl.coef, preset.kl.chosen, preset.kl.where) == (0.01, "k1", "reward")
+    assert PolicyGradientConfig.model_validate({"preset": "openrlhf", "reward_clip": [-1.0, 1.0]}).reward_clip == (
+        -1,
+        1,
+    )
+    assert PolicyGradientConfig().reward_clip is None
+
+
+@pytest.mark.parametrize(
+    ("given", "coef", "where", "estimator"),
+    [
+        ({"where": "loss"}, 0.01, "loss", "k3"),
+        ({"estimator": "k2"}, 0.01, "reward", "k2"),
+        ({"target": 0.1}, 0.01, "reward", "k1"),
+        ({"coef": 0.0}, 0.0, "reward", "k1"),
+    ],
+)
+def test_one_field_of_the_kl_leaves_the_presets_others(given, coef, where, estimator):
+    kl = PolicyGradientConfig.model_validate({"preset": "openrlhf", "kl": given}).kl
+    assert (kl.coef, kl.where, kl.chosen) == (coef, where, estimator)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KLConfig(coef=0.1, where="loss", estimator="k1"), "zero expected gradient"),
+        (lambda: KLConfig(coef=0.1, where="loss", before_baseline=True), "would do nothing"),
+        (lambda: KLConfig(target=0.1), "coef > 0"),
+        (lambda: KLConfig(coef=0.1, horizon=5.0), "set target too"),
+        (lambda: KLConfig(coef=-0.1), "greater than or equal to 0"),
+        (lambda: KLConfig(coef=0.1, unbiased=True), "k3 as a loss, got estimator 'k1' with where = 'reward'"),
+        (lambda: KLConfig(coef=0.1, where="loss", estimator="k2", unbiased=True), "got estimator 'k2'"),
+        (lambda: KLConfig(snapshot_every=2), "coef = 0 does without"),
+        (lambda: KLConfig(coef=0.1, snapshot_share=0.5), "every snapshot_every steps, which is not set"),
+        (lambda: PolicyGradientConfig(mask_truncated=True, bootstrap_truncated=True), "leave one of them out"),
+        (lambda: KLConfig(coef=0.1, target=0.0), "greater than 0"),
+        (lambda: ShapingConfig(overlong_buffer=3), "belong together"),
+        (lambda: ShapingConfig(overlong_factor=0.5), "does nothing without"),
+        (lambda: ShapingConfig(overlong_buffer=9, overlong_max=8), "above overlong_max"),
+        (lambda: ShapingConfig(stop_properly=1.5), "less than or equal to 1"),
+        (lambda: PolicyGradientConfig(reward_clip=(1.0, -1.0)), "low < high"),
+        (lambda: PolicyGradientConfig(epochs=0), "greater than or equal to 1"),
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValidationError, match=message):
+        make()
+
+
+def test_k1_as_a_loss_has_no_expected_gradient():
+    """Why it is refused: under the policy's own distribution the gradients of k1 cancel, those of k2 do not."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    ref = torch.log_softmax(torch.randn(20, generator=torch.Generator().manual_seed(1)).double(), 0)
+    lp = torch.log_softmax(logits, 0)
+    p = lp.exp().detach()
+    (k1_grad,) = torch.autograd.grad((p * (lp - ref)).sum(), logits, retain_graph=True)
+    (k2_grad,) = torch.autograd.grad((p * (lp - ref) ** 2 / 2).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((lp.exp() * (lp - ref)).sum(), logits)
+    assert k1_grad.abs().max() < 1e-12
+    assert torch.allclose(k2_grad, exact)

@@ -1,0 +1,1 @@
+"""Models and datasets on a hub, and the folders of published models."""

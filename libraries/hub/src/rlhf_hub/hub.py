@@ -1,0 +1,206 @@
+"""Models and datasets on a hub: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
+
+What a branch or tag means is asked once for each run and is a commit from then on: every process of the run, whenever
+it reads, reads the same files. The run's manifest keeps the commits (:func:`pins`) and a resume goes on with them
+(:func:`use_pins`). Tokens are the client's business (``HF_TOKEN``, or what ``hf auth login`` stored): none is taken,
+kept or shown here. huggingface_hub is imported when a hub is asked.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from rlhf.errors import RlhfError
+
+Kind = Literal["model", "dataset"]
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_pins: dict[str, str] = {}
+_notes: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What a text like ``owner/name@revision`` names."""
+
+    name: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}"
+
+
+class HubError(RlhfError):
+    """What a hub was asked for did not come."""
+
+
+def hub_name(path: str) -> HubName | None:
+    """What a path names on a hub, where it can: nothing of that name is here, and it does not look like a file's."""
+    found = _NAME.fullmatch(path)
+    if found is None or Path(path).exists():
+        return None
+    return HubName(found[1], found[2] or "main")
+
+
+def use_pins(recorded: Mapping[str, str]) -> None:
+    """Start a run: forget what branches and tags meant to another one, and go on with what this one recorded."""
+    _pins.clear()
+    _notes.clear()
+    _pins.update(recorded)
+
+
+def pins() -> dict[str, str]:
+    """{``dataset owner/name@main``: commit} of everything that this run read from a hub."""
+    return dict(sorted(_pins.items()))
+
+
+def notes() -> list[str]:
+    """What a user should know of how names were resolved."""
+    return list(_notes)
+
+
+def known(kind: Kind, asked: HubName) -> bool:
+    """Whether the client's cache holds files of the revision, so that the hub had it once."""
+    return _cached(kind, asked, asked.revision) is not None
+
+
+def commit_of(kind: Kind, asked: HubName) -> str:
+    """The commit that a name means in this run.
+
+    Raises HubError.
+    """
+    if _COMMIT.fullmatch(asked.revision):
+        return asked.revision
+    key = f"{kind} {asked}"
+    if key not in _pins:
+        _pins[key] = _look_up(kind, asked)
+    return _pins[key]
+
+
+def files_of(kind: Kind, asked: HubName) -> list[str]:
+    """Every file of the repository: by the client's cache of what the hub said, by the hub, or, where that is out of
+    reach, those that were downloaded.
+
+    Raises HubError.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    commit = commit_of(kind, asked)
+    known = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
+    with suppress(Exception):  # nothing is cached: an exception that only these clients have
+        if known is not None:
+            return sorted(file.path for file in known(asked.name, revision=commit, repo_type=kind))
+    try:
+        return sorted(huggingface_hub.HfApi().list_repo_files(asked.name, revision=commit, repo_type=kind))
+    except Exception as error:  # of the client or its transport, which differs by version
+        folder = _cached(kind, asked, commit)
+        if folder is None or isinstance(error, HfHubHTTPError):
+            raise HubError(explain(kind, asked, error)) from error
+        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def download(kind: Kind, asked: HubName, wanted: Sequence[str]) -> Path:
+    """The folder of the client's cache with the files of the commit that match one of ``wanted`` (as in a shell).
+
+    What is there is not asked for again, so that loading says and needs nothing.
+
+    Raises HubError.
+    """
+    import huggingface_hub
+
+    commit = commit_of(kind, asked)
+    names = [name for name in files_of(kind, asked) if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    folder = _cached(kind, asked, commit)
+    if folder is not None and all((folder / name).is_file() for name in names):
+        return folder
+    try:
+        chosen = [glob.escape(name) for name in names]
+        return Path(
+            huggingface_hub.snapshot_download(asked.name, repo_type=kind, revision=commit, allow_patterns=chosen)
+        )
+    except Exception as error:  # network, authentication, a commit that is gone, a full disk: said by the client
+        raise HubError(explain(kind, asked, error)) from error
+
+
+def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
+    """What was asked for, where, what came of it and what to do."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+    from rlhf.redact import redact
+
+    token = huggingface_hub.get_token() is not None
+    what = f"the {kind} {asked.name!r}, revision {asked.revision!r}, of the hub {redact(constants.ENDPOINT)}"
+    sent = "the token of HF_TOKEN or `hf auth login` was sent" if token else "no token was sent"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(e, errors.OfflineModeIsEnabled) for e in chain) or constants.HF_HUB_OFFLINE:
+        return (
+            f"{what} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to ask "
+            "for it. Unset HF_HUB_OFFLINE, copy a cache that has it (HF_HUB_CACHE), or give a folder or file."
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return f"{what} is for those only whom its owner lets in, and {sent}. Ask on its page, and set HF_TOKEN."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{what}: there is no such branch, tag or commit. Name one that there is: {asked.name}@REVISION."
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        advice = "a token that may read it" if token else "your token, if it is private"
+        return f"{what}: there is none, or it is private ({sent}). Correct the name, or set HF_TOKEN to {advice}."
+    said = redact(f"{type(chain[-1]).__name__}: {chain[-1]}".strip())
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{what} could not be read: {said}. Try again later."
+    return f"{what} could not be read: {said}. Look at the network, HF_ENDPOINT and proxies, or give a folder or file."
+
+
+def _look_up(kind: Kind, asked: HubName) -> str:
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # seconds; the client's own has none here
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    hub = huggingface_hub.HfApi()
+    try:
+        found = hub.repo_info(asked.name, revision=asked.revision, repo_type=kind, timeout=HF_HUB_ETAG_TIMEOUT)
+        commit = str(found.sha)
+    except HfHubHTTPError as error:
+        raise HubError(explain(kind, asked, error)) from error
+    except Exception as error:  # out of reach
+        folder = _cached(kind, asked, asked.revision)
+        if folder is None:
+            raise HubError(explain(kind, asked, error)) from error
+        if not isinstance(error, OfflineModeIsEnabled):
+            _notes.append(
+                f"the hub is out of reach: {kind} {asked} is taken to be {folder.name}, as when it was last downloaded"
+            )
+        return folder.name
+    with suppress(OSError):  # a cache that cannot be written to serves as long as the hub is in reach
+        ref = _place(kind, asked) / "refs" / asked.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        written = ref.with_name(f".{ref.name}-{os.getpid()}")
+        written.write_text(commit)
+        written.replace(ref)
+    return commit
+
+
+def _cached(kind: Kind, asked: HubName, revision: str) -> Path | None:
+    """The folder of a revision in the client's cache, wholly downloaded or not."""
+    place = _place(kind, asked)
+    commit = place / "refs" / revision
+    folder = place / "snapshots" / (commit.read_text().strip() if commit.is_file() else revision)
+    return folder if folder.is_dir() else None
+
+
+def _place(kind: Kind, asked: HubName) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{asked.name.replace('/', '--')}"

@@ -1,0 +1,121 @@
+"""A published model: the folder that its files are read from, and what its ``config.json`` says.
+
+Light: transformers and the hub's client are imported when a model is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ModelError, did_you_mean
+
+from rlhf_hub.hub import HubError, commit_of, download, files_of, hub_name
+
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Of a hub's repository: config and tokenizer."""
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+"""Weights that are never read: unpickling runs what the file says, and the others are of other frameworks."""
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model's path is a folder, or is written like one; else it is the name of one on a hub."""
+    return Path(path).expanduser().exists() or hub_name(path) is None
+
+
+def require_folder(path: str) -> None:
+    """Raises ModelError, with what is beside it, where there is no such folder."""
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ModelError(
+            f"no model {path}: it is a file. A model is a folder with config.json, safetensors and tokenizer"
+        )
+    if not folder.exists():
+        beside = _folders(folder.parent)
+        there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
+        raise ModelError(f"no model {path}: there is no such folder.{there}{did_you_mean(folder.name, beside)}")
+
+
+def pinned(model: str) -> str:
+    """A model's path; of a hub name ``owner/name@commit``, which means the same to every process.
+
+    Raises ModelError: the hub does not know it, or is out of reach.
+    """
+    asked = hub_name(model)
+    try:
+        return model if asked is None else f"{asked.name}@{commit_of('model', asked)}"
+    except HubError as error:
+        raise ModelError(_not_published(model, error)) from error
+
+
+def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
+    """Where a model's files are: the folder itself, or that of the hub's files in the client's cache.
+
+    Args:
+        weights: also the weights, which must be safetensors.
+        code: also Python files: the run file says ``trust_remote_code``.
+
+    Raises ModelError: the hub does not give them, or there are only weights of another kind.
+    """
+    asked = hub_name(path)
+    if asked is None:
+        folder = Path(path).expanduser()
+        if weights and folder.is_dir():
+            _require_safetensors(path, [p.name for p in folder.iterdir()])
+        return str(folder)
+    try:
+        commit_of("model", asked)
+        wanted = [*SETTINGS, *(["*.py"] if code else [])]
+        folder = download("model", asked, wanted)
+        if weights:
+            index = folder / INDEX
+            names = ["model.safetensors"]
+            if index.is_file():
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            else:
+                _require_safetensors(path, files_of("model", asked))
+            folder = download("model", asked, [*wanted, *names])
+    except HubError as error:
+        raise ModelError(_not_published(path, error)) from error
+    return str(folder)
+
+
+def settings_of(model: str, asker: str) -> dict[str, Any]:
+    """The ``config.json`` of a folder or a hub name.
+
+    Args:
+        asker: who needs it, for messages: ``reward 'model'``.
+
+    Raises ModelError where it cannot be read, or there is none.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(model_folder(model))
+    except Exception as cause:  # of many kinds: no such folder or name, no network, no JSON
+        raise ModelError(f"{asker}: the config.json of {model!r} cannot be read: {cause}") from cause
+    if not settings:
+        raise ModelError(f"{asker}: there is no config.json in {model!r}; give a folder or a hub name")
+    return dict(settings)
+
+
+def _not_published(name: str, error: HubError) -> str:
+    """What a name that may be a folder's was taken for, and what came of it."""
+    place = Path(name).parent
+    near = did_you_mean(Path(name).name, _folders(place))
+    return f"there is no folder {name} here, so it is a hub name; {error}{near}"
+
+
+def _folders(place: Path) -> list[str]:
+    return sorted(p.name for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
+
+
+def _require_safetensors(path: str, names: list[str]) -> None:
+    pickles = [name for name in names if "/" not in name and name.endswith(PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        raise ModelError(
+            f"{path} has its weights in {pickles[0]} only, which is not read: unpickling can run code. Convert it "
+            "where that is no danger: `AutoModel...from_pretrained(...).save_pretrained(folder)`."
+        )

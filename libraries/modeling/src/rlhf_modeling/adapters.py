@@ -1,0 +1,167 @@
+"""LoRA: a frozen model with trained low-rank adapters (Hu et al. 2021, arXiv:2106.09685), through peft.
+
+The role trains the adapters (and a fresh scalar or classes head); generators, exports and snapshots see one merged
+model under its usual names; with the adapters switched off the same module is the model it started from, so a reference
+needs no second copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import Field
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.interfaces.component import ComponentConfig
+from torch import Tensor, nn
+
+NAME = "default"
+WHOLE = "model"
+
+
+class LoraOptions(ComponentConfig):
+    rank: int = Field(gt=0)
+    """Of the adapters' two factors."""
+    alpha: int | None = Field(None, gt=0)
+    """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
+    targets: tuple[str, ...] | None = None
+    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
+    that are slices of one tensor are not linear layers."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On what enters an adapter, in training."""
+
+
+def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
+    """Put an adapter beside every target; A is drawn from ``seed``, B is zero, so the model computes what it did.
+
+    Raises ConfigError: peft is not installed; there is no linear layer, or none of a target's name.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("trainer.lora needs peft: pip install 'rlhf[lora]'") from None
+    wanted = matching([name for name, _ in adaptable(module, head)], options.targets, type(module).__name__)
+    whole = nn.Module()  # without a config: of some mixtures of experts peft makes these names others, of the experts
+    whole.add_module(WHOLE, module)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
+        lora_dropout=options.dropout,
+        target_modules=[f"{WHOLE}.{name}" for name in wanted],
+        bias="none",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, whole, adapter_name=NAME)
+
+
+def adaptable(module: nn.Module, head: nn.Module | None) -> list[tuple[str, nn.Linear]]:
+    """(name, layer) of every linear layer but the head. Experts that are slices of one tensor are none, nor are routers
+    that are a linear layer by class and return choices."""
+    linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    return [(name, m) for name, m in linear if "Router" not in type(m).__name__]
+
+
+def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -> list[str]:
+    """Those of the linear layers' names that end with one of ``targets``; all where it is None.
+
+    Raises ConfigError: there is no linear layer, or none of a target's name. ``model`` is for the message.
+    """
+    if not linear:
+        raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
+    there = {name: name.rpartition(".")[2] for name in linear}
+    if targets is None:
+        return list(linear)
+    if unknown := sorted(set(targets) - set(there.values())):
+        names = sorted(set(there.values()))
+        raise ConfigError(
+            f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {', '.join(names)}."
+            + "".join(did_you_mean(name, names) for name in unknown)
+        )
+    return [name for name, last in there.items() if last in targets]
+
+
+def linear(layer: Any, x_NI: Tensor) -> Tensor:
+    """[N, outputs] of a linear layer, with its adapter if it has one: W x + b, to which one matrix product adds
+    alpha / rank x B A x in place (in bf16 it is rounded once). The weights must be whole.
+
+    peft's own forward makes three more tensors as large as the output. They are freed at once, but the adapter's small
+    inner output, made between them, stays for the backward pass: in a CPU's heap it cuts the holes that they leave, and
+    the next tensor of that size needs new memory (docs/plan.md has what that took).
+    """
+    if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
+        return layer(x_NI)  # one with a forward of its own does something to what goes in or comes out
+    return with_adapter(layer, x_NI)
+
+
+def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
+    """[N, outputs] of a layer that has an adapter; of the layer without it inside :func:`without_adapters`."""
+    y_NO: Tensor = layer.base_layer(x_NI)
+    if layer.disable_adapters:
+        return y_NO
+    z_NR = layer.lora_A[NAME](layer.lora_dropout[NAME](x_NI))
+    return y_NO.addmm_(z_NR, layer.lora_B[NAME].weight.t().to(y_NO.dtype), alpha=layer.scaling[NAME])
+
+
+def train_adapters_only(module: nn.Module, head: nn.Module | None) -> None:
+    """Gradients for the adapters, and for ``head`` where it is the role's own and not a language model's."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    if head is not None:
+        head.requires_grad_(True)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes with its base weights."""
+    layers = [layer for _, layer in adapted(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapted(module: nn.Module) -> list[tuple[str, Any]]:
+    """(name, layer) of every layer that has an adapter."""
+    return [(name, m) for name, m in module.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+
+
+def merged_name(name: str) -> str:
+    """The Hugging Face name of a base tensor of a module with adapters."""
+    return re.sub(r"\.base_layer\.", ".", name)
+
+
+def base_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the model without its adapters."""
+    return ((merged_name(name), tensor.detach()) for name, tensor in tensors.items() if not is_adapter(name))
+
+
+@torch.no_grad()
+def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, weight with its adapter added) of ``tensors``, by the module's own names; a tensor without an
+    adapter shares memory with the module."""
+    layers = dict(adapted(module))
+    for name, tensor in tensors.items():
+        if is_adapter(name):
+            continue
+        owner = name.removesuffix(".base_layer.weight")
+        if owner != name:
+            layer = layers[owner]
+            tensor = tensor + product(layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+        yield merged_name(name), tensor.detach()
+
+
+def product(layer: Any, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    """[O, I]: what an adapter of ``layer`` with these whole factors adds to its weight."""
+    scaling: float = layer.scaling[NAME]
+    return b_OR @ a_RI * scaling

@@ -1,0 +1,221 @@
+"""Attention over packed rows: the linear layers see flat tokens, attention sees one sequence at a time.
+
+transformers' own packed path compares every token with every other of the row (quadratic in the pack) and, with
+``use_cache`` at its default, lets sequences see each other without a warning. Here the lengths are given explicitly::
+
+    use_packed_attention(model)
+    with packed(lens):                                   # sums to N
+        model(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+
+The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
+
+Where sequences share prefixes (:mod:`rlhf_modeling.prefix`), the row holds each of these once: a sequence's queries are
+those of its own tokens, its keys those of the whole sequence, wherever they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from rlhf_modeling import flash_attention
+from rlhf_modeling.flash_attention import Lines
+from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
+from rlhf_modeling.prefix import Shared, Stretch
+from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
+
+NAME = "rlhf_packed"
+
+HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
+"""Tensors that layers hand on to every attention function, and that say nothing here."""
+
+Route = Callable[..., tuple[Tensor, Tensor | None]]
+"""``route(module, q, k, v, mask, scaling=..., dropout=..., sliding_window=..., **others)``, as transformers calls an
+attention function: q [1, H, N, D], k and v [1, K, N, D]; returns ([1, N, H, D], None)."""
+
+_route: ContextVar[Route | None] = ContextVar("rlhf_attention_route", default=None)
+
+
+@contextmanager
+def attend_with(route: Route) -> Iterator[None]:
+    """Every attention layer of a model under :func:`use_packed_attention` calls ``route`` inside this context."""
+    token = _route.set(route)
+    try:
+        yield
+    finally:
+        _route.reset(token)
+
+
+@contextmanager
+def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> Iterator[None]:
+    """Inside, the model's single row holds sequences of these lengths, each causal and alone; with ``shared`` the
+    computed tokens of these.
+
+    Args:
+        kernel: ``auto`` | ``sdpa`` | ``flash``, on a GPU.
+    """
+    with attend_with(PackedAttention(lens, shared, kernel)):
+        yield
+
+
+def attention_route() -> Route | None:
+    """The route of the enclosing context; None outside of any."""
+    return _route.get()
+
+
+def current_route() -> Route:
+    """:func:`attention_route`, which must be there."""
+    route = _route.get()
+    if route is None:
+        raise ModelError(
+            "the model uses packed attention but no lengths are given: call it inside "
+            "rlhf_modeling.attention.packed(lens)"
+        )
+    return route
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Make every attention layer of ``model`` take its route from the enclosing context.
+
+    Raises ModelError where the class does not take an attention function. Where it says that it does, only a comparison
+    shows whether packing is right for it (:mod:`rlhf_modeling.probe`).
+    """
+    AttentionInterface.register(NAME, _attention)
+    cause: Exception | None = None
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as refused:
+        cause = refused
+    if cause is not None or model.config.get_text_config()._attn_implementation != NAME:
+        raise ModelError(
+            f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface"
+        ) from cause
+
+
+def use_attention(model: PreTrainedModel, name: str) -> bool:
+    """Give ``model`` an attention function of transformers; whether its class takes one after it was loaded."""
+    try:
+        model.set_attn_implementation(name)
+    except ValueError:
+        return False
+    return model.config.get_text_config()._attn_implementation == name
+
+
+def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    return current_route()(module, q, k, v, mask, **options)
+
+
+class PackedAttention:
+    """The attention of one packed row: each sequence causal and alone.
+
+    On a CPU short sequences go through :mod:`rlhf_modeling.matmul_attention`; others take one
+    ``scaled_dot_product_attention`` per run of sequences of equal length, under bf16 in fp32 (the backward of the bf16
+    kernel is several times slower there). On a GPU under bf16 all take one call of
+    :mod:`rlhf_modeling.flash_attention`, where layer and platform allow it, else runs as on a CPU.
+
+    In fp32 on a CPU the result is bit-equal to one sequence at a time; gradients of weights differ by the order of
+    summation. With ``shared`` prefixes a sequence's kernel also depends on how long the front is that it shares, so the
+    result is equal to rounding.
+    """
+
+    def __init__(self, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
+        self.lens, self._kernel = list(lens), kernel
+        self._lines: Lines | None = None
+        if shared is None:
+            starts = [0, *accumulate(lens)][:-1]
+            self._stretches = tuple(Stretch(s, 0, n, s) for s, n in zip(starts, lens, strict=True))
+            self.tokens = sum(lens)
+        else:
+            self._stretches, self.tokens = shared.stretches, int(shared.ids_M.numel())
+        self._place = None if shared is None else shared.place_N
+        self._plans: dict[int, tuple[Buckets | None, Runs | None]] = {}
+
+    def __call__(
+        self,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        self._check(module, q, k, mask, s_aux, is_causal, dropout)
+        if unknown := sorted(n for n, x in others.items() if isinstance(x, Tensor) and n not in HARMLESS):
+            raise ModelError(
+                f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
+                "does not read"
+            )
+        on_cpu, dtype = q.device.type == "cpu", v.dtype
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+        options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
+        plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
+        with torch.autocast(q.device.type, enabled=False):
+            if not on_cpu and self._flashes(q, k, v, dtype, options):
+                return self._flash(q, k, v, dtype, options)[None], None
+            buckets, runs = self._plan(LONGEST.get(dtype, 0) if plain else 0, q.device)
+            flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+            out_NHD: Tensor | None = None
+            if buckets is not None:
+                low = [x.to(dtype) for x in flat]
+                out_NHD = matmul_attention(low[0], low[1], low[2], buckets, options.scaling, sliding_window)
+            if runs is not None:
+                high = [x.to(torch.float32 if on_cpu else dtype) for x in flat]
+                long_LHD = sdpa_attention(high[0], high[1], high[2], runs, options).to(dtype)
+                out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
+        assert out_NHD is not None
+        return out_NHD[None], None
+
+    def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
+        if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):
+            return False
+        return self._kernel == "flash" or not flash_attention.why_not(q.device, dtype)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
+        if self._lines is None:
+            self._lines = flash_attention.lay_out(self._stretches, self.tokens, self._place, q.device)
+        flat = [x[0].transpose(0, 1).to(dtype) for x in (q, k, v)]
+        return flash_attention.flash_attention(flat[0], flat[1], flat[2], self._lines, options)
+
+    def _check(
+        self, module: Any, q: Tensor, k: Tensor, mask: Any, s_aux: Any, is_causal: bool | None, dropout: float
+    ) -> None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if mask is not None or s_aux is not None or not causal:
+            what = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
+            raise ModelError(f"{type(module).__name__} asks for {what}, which packed attention does not have")
+        if q.shape[0] != 1 or q.shape[2] != self.tokens or k.shape[2] != self.tokens:
+            raise ModelError(
+                f"packed attention is set up for one row of {self.tokens} tokens but got queries {tuple(q.shape)} and "
+                f"keys {tuple(k.shape)} [batch, heads, tokens, head size]"
+            )
+        if dropout and self._place is not None:
+            raise ModelError(
+                f"{type(module).__name__} asks for dropout = {dropout} on shared prefixes, whose sequences would share "
+                "its mask; set trainer.shared_prefixes = false"
+            )
+
+    def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, Runs | None]:
+        """Sequences of up to ``short`` tokens, and the others."""
+        if short not in self._plans:
+            small = [s for s in self._stretches if s.length <= short]
+            large = [s for s in self._stretches if s.length > short]
+            self._plans[short] = (
+                lay_out(small, self.tokens, self._place) if small else None,
+                collect(large, self.tokens, self._place, device) if large else None,
+            )
+        return self._plans[short]

@@ -1,0 +1,47 @@
+"""Noise on the embeddings while a model is trained (NEFTune)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_modeling.loaded import LoadedModel
+
+
+class EmbeddingNoise:
+    """Uniform noise from -1 to 1, times alpha / sqrt(L d), is added to every embedding: L tokens of its sequence, d its
+    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). Only inside :meth:`added`, so neither log-probs that are
+    stored nor evaluations, samples and exports have it.
+
+    Deviations: (1) L is the sequence's own length; transformers' form takes that of the padded batch. (2) Where
+    embeddings are scaled behind their table (Gemma), the noise is added before.
+    """
+
+    def __init__(self, loaded: LoadedModel, alpha: float) -> None:
+        self.alpha, self.loaded = alpha, loaded
+        self._on = False
+        embedding: Any = loaded.module.get_input_embeddings()
+        embedding.register_forward_hook(self._add)
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """Embeddings that are computed inside get noise, drawn from torch's generator."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def _add(self, module: torch.nn.Module, arguments: Any, embedded_RTH: Tensor) -> Tensor | None:
+        """R rows of T tokens: one row of packed sequences, or sequences of equal length."""
+        if not self._on:
+            return None
+        lens_B = torch.tensor(list(self.loaded.computing), device=embedded_RTH.device)
+        length_RT1 = torch.repeat_interleave(lens_B, lens_B).view(*embedded_RTH.shape[:2], 1)
+        scale_RT1 = self.alpha / (length_RT1 * embedded_RTH.shape[-1]).sqrt()
+        noise_RTH = torch.empty_like(embedded_RTH).uniform_(-1, 1)
+        return embedded_RTH + noise_RTH * scale_RT1.to(embedded_RTH.dtype)

@@ -1,0 +1,80 @@
+"""The auxiliary loss of a mixture of experts: it keeps the router from sending all tokens to a few of them.
+
+Over the tokens that a micro-batch computes and all layers, with E experts: E times the sum over experts of (how often
+it was chosen per token) x (its mean probability), as in Switch Transformers (Fedus et al. 2022, arXiv:2101.03961,
+equations 4 to 6) and in transformers. Where tokens spread evenly it is the number of experts per token.
+
+Deviations: 1. a prefix that sequences share counts once; 2. over several micro-batches the losses are averaged by their
+tokens, which is not the loss of all tokens together: it depends on how a batch is split, like no other loss here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rlhf.errors import CapabilityError, TrainingError
+from rlhf.ops.batch import Batch
+from torch import Tensor, nn
+
+TOKEN_SHARE = "weight/tokens"
+"""Unit column: tokens of the unit, as a share of the optimizer batch's."""
+RECORDED = "router_logits"
+"""Under this name transformers' models say which of their modules are routers."""
+
+
+class ExpertBalance:
+    """Watches the routers of a model. ``loss(batch)`` is of the last forward pass inside :meth:`watched`."""
+
+    def __init__(self, module: nn.Module, coef: float) -> None:
+        self.coef = coef
+        self._seen: list[tuple[Tensor, Tensor]] | None = None
+        self._last: list[tuple[Tensor, Tensor]] = []
+        classes = tuple(router_classes(module))
+        routers = [m for m in module.modules() if isinstance(m, classes)]
+        if not routers:
+            raise CapabilityError(
+                f"trainer.aux_loss_coef = {coef:g}: {type(module).__name__} has no experts to balance "
+                "(transformers names no routers of it). Leave the option out."
+            )
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def _record(self, router: nn.Module, inputs: Any, output: Any) -> None:
+        if self._seen is not None:  # not when a layer is computed again for the backward pass
+            logits, _, chosen = output
+            self._seen.append((logits, chosen))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self._seen = []
+        try:
+            yield
+        finally:
+            self._last, self._seen = self._seen, None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient."""
+        seen, self._last = self._last, []
+        if TOKEN_SHARE not in batch.unit:
+            raise TrainingError(
+                f"a trainer with aux_loss_coef needs the unit column {TOKEN_SHARE!r} of its micro-batches"
+            )
+        return load_balance(seen) * batch.unit[TOKEN_SHARE].sum()
+
+
+def load_balance(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """fp32 []: the auxiliary loss of (logits [N, E], chosen experts [N, k]) of each layer."""
+    experts = layers[0][0].shape[-1]
+    chosen_E = torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for _, chosen in layers]).sum(0)
+    probability_E = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in layers]).sum(0)
+    rows = sum(logits.shape[0] for logits, _ in layers)
+    return experts * (chosen_E / rows * (probability_E / rows)).sum()
+
+
+def router_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """As transformers declares them of a model and its parts."""
+    declared = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
+    return {found[RECORDED].target_class for found in declared if hasattr(found.get(RECORDED), "target_class")}

@@ -1,0 +1,113 @@
+"""Attention of packed sequences on a GPU: all of them, whatever their lengths, in one call of torch's ``varlen_attn``.
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691); bf16 only. Shape suffixes are those of
+:mod:`rlhf_modeling.sdpa_attention`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from rlhf.errors import CapabilityError
+from torch import Tensor
+
+from rlhf_modeling.prefix import Stretch, take_rows
+from rlhf_modeling.sdpa_attention import Options
+
+LARGEST_HEAD = 256
+"""Head size of the kernel, which must also be a multiple of 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Where the sequences begin and end among queries and keys. A sequence that shares its front has fewer queries than
+    keys; its queries are the last ones, which is how the kernel aligns them."""
+
+    keys: Tensor | None
+    """int64: the tokens whose keys are used, sequence after sequence; None: all N in order."""
+    ends_Q: Tensor
+    """int32 [sequences + 1]: of each sequence's queries, from 0."""
+    ends_K: Tensor
+    longest_Q: int
+    longest_K: int
+
+
+def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> Lines:
+    """The arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`; the stretches hold all tokens, in
+    order."""
+    own, whole = [s.length - s.skip for s in stretches], [s.length for s in stretches]
+    keys = None
+    if place is not None and any(s.skip for s in stretches):
+        keys = torch.cat([place[s.at : s.at + s.length] for s in stretches])
+    ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (own, whole)]
+    assert sum(own) == tokens
+    return Lines(keys, ends[0], ends[1], max(own), max(whole))
+
+
+def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, options: Options) -> Tensor:
+    """[N, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    k, v = (x if where.keys is None else take_rows(x, where.keys) for x in (k_NKD, v_NKD))
+    grouped = q_NHD.shape[1] // k_NKD.shape[1]
+    options_of_torch: dict[str, Any] = {"enable_gqa": True} if grouped > 1 else {}
+    if grouped > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        k, v, options_of_torch = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), {}
+    window = -1 if options.window is None or options.window >= where.longest_K else options.window - 1
+    out: Any = varlen_attn(
+        q_NHD.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        where.ends_Q,
+        where.ends_K,
+        where.longest_Q,
+        where.longest_K,
+        scale=options.scaling,
+        window_size=(window, 0),
+        **options_of_torch,
+    )
+    return out
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernel cannot be had in this process; empty: it can, for layers that :func:`fits`."""
+    if device.type != "cuda":
+        return "it runs on GPUs"
+    if dtype != torch.bfloat16:
+        return f"it computes in bf16, this role in {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    missing = {"window_size", "scale"} - set(inspect.signature(varlen_attn).parameters)
+    return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}" if missing else ""
+
+
+def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
+    """Raises CapabilityError where ``trainer.attention`` names what this process cannot compute with."""
+    if kernel == "auto":
+        return
+    problem = f"this role is on {device.type!r}, and the option chooses a GPU's kernel" if device.type != "cuda" else ""
+    if kernel == "flash":
+        problem = problem or why_not(device, torch.bfloat16 if bf16 else torch.float32)
+    if problem:
+        raise CapabilityError(f"trainer.attention = {kernel!r} cannot be had: {problem}. Leave it out.")
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether the kernel computes such a layer; the arguments end in the head size."""
+    size = q.shape[-1]
+    return (
+        k.shape == v.shape
+        and size <= LARGEST_HEAD
+        and size % 8 == 0
+        and not options.dropout
+        and options.softcap is None
+    )

@@ -1,0 +1,152 @@
+"""Outputs at selected tokens: hidden states -> logits -> head functions, chunk by chunk; no [N, V] tensor exists.
+
+Shape suffixes: N tokens, A tokens under a head's mask, C tokens of a chunk, V vocabulary (or outputs of a scalar or
+classes head), H hidden size, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_modeling.prefix import take_rows
+
+LAST_TOKEN = "last_token"
+
+
+def positions(batch: Batch, head: Head) -> Tensor:
+    """int64 [A]: the tokens under the head's mask; the last of each sequence for the mask ``last_token``."""
+    if head.over == LAST_TOKEN:
+        return batch.starts_B + batch.lens_B - 1
+    if head.over not in batch.tok:
+        raise TrainingError(f"head {head.name!r} needs the token mask {head.over!r}; the batch has {sorted(batch.tok)}")
+    return batch.tok[head.over].nonzero()[:, 0]
+
+
+def compute(
+    hidden_NH: Tensor,
+    batch: Batch,
+    heads: Sequence[Head],
+    logits: Callable[[Tensor], Tensor],
+    place_N: Tensor | None = None,
+    *,
+    tempered: bool,
+    chunk: int,
+    head_fp32: bool,
+) -> dict[str, Tensor]:
+    """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
+
+    Heads that share mask and position share their logits; where all of them read hidden states none are computed. Where
+    a group has more than ``chunk`` tokens, each chunk's logits are dropped after use and computed again in the backward
+    pass.
+
+    Args:
+        logits: [C, H] -> [C, V].
+        place_N: where each token's hidden state is in ``hidden_NH``, which then may have fewer rows; None: at its own.
+        tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
+        chunk: most tokens whose logits exist at once.
+        head_fp32: compute the logits in fp32 also where autocast is on.
+    """
+    names = [head.name for head in heads]
+    if len(set(names)) != len(names):
+        raise TrainingError(f"two outputs of one call share a name: {names}")
+    out: dict[str, Tensor] = {}
+    for over, at in dict.fromkeys((h.over, h.at) for h in heads):
+        group = [h for h in heads if (h.over, h.at) == (over, at)]
+        index_A = positions(batch, group[0])
+        if at == "before" and bool((batch.position_N[index_A] == 0).any()):
+            raise TrainingError(
+                f"head {group[0].name!r} reads what predicts a token, but the mask {over!r} covers the first token of "
+                "a sequence, which nothing predicts"
+            )
+        source_A = index_A - 1 if at == "before" else index_A
+        if place_N is not None:
+            source_A = place_N[source_A]
+        temperature_A = _temperature(batch, index_A) if tempered and at == "before" else None
+        columns = {name: batch.tok[name][index_A] for h in group for name in h.columns}
+        run = _Chunk(group, logits, head_fp32)
+        arguments = (take_rows(hidden_NH, source_A), batch.ids_N[index_A], temperature_A)
+        tokens = int(index_A.numel())
+        whole = tokens <= chunk or not run.reads_logits
+        results = run(*arguments, columns) if whole else _in_chunks(run, arguments, columns, tokens, chunk)
+        out.update(zip((h.name for h in group), results, strict=True))
+    return {name: out[name] for name in names}
+
+
+def _temperature(batch: Batch, index_A: Tensor) -> Tensor | None:
+    """[A]: at which each token was drawn. Where the column is zero (masked when it entered) it is absent: 1.0."""
+    if "temperature" not in batch.tok:
+        return None
+    temperature_A = batch.tok["temperature"][index_A]
+    return torch.where(temperature_A > 0, temperature_A, torch.ones_like(temperature_A))
+
+
+class _Chunk:
+    """All heads of a group on one chunk."""
+
+    def __init__(self, heads: Sequence[Head], logits: Callable[[Tensor], Tensor], head_fp32: bool) -> None:
+        self.heads, self.logits, self.head_fp32 = heads, logits, head_fp32
+        self.reads_logits = any(head.reads == "logits" for head in heads)
+
+    def __call__(
+        self, hidden_CH: Tensor, ids_C: Tensor, temperature_C: Tensor | None, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        read = {"hidden": hidden_CH.float()}
+        if self.reads_logits:
+            read["logits"] = self._logits(hidden_CH, temperature_C)
+        with torch.autocast(hidden_CH.device.type, enabled=False):
+            values = []
+            for head in self.heads:
+                of_head = {name: columns[name] for name in head.columns}
+                value = head.fn(read[head.reads], ids_C, of_head, head.constants)
+                if not isinstance(value, Tensor) or value.shape[:1] != ids_C.shape:
+                    got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise TrainingError(f"head {head.name!r} must return [{ids_C.numel()}, ...], got {got}")
+                values.append(value)
+        return tuple(values)
+
+    def _logits(self, hidden_CH: Tensor, temperature_C: Tensor | None) -> Tensor:
+        """fp32 [C, V], tempered."""
+        if self.head_fp32:
+            with torch.autocast(hidden_CH.device.type, enabled=False):
+                logits_CV = self.logits(hidden_CH.float())
+        else:
+            logits_CV = self.logits(hidden_CH).float()
+        return logits_CV if temperature_C is None else logits_CV / temperature_C[:, None]
+
+
+def _in_chunks(
+    run: _Chunk,
+    arguments: tuple[Tensor, Tensor, Tensor | None],
+    columns: Mapping[str, Tensor],
+    tokens: int,
+    chunk: int,
+) -> list[Tensor]:
+    parts = []
+    for start in range(0, tokens, chunk):
+        rows = slice(start, start + chunk)
+        sliced: tuple[Any, ...] = (
+            *(None if a is None else a[rows] for a in arguments),
+            {k: v[rows] for k, v in columns.items()},
+        )
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(run, *sliced, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(run(*sliced))
+    return [torch.cat(values) for values in zip(*parts, strict=True)]
+
+
+def scatter(batch: Batch, head: Head, values_A: Tensor) -> Tensor:
+    """[A, ...] -> [N, ...], zero where masked; outputs per sequence stay [B, ...]."""
+    if head.over == LAST_TOKEN:
+        return values_A
+    out_N = values_A.new_zeros((batch.tokens, *values_A.shape[1:]))
+    out_N[batch.tok[head.over]] = values_A
+    return out_N

@@ -1,0 +1,98 @@
+"""Which kernels compute the element-wise work of a model's layers: ``trainer.kernels``."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from rlhf.errors import CapabilityError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_modeling import liger
+from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
+
+Kernels = Literal["auto", "own", "liger", "none"]
+AGREE = 1e-3
+"""Largest difference, norm-wise, between hidden states of Liger's and of transformers' layers."""
+
+
+class Loaded(Protocol):
+    """A :class:`rlhf_modeling.model.LoadedModel`."""
+
+    module: PreTrainedModel
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: list[int]) -> Tensor: ...
+
+
+def check_kernels(kernels: Kernels, device: str) -> None:
+    """Raises CapabilityError where ``trainer.kernels`` names what a process with this ``device`` (``cpu`` | ``cuda``)
+    cannot compute with. Whether a model's layers are known shows when it is loaded."""
+    problem = liger.why_not(device) if kernels == "liger" else ""
+    if problem:
+        raise CapabilityError(f"trainer.kernels = 'liger' cannot be had: {problem}. Leave it out.")
+
+
+def use_kernels(loaded: Loaded, kernels: Kernels) -> None:
+    """Give the layers of a whole model the chosen forwards, if they compute what transformers' own compute.
+
+    Raises CapabilityError where they do not, or are not known, and were asked for by name.
+    """
+    if kernels == "liger":
+        check_liger(loaded, liger.use_liger(loaded.module))
+    elif kernels == "own" and not _fuse(loaded):
+        who, known = type(loaded.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
+        raise CapabilityError(
+            f"trainer.kernels = 'own': not all layers of {who} can be fused (those of {known} can, with SiLU and "
+            "without dropout in attention). Leave it out."
+        )
+    elif kernels == "auto" and _device(loaded).type == "cpu":  # not measured on GPUs
+        _fuse(loaded)
+
+
+@torch.no_grad()
+def check_liger(loaded: Loaded, modules: list[nn.Module]) -> None:
+    """Compare a model whose ``modules`` compute with Liger's kernels with the same one without them. CapabilityError
+    where the hidden states differ."""
+    forwards = [module.forward for module in modules]
+    got_NH = _probe(loaded)
+    restore_layers(modules)
+    want_NH = _probe(loaded)
+    apart = float((got_NH - want_NH).norm() / want_NH.norm())
+    if not apart < AGREE:
+        raise CapabilityError(
+            f"trainer.kernels = 'liger': {type(loaded.module).__name__} computes something else with Liger's kernels "
+            f"(hidden states differ by {apart:.1e}, norm-wise). Leave it out."
+        )
+    for module, forward in zip(modules, forwards, strict=True):
+        module.forward = forward
+
+
+@torch.no_grad()
+def _fuse(loaded: Loaded) -> bool:
+    """Fused layers where they give the same hidden states; whether all layers are. They compute one packed row."""
+    if loaded.layout == "alone":
+        return False
+    before_NH = _probe(loaded)
+    layers = fuse_layers(loaded.module)
+    if layers and not torch.allclose(_probe(loaded), before_NH, rtol=1e-4, atol=1e-4):
+        restore_layers(layers)
+        return False
+    return len(layers) == loaded.module.config.get_text_config().num_hidden_layers
+
+
+def _probe(loaded: Loaded) -> Tensor:
+    """fp32 [7, hidden], of two sequences."""
+    device = _device(loaded)
+    ids_N = torch.arange(7, device=device) % loaded.vocabulary
+    return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
+
+
+def _device(loaded: Loaded) -> torch.device:
+    return next(loaded.module.parameters()).device

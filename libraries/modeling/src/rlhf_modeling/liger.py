@@ -1,0 +1,143 @@
+"""Liger's Triton kernels on a model's own layers: RMS norm, rotary embedding, SwiGLU and GeGLU (Hsu et al. 2024,
+arXiv:2410.10989; the package liger-kernel). Its cross-entropies are not used: logits stay in chunks
+(:mod:`rlhf_modeling.heads`).
+
+The package's ``apply_liger_kernel_to_...`` replace transformers' classes and functions for the whole process. Here the
+forwards of one model's modules call the package's functions instead, so that roles beside it keep their own. Every
+module with weights is still called as one: weights may be divided, matrices may have adapters.
+
+Deviations: 1. the backward of a norm does not overwrite the gradient that it is given; 2. under bf16, norms of queries
+and keys give bf16 to the rotary embedding, where transformers keeps fp32 between the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from rlhf.errors import CapabilityError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+INSTALL = "pip install 'rlhf[liger]'"
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers' attention layers call, by this name in their module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a family of models states norm and feed-forward layer."""
+
+    offset: float
+    """Added to a norm's weight."""
+    casting: str
+    """What Liger calls the norm's order of casts."""
+    activation: str
+    """transformers' name of the gate's."""
+
+
+LLAMA, GEMMA = Kind(0.0, "llama", "silu"), Kind(1.0, "gemma", "gelu_pytorch_tanh")
+LAYERS = {
+    "LlamaDecoderLayer": LLAMA,
+    "MistralDecoderLayer": LLAMA,
+    "Qwen2DecoderLayer": LLAMA,
+    "Qwen3DecoderLayer": LLAMA,
+    "Gemma2DecoderLayer": GEMMA,
+    "Gemma3DecoderLayer": GEMMA,
+}
+
+
+def why_not(device: str) -> str:
+    """Why the kernels cannot be had in this process; empty: they can, for layers that are known.
+
+    Args:
+        device: ``cpu`` | ``cuda``. On a CPU Triton interprets them where TRITON_INTERPRET = 1 says so: for tests, as it
+            takes seconds where a GPU takes microseconds.
+    """
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Liger's kernels run on GPUs, and this role is on {device!r}"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return f"the package liger-kernel is not installed: {INSTALL}"
+    return ""
+
+
+def use_liger(model: PreTrainedModel) -> list[nn.Module]:
+    """Give norms, feed-forward and attention layers of ``model`` forwards that call Liger's functions; returns these
+    modules.
+
+    Raises CapabilityError, with nothing changed, for layers that are not known.
+    """
+    kind, layers = _known(model)
+    forwards: dict[nn.Module, Any] = {
+        module: _norm(module, kind) for module in model.modules() if type(module).__name__.endswith("RMSNorm")
+    }
+    for layer in layers:
+        forwards[layer.mlp] = _gated(layer.mlp, kind)
+        forwards[layer.self_attn] = _rotating(layer.self_attn)
+    for module, forward in forwards.items():
+        module.forward = forward
+    return list(forwards)
+
+
+def _known(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
+    who, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__ in LAYERS]
+    if len(layers) != count:
+        names = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
+        raise CapabilityError(
+            f"trainer.kernels = 'liger': {who} has {count} layers, of which {len(layers)} are of a kind that is known "
+            f"({names}). Leave it out."
+        )
+    kind = LAYERS[type(layers[0]).__name__]
+    wanted = type(ACT2FN[kind.activation])
+    if other := {type(m.mlp.act_fn) for m in layers} - {wanted}:
+        raise CapabilityError(
+            f"trainer.kernels = 'liger': gates of {who} use {other.pop().__name__}, the kernel computes "
+            f"{wanted.__name__}. Leave it out."
+        )
+    return kind, layers
+
+
+def _norm(norm: Any, kind: Kind) -> Any:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return liger_rms_norm(x, norm.weight, eps, kind.offset, kind.casting, False)
+
+    return forward
+
+
+def _gated(mlp: Any, kind: Kind) -> Any:
+    from liger_kernel.transformers.functional import liger_geglu, liger_swiglu
+
+    gated = liger_swiglu if kind is LLAMA else liger_geglu
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
+        return out
+
+    return forward
+
+
+def _rotating(attention: Any) -> Any:
+    """transformers' own forward of the layer, to which ``ROTARY`` is Liger's."""
+    from liger_kernel.transformers.functional import liger_rope
+
+    plain: Any = inspect.unwrap(type(attention).forward)
+    if ROTARY not in plain.__code__.co_names:
+        raise CapabilityError(
+            f"trainer.kernels = 'liger': {type(attention).__name__} of the installed transformers does not call "
+            f"{ROTARY}. Leave it out."
+        )
+    names = {**plain.__globals__, ROTARY: liger_rope}
+    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    forward.__kwdefaults__ = plain.__kwdefaults__
+    return MethodType(forward, attention)

@@ -1,0 +1,168 @@
+"""A role's model taken apart, and how the sequences of a micro-batch go through it.
+
+How they do is the model's *layout*, found when the model is loaded (:mod:`rlhf_modeling.probe`):
+
+- ``shared``: one row of packed sequences; a front that several sequences have in common is computed once.
+- ``packed``: one row of packed sequences, each computed whole.
+- ``alone``: transformers' own attention and no packing. Sequences of equal length are the rows of one call, without
+  padding; each other length is another call. This is right for every causal model, and slower.
+
+Shape suffixes: N tokens of a micro-batch, M <= N computed tokens, H hidden size, C tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.ops.heads import OutputHead, shape_logits
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_modeling.attention import packed
+from rlhf_modeling.prefix import share_prefixes
+from rlhf_modeling.rope import LengthRope
+
+Layout = Literal["shared", "packed", "alone"]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A role's model taken apart: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
+
+    module: PreTrainedModel
+    body: nn.Module
+    head: nn.Linear
+    kind: str
+    """``lm`` | ``scalar`` | ``classes:N``."""
+    softcap: float | None = None
+    """Gemma 2's ``final_logit_softcapping``: logits become ``softcap * tanh(logits / softcap)``."""
+    logit_scale: float = 1.0
+    """The model multiplies its logits by this number (Granite, Cohere, Falcon-H1), before ``softcap``."""
+    attention: str = "auto"
+    """``auto`` | ``sdpa`` | ``flash``: the kernel on a GPU for packed sequences."""
+    fresh_head: bool = False
+    """The checkpoint has no head of this kind (a causal language model under a scalar role)."""
+    positions: int | None = None
+    """Positions that have a learned embedding, where the model has such (GPT-2, OPT): no sequence is longer."""
+    rope: LengthRope | None = None
+    """Where the frequencies of the rotary embedding depend on a sequence's length."""
+    layout: Layout = "shared"
+    boundaries: bool = False
+    """A packed row goes with the boundaries of its sequences, which kernels of recurrent layers read."""
+    noisy: bool = False
+    """The model draws noise while it is trained (dropout, router jitter)."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the layout."""
+    most_calls: Callable[[int], int] | None = None
+    """Calls of the body for a micro-batch -> the most that any rank makes. Set where ranks must make equally many, and
+    asked before the first of them."""
+    computing: Sequence[int] = ()
+    """Lengths of the sequences in the current call of the body."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding: token ids are below it."""
+        embedding: Any = self.module.get_input_embeddings()
+        return int(embedding.num_embeddings)
+
+    def require_positions(self, lens: Sequence[int]) -> None:
+        """Raises ModelError where a sequence is longer than the model's positions."""
+        if self.positions is not None and max(lens) > self.positions:
+            raise ModelError(
+                f"a sequence has {max(lens)} tokens, but the model has learned embeddings for {self.positions} "
+                f"positions only. Set data.max_tokens = {self.positions} or less."
+            )
+
+    # ------------------------------------------------------------------------------------- hidden states
+
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int]) -> Tensor:
+        """[N, H] of sequences that lie one after another."""
+        hidden_MH, place_N = self.compute(ids_N, position_N, lens, share=False)
+        return hidden_MH if place_N is None else hidden_MH[place_N]
+
+    def compute(
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """([M, H], where each of the N tokens is among them; None: at its own place).
+
+        Args:
+            share: compute common fronts once, where the layout is ``shared``.
+        """
+        calls = self._calls(lens)
+        extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
+        if len(calls) == 1 and not extra:
+            return self._call(ids_N, position_N, lens, share)
+        starts = [0, *accumulate(lens)]
+        parts: list[Tensor] = []
+        place_N, rows = torch.empty_like(ids_N), 0
+        for call in calls:
+            where = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
+            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share)
+            own_C = torch.arange(len(where), device=ids_N.device) if place_C is None else place_C
+            place_N[where] = rows + own_C
+            parts.append(hidden_CH)
+            rows += len(hidden_CH)
+        hidden_MH = torch.cat(parts)
+        for _ in range(extra):  # of one token, which changes nothing
+            extra_1H, _ = self._call(ids_N[:1], torch.zeros_like(position_N[:1]), [1], share=False)
+            hidden_MH = hidden_MH + 0.0 * extra_1H
+        return hidden_MH, place_N
+
+    def _calls(self, lens: Sequence[int]) -> list[list[int]]:
+        """The sequences of each call of the body."""
+        if self.layout != "alone" and self.rope is None:
+            return [list(range(len(lens)))]
+        found: dict[int, list[int]] = {}
+        for b, length in enumerate(lens):
+            kind = length if self.layout == "alone" or self.rope is None else self.rope.kind(length)
+            found.setdefault(kind, []).append(b)
+        return [found[kind] for kind in sorted(found)]
+
+    def _call(
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self.computing = lens
+        with self.rope.forgotten() if self.rope is not None else nullcontext():
+            if self.layout == "alone":
+                out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
+                return out.last_hidden_state.flatten(0, 1), None
+            shared = share_prefixes(ids_N, lens) if share and self.layout == "shared" else None
+            ids_M, position_M = (ids_N, position_N) if shared is None else (shared.ids_M, shared.position_M)
+            bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
+            with packed(lens, shared, self.attention):
+                out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
+        return out.last_hidden_state[0], None if shared is None else shared.place_N
+
+    # -------------------------------------------------------------------------------------------- logits
+
+    @property
+    def output_head(self) -> OutputHead:
+        """The head by itself; it shares memory with the model, whose head must be whole."""
+        bias = self.head.bias
+        bias_V = None if bias is None else bias.detach()
+        return OutputHead(self.head.weight.detach(), bias_V, self.softcap, self.logit_scale)
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """[C, V] or [C, outputs of the head], in the precision of ``hidden_CH``."""
+        return shape_logits(self.head(hidden_CH), self.logit_scale, self.softcap)
+
+
+def sequence_bounds(lens: Iterable[int], device: torch.device) -> dict[str, Any]:
+    """Where packed sequences begin and end, under the names that transformers hands to its kernels."""
+    lengths_B = torch.tensor(list(lens), device=device)
+    ends = torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)]).to(torch.int32)
+    number_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=device), lengths_B).to(torch.int32)
+    longest = int(lengths_B.max())
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": number_N[None],
+    }

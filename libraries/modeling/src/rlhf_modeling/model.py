@@ -1,0 +1,174 @@
+"""Loading a role's model: the body that gives hidden states and the head beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.seeds import derive_seed
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.kernels import Kernels, use_kernels
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.pretrained import EXPECTED, quiet, read
+from rlhf_modeling.probe import probe
+from rlhf_modeling.rope import length_rope
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names in configs for the number that logits are capped at: ``softcap * tanh(logits / softcap)``."""
+
+
+def load_model(
+    spec: ModelSpec,
+    device: torch.device,
+    lora: LoraOptions | None = None,
+    divided: bool = False,
+    kernels: Kernels = "auto",
+) -> LoadedModel:
+    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, the fastest layout that is right.
+
+    A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
+    deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get
+    adapters, which change nothing at first.
+
+    ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows), so what
+    needs whole weights is left to it: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters and ``kernels``.
+
+    Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
+    is of a kind that the separate head cannot represent, or not causal.
+    """
+    kind = spec.role.head
+    auto, from_lm = model_class(spec, read(spec, "model", AutoConfig.from_pretrained))
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
+    if from_lm:
+        options["num_labels"] = _outputs(kind)
+    with torch.random.fork_rng(devices=[]), quiet():  # what the checkpoint lacks is drawn, not from our state
+        module, info = read(spec, "model", auto.from_pretrained, **options)
+    require_weights(spec, type(module), info, from_lm)
+    loaded = _take_apart(module, kind, spec)
+    loaded.fresh_head = from_lm
+    loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
+    if divided:
+        module.eval().to(device)
+        return loaded
+    if from_lm:
+        draw_head(loaded, spec)
+    if lora is not None:
+        add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+    module.eval().to(device)
+    probe(loaded, spec)
+    use_kernels(loaded, kernels)
+    return loaded
+
+
+def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
+    """(the class of transformers that loads the role's kind of model, whether its head is not in the checkpoint).
+
+    Args:
+        config: the model's.
+
+    Raises ModelError where the model is of another kind than the role, and where a role that is not trained would get a
+    fresh head: nothing would ever train it.
+    """
+    kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
+    classifies = [a for a in architectures if "Classification" in a]
+    if outputs is None:
+        if classifies:  # with a tied head it would load without a word
+            raise ModelError(
+                f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but "
+                "the role needs a language model. Name the language model that it was made from."
+            )
+        return AutoModelForCausalLM, False
+    if classifies and config.num_labels != outputs:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
+            f"is {kind!r} ({outputs}). Name a model with {outputs}, or a causal language model to start a fresh head."
+        )
+    if not classifies and not spec.role.trained:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
+            f"which has no trained {kind!r} head, and this run does not train the role: what it says would be random. "
+            f"Name a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
+        )
+    return _classification(architectures), not classifies
+
+
+def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool) -> None:
+    """Raises ModelError where the checkpoint lacks weights.
+
+    Args:
+        model: the class that was loaded.
+        info: what transformers tells of it (``output_loading_info``).
+        from_lm: its head is not in the checkpoint.
+    """
+    missing = sorted(info["missing_keys"])
+    if from_lm:
+        missing = [name for name in missing if not name.startswith("score.")]
+    damaged = missing or sorted(str(m) for m in info["mismatched_keys"])
+    if damaged:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
+            f"{model.__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
+        )
+
+
+def _learned_positions(module: PreTrainedModel) -> int | None:
+    """By the table of embeddings, beside that of tokens, with a row for each position (OPT's has two before them)."""
+    positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
+    sizes = {int(table.num_embeddings) for table in tables}
+    return positions if positions and sizes & {positions, positions + 2} else None
+
+
+def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Give a fresh head its weights; they must be whole."""
+    head = loaded.head
+    generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
+    with torch.no_grad():
+        head.weight.copy_(
+            torch.empty(head.weight.shape).normal_(0.0, 1.0 / (head.in_features + 1), generator=generator)
+        )
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def _classification(architectures: Sequence[str]) -> Any:
+    """The same body and a linear head named ``score`` either way; that of a token-classification model has a bias."""
+    tokens = any("TokenClassification" in name for name in architectures)
+    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+
+
+def _outputs(kind: str) -> int | None:
+    """Outputs of the head; None for a language model."""
+    if kind == "lm":
+        return None
+    if kind == "scalar":
+        return 1
+    name, _, count = kind.partition(":")
+    if name == "classes" and count.isdecimal() and int(count) > 0:
+        return int(count)
+    raise ModelError(f"head {kind!r} is not known: use 'lm', 'scalar' or 'classes:N' with N > 0")
+
+
+def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
+    body = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
+    head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)
+    if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) is not a body with one linear "
+            f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
+        )
+    caps = [getattr(module.config, name, None) for name in SOFTCAPS] if kind == "lm" else []
+    softcap = next((cap for cap in caps if cap), None)
+    return LoadedModel(module, body, head, kind, softcap)

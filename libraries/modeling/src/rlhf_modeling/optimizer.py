@@ -1,0 +1,150 @@
+"""The optimizer of a role's parameters: decay groups, clipping by the global norm, state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.saved import refuse
+from torch import Tensor, nn
+
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.muon import OrthogonalAdamW
+
+Parameters = dict[str, nn.Parameter]
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+MUON_STATE = ("momentum_buffer",)
+"""What the optimizers keep of a parameter."""
+
+
+def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.muon.OrthogonalAdamW`, over
+    :func:`parameter_groups` of parameters that are whole."""
+    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, outside, config)
+    make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
+    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, torch.Size],
+    outside: Collection[int],
+    config: TrainingConfig,
+) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not; under Muon the layers' matrices are a group with ``muon = True``.
+
+    Args:
+        shapes: of whole parameters, which may be divided here.
+        outside: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
+            matrices of experts, which have three dimensions.
+    """
+    muon = config.optimizer == "muon"
+    chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in outside]
+    rest = [n for n in parameters if n not in set(chosen)]
+    peak = config.lr if config.muon_lr is None else config.muon_lr
+    kinds: list[tuple[list[str], dict[str, Any]]] = [
+        (chosen, {"weight_decay": config.weight_decay, "muon": True, "peak": peak, "momentum": config.muon_momentum}),
+        ([n for n in rest if len(shapes[n]) >= 2], {"weight_decay": config.weight_decay}),
+        ([n for n in rest if len(shapes[n]) < 2], {"weight_decay": 0.0}),
+    ]
+    return [{"params": [parameters[n] for n in names], **facts} for names, facts in kinds if names]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float, factor: float) -> None:
+    """Each group's rate: its own peak, or ``lr``, times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("peak", lr) * factor
+
+
+def clip(parameters: Parameters, max_norm: float | None) -> float:
+    """Scale gradients down to the global L2 norm ``max_norm``; returns the norm before, which may not be finite."""
+    grads = [p.grad for p in parameters.values() if p.grad is not None]
+    if not grads:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(grads)
+    value = float(norm)
+    if max_norm is not None and value > max_norm and value != float("inf"):
+        torch._foreach_mul_(grads, max_norm / (value + 1e-6))
+    return value
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Tensor]:
+    """{``<parameter>/<state>``: tensor}; parameters that never had a gradient have none."""
+    return {
+        f"{name}/{key}": value
+        for name, p in parameters.items()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def to_host(tensors: MutableMapping[str, Tensor]) -> None:
+    """Replace those on a GPU by copies in pinned host memory."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor) and value.is_cuda:
+            tensors[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+
+
+def give_back(device: torch.device) -> None:
+    """Let other processes have the GPU's memory that this one keeps for its next tensors."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+def to_device(tensors: MutableMapping[str, Tensor], device: torch.device) -> None:
+    """Undo :func:`to_host`."""
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.to(device)
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, Tensor],
+    where: Path | str,
+    stepped: Collection[str] = (),
+) -> None:
+    """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it.
+
+    Args:
+        stepped: parameters that are known to have had a gradient, so that they must have state. Others have all of it
+            or none.
+
+    Raises CheckpointError naming the tensor that is missing, unknown, or of another shape or number format.
+    """
+    _check_state(optimizer, parameters, tensors, where, stepped)
+    optimizer.state.clear()
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, Tensor],
+    where: Path | str,
+    stepped: Collection[str],
+) -> None:
+    muon = {id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
+    keys = {n: MUON_STATE if id(p) in muon else ADAMW_STATE for n, p in parameters.items()}
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in parameters:
+            refuse(where, f"{full_name}: this model has no parameter {name!r}.")
+        if key not in keys[name]:
+            refuse(where, f"{full_name}: unknown; the optimizer keeps {', '.join(keys[name])} of this parameter.")
+        p = parameters[name]
+        shape, dtype = (torch.Size(), torch.float32) if key == "step" else (p.shape, p.dtype)
+        if (value.shape, value.dtype) != (shape, dtype):
+            got = f"{value.dtype} of shape {tuple(value.shape)}"
+            refuse(where, f"{full_name}: {got}, expected {dtype} of shape {tuple(shape)}.")
+    for name in parameters:
+        absent = [key for key in keys[name] if f"{name}/{key}" not in tensors]
+        if absent and (name in stepped or len(absent) < len(keys[name])):
+            refuse(where, f"{name}/{absent[0]}: missing.")

@@ -1,0 +1,77 @@
+"""A micro-batch through a model: packed sequences, common fronts computed once, outputs read off the hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from rlhf.errors import CapabilityError
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_modeling import heads as head_ops
+from rlhf_modeling.attention import attend_with, attention_route
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.noise import has_noise
+
+
+class PackedModel(nn.Module):
+    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call a micro-batch."""
+
+    def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
+        super().__init__()
+        self.model = loaded.module
+        self.loaded, self.config = loaded, config
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Sequences of a micro-batch that share a prefix compute it once."""
+        return shares_prefixes(self.config, self.loaded)
+
+    def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
+        """{output: [A, ...]}, fp32; see :func:`rlhf_modeling.heads.compute`."""
+        hidden_MH, place_N = hidden_states(self.loaded, batch, self.shares_prefixes)
+        return head_ops.compute(
+            hidden_MH,
+            batch,
+            outputs,
+            self.loaded.logits,
+            place_N,
+            tempered=self.loaded.kind == "lm",
+            chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
+            head_fp32=self.config.head_fp32,
+        )
+
+
+def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
+    """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
+    lens = batch.lens_B.tolist()
+    loaded.require_positions(lens)
+    return loaded.compute(batch.ids_N, batch.position_N, lens, share)
+
+
+def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
+    """Whether common prefixes are computed once: not where sequences would share what is drawn for each of them."""
+    if not config.shared_prefixes or config.neftune_alpha is not None or loaded.layout != "shared":
+        return False
+    return not loaded.noisy and not has_noise(loaded.module)
+
+
+def checkpoint_gradients(module: PreTrainedModel) -> None:
+    """Compute layers again in the backward pass, under the lengths of the forward pass."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        # the second pass runs inside backward(), outside of the context that holds the lengths
+        route = attention_route()
+        return nullcontext(), nullcontext() if route is None else attend_with(route)
+
+    try:
+        module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    except ValueError as cause:
+        raise CapabilityError(
+            f"{type(module).__name__} cannot compute its layers again in the backward pass: transformers has no "
+            "gradient checkpointing for it. Set gradient_checkpointing = false."
+        ) from cause

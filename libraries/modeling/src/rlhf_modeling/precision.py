@@ -1,0 +1,82 @@
+"""fp32 or bf16 arithmetic: chosen by asking the processor and confirmed by a short measurement; weights stay fp32."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import Precision
+
+MIN_GAIN = 1.3
+"""bf16 is chosen on a CPU only if its matrix product is at least this much faster."""
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the first GPU where torch sees one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CapabilityError(
+            f"device = 'cuda' but torch {torch.__version__} sees no GPU. Use device = 'cpu' or 'auto', or install a "
+            "build of torch for this machine's GPU."
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_precision(dtype: str, device: torch.device, on_processor: Precision | None = None) -> Precision:
+    """What is computed in.
+
+    Args:
+        dtype: ``auto`` | ``fp32`` | ``bf16``.
+        on_processor: what ``auto`` was found to mean on a CPU; None: found out here.
+    """
+    if dtype == "auto":
+        return on_processor if on_processor is not None and device.type == "cpu" else _automatic(device.type)
+    if dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"dtype = {dtype!r} is not known: use 'auto', 'fp32' or 'bf16'")
+    return Precision(dtype == "bf16", f"{dtype} on {device.type}: asked for")
+
+
+@cache
+def _automatic(device_type: str) -> Precision:
+    """Once per process: a measurement need not come out the same again."""
+    if device_type == "cuda":
+        supported = torch.cuda.is_bf16_supported()
+        why = "the GPU supports bf16" if supported else "the GPU does not support bf16"
+        return Precision(supported, f"{'bf16' if supported else 'fp32'} on cuda: {why}")
+    flags = bf16_flags()
+    if not flags:
+        return Precision(False, "fp32 on cpu: the processor has no bf16 arithmetic (avx512_bf16, amx_bf16, bf16)")
+    gain = measured_gain()
+    bf16 = gain >= MIN_GAIN
+    return Precision(
+        bf16, f"{'bf16' if bf16 else 'fp32'} on cpu: {', '.join(flags)}; its matrix product is {gain:.1f} x fp32's"
+    )
+
+
+def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Those of the processor's features that multiply bf16 matrices, as the kernel or torch names them."""
+    try:
+        line = next((x for x in cpuinfo.read_text().splitlines() if x.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        line = ""
+    found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if f in line.split())
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    if not found and not line:  # no /proc (macOS): torch asks the processor itself
+        found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if capabilities.get(f))
+    return found
+
+
+def measured_gain(size: int = 1024, repeats: int = 3) -> float:
+    """Time of an fp32 matrix product over that of a bf16 one, best of ``repeats`` each; about 0.1 s."""
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(size, size, dtype=dtype)
+        times = []
+        for _ in range(repeats + 1):  # the first includes building the kernel
+            start = time.perf_counter()
+            torch.mm(a, a)
+            times.append(time.perf_counter() - start)
+        best[dtype] = min(times[1:])
+    return best[torch.float32] / best[torch.bfloat16]

@@ -1,0 +1,81 @@
+"""Models and tokenizers as files in Hugging Face format: read and written with our messages and a quiet terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf_hub.published import looks_local, model_folder
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
+
+
+def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
+    """``reader(folder, **options)``, a ``from_pretrained``, of the files that ``spec`` names. ``what``: for messages.
+
+    Raises ModelError: there is no such folder, or they cannot be read.
+    """
+    if looks_local(spec.path) and not Path(spec.path).expanduser().is_dir():
+        raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
+    place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
+    try:
+        return reader(place, trust_remote_code=spec.trust_remote_code, **options)
+    except Exception as cause:  # anything: damaged files raise whatever their parsers raise
+        raise ModelError(
+            f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
+            f"{EXPECTED}"
+        ) from cause
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model."""
+    return read(spec, "tokenizer", AutoTokenizer.from_pretrained)
+
+
+def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token that ends a text: of the generation config (else the model's config) and of the tokenizer."""
+    ids: list[int] = []
+    for config in (module.generation_config if module.can_generate() else None, module.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            ids += found if isinstance(found, (list, tuple)) else [found]
+            break
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(ids))
+
+
+@contextmanager
+def exporting(module: PreTrainedModel) -> Iterator[None]:
+    """The config as other programs expect it, and no progress bar: our attention's name stays in this process."""
+    name = module.config._attn_implementation
+    module.config._attn_implementation = None
+    if not torch.cuda.is_available():  # DeepSpeed, where it is installed, is imported now, and warns that it guesses
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        with quiet():
+            yield
+    finally:
+        module.config._attn_implementation = name
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bar and report of missing weights: both are checked and said here."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

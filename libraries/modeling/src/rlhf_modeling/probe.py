@@ -1,0 +1,245 @@
+"""What a model can be trusted with, measured when it is loaded: the truth is transformers' forward pass of one sequence
+by itself with eager attention, and each faster way of computing must give the same hidden states. (Its other functions
+leave out what they cannot compute: ``sdpa`` ignores Gemma 2's soft-capping of scores. A class that chooses its
+attention when it is made keeps the one that it was loaded with.)
+
+A model's config does not say whether packing is right for it. Recurrent layers carry a state from one packed sequence
+into the next, some classes ignore the attention function, some build masks of their own. So short sequences are
+computed both ways, with every window and chunk of the model made shorter than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.seeds import derive_seed
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_modeling.attention import use_attention, use_packed_attention
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.logit_scale import find_logit_scale
+from rlhf_modeling.noise import noise_settings
+from rlhf_modeling.pretrained import quiet
+
+TOLERANCE = 1e-3
+"""A token's hidden state is off where the difference has more than this share of its norm. Sums in another order give
+1e-6 to 1e-5, what leaks from another sequence gives 1e-2 and more."""
+MOST_OFF = 1 / 8
+"""A larger share of tokens that are off is an error. A router may send a single token to another expert by rounding."""
+SHORT = 4
+"""Windows, chunks and thresholds of attention while the model is probed; the sequences are longer."""
+LENGTHS_OF_CONFIGS = (
+    "sliding_window", "attention_chunk_size", "attention_window_size", "local_attn_window", "index_topk",
+    "index_topk_blocks", "floor_scale", "log_scaling_n_floor",
+)  # fmt: skip
+"""Their names in configs and modules."""
+FRONT = 6
+"""Tokens that some of the probe's sequences have in common."""
+LENGTHS = (9, 14, 3, 14, 12)
+
+
+def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Choose the model's layout and the scale of its logits. The weights are whole, or gathered by hooks.
+
+    Raises ModelError where transformers cannot compute the model from token ids alone, a token's hidden state is not
+    finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
+    """
+    loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
+    use_attention(loaded.module, "eager")
+    with torch.no_grad(), quiet(), short_lengths(loaded.module):
+        rows = _sequences(loaded)
+        try:
+            truth = [_alone(loaded, ids) for ids in rows]
+            if spec.role.trained:
+                loaded.noisy = _draws(loaded, rows[1])
+        except Exception as cause:  # anything: it is other people's code
+            raise ModelError(
+                f"{_who(loaded, spec)} cannot be computed by transformers from token ids alone "
+                f"({type(cause).__name__}: {cause}). Use another decoder-only model."
+            ) from cause
+        if not all(bool(hidden.isfinite().all()) for hidden in truth):
+            raise ModelError(
+                f"{_who(loaded, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
+                "hold NaN or infinity. Use another checkpoint of it."
+            )
+        if _off(_alone(loaded, rows[1][:8]), truth[1][:8]):
+            raise ModelError(
+                f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "
+                "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
+            )
+        if loaded.kind == "lm" and not find_logit_scale(
+            loaded, rows[2], truth[2]
+        ):  # few tokens: these are whole logits
+            raise ModelError(
+                f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
+                "cap; its log-probs would be wrong here, so it is refused."
+            )
+        why = _choose(loaded, rows, torch.cat(truth))
+        if loaded.layout == "alone":
+            _choose_attention(loaded, rows, torch.cat(truth))
+    _write_notes(loaded, spec, why)
+
+
+def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
+    return f"{type(loaded.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
+
+
+def _sequences(loaded: LoadedModel) -> list[Tensor]:
+    """int64, on the model's device; ids that the config gives no meaning of their own."""
+    config = loaded.module.config
+    known = {**config.to_dict(), **config.get_text_config().to_dict()}
+    special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
+    plain = [i for i in range(min(loaded.vocabulary, 1000)) if i not in special] or [0]
+    generator = torch.Generator().manual_seed(derive_seed(0, "probe"))
+    device = next(loaded.module.parameters()).device
+
+    def draw(count: int) -> Tensor:
+        return torch.tensor(plain)[torch.randint(len(plain), (count,), generator=generator)]
+
+    front = draw(FRONT)
+    shared = (1, 3, 4)
+    rows = [torch.cat([front, draw(n - FRONT)]) if i in shared else draw(n) for i, n in enumerate(LENGTHS)]
+    return [ids[: loaded.positions].to(device) for ids in rows]
+
+
+def _alone(loaded: LoadedModel, ids_T: Tensor) -> Tensor:
+    """fp32 [T, H]."""
+    return loaded.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
+
+
+def _off(got_NH: Tensor, want_NH: Tensor) -> bool:
+    return _share_off(got_NH, want_NH) > MOST_OFF
+
+
+def _share_off(got_NH: Tensor, want_NH: Tensor) -> float:
+    close_N = (got_NH.float() - want_NH).norm(dim=-1) <= TOLERANCE * want_NH.norm(dim=-1)  # False of NaN
+    return 1.0 - float(close_N.float().mean())
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def _choose(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
+    """Set the fastest layout that gives ``want_NH``; why no faster one does, empty where all do."""
+    ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
+    position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
+    why = ""
+    for boundaries in (False, True):
+        loaded.layout, loaded.boundaries = "packed", boundaries
+        problem = _attempt(loaded, lambda: loaded.hidden(ids_N, position_N, lens), want_NH)
+        if not problem:
+            break
+        why = why or problem
+    else:
+        loaded.layout, loaded.boundaries = "alone", False
+        return why
+    if loaded.boundaries:
+        return why
+
+    def sharing() -> Tensor:
+        hidden_MH, place_N = loaded.compute(ids_N, position_N, lens, share=True)
+        assert place_N is not None
+        return hidden_MH[place_N]
+
+    loaded.layout = "shared"
+    if why := _attempt(loaded, sharing, want_NH):
+        loaded.layout = "packed"
+    return why
+
+
+def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> None:
+    """``sdpa`` where the model takes it and it is right, else eager attention.
+
+    Raises ModelError where sequences of equal length in one call are not what each is by itself.
+    """
+    ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
+    if use_attention(loaded.module, "sdpa") and not _off(loaded.hidden(ids_N, ids_N, lens), want_NH):
+        return
+    use_attention(loaded.module, "eager")
+    share = _share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)
+    if share > MOST_OFF:
+        raise ModelError(
+            f"{type(loaded.module).__name__} gives other hidden states for sequences of equal length in one call than "
+            f"for each by itself ({share:.0%} of a probe's tokens). Use another model."
+        )
+
+
+def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
+    """What is wrong with ``compute`` under packed attention; empty: nothing."""
+    try:
+        use_packed_attention(loaded.module)
+        share = _share_off(compute(), want_NH)
+    except Exception as cause:  # anything: transformers' classes take other arguments than these, or other shapes
+        said = str(cause).split("\n")[0]
+        return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
+    return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+
+
+@contextmanager
+def short_lengths(module: PreTrainedModel) -> Iterator[None]:
+    """Every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens inside."""
+    holders: dict[int, Any] = {id(part): part for part in module.modules()}
+    for part in [part for part in holders.values() if isinstance(part, PreTrainedModel)]:
+        for config in (part.config, part.config.get_text_config()):
+            holders[id(config)] = config
+    changed = []
+    for holder in holders.values():
+        for name in LENGTHS_OF_CONFIGS:
+            value = vars(holder).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > SHORT:
+                changed.append((holder, name, value))
+                setattr(holder, name, SHORT)
+    try:
+        yield
+    finally:
+        for holder, name, value in changed:
+            setattr(holder, name, value)
+
+
+# ------------------------------------------------------------------------------------------------- noise
+
+
+def _draws(loaded: LoadedModel, ids_T: Tensor) -> bool:
+    """Whether the model draws random numbers while it is trained: two seeds give two results."""
+    device = ids_T.device
+    training = [part for part in loaded.module.modules() if part.training]
+    loaded.module.train()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            found = []
+            for seed in (0, 1, 0):
+                torch.manual_seed(seed)
+                found.append(_alone(loaded, ids_T))
+    finally:
+        _evaluate(loaded.module, training)
+    return not torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:
+    module.eval()
+    for part in training:
+        part.training = True
+
+
+def _write_notes(loaded: LoadedModel, spec: ModelSpec, why: str) -> None:
+    notes, who = [], type(loaded.module).__name__
+    if loaded.layout == "alone":
+        notes.append(
+            f"{who} cannot be computed packed ({why}). Sequences of each length go through it in a call of their own: "
+            "the same numbers, slower."
+        )
+    elif loaded.layout == "packed" and not loaded.boundaries:
+        notes.append(f"{who}: a front that sequences share is computed once for each of them ({why}).")
+    if loaded.noisy and (named := noise_settings(loaded.module)):
+        said = ", ".join(f"{name} = {value:g}" for name, value in named.items())
+        notes.append(
+            f"{who} draws noise while it is trained ({said} in its config): gradients depend on how batches are "
+            "divided into micro-batches, and fronts that sequences share are computed once for each of them."
+        )
+    loaded.notes = tuple(f"{spec.role.name}: {note}" for note in notes)

@@ -1,0 +1,99 @@
+"""A module's tensors as its architecture's checkpoints have them, and back.
+
+A checkpoint may hold other tensors than the module that transformers makes of it: experts are one by one there and one
+tensor here, modules have other names. transformers converts where it loads and saves. What trainers stream has the
+checkpoint's names and shapes too, as that is what generators load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlhf_modeling.state import copy_into
+
+
+class Published:
+    """Of one module.
+
+    Args:
+        shapes: {the module's name: shape} of its tensors without adapters, in the order in which they are streamed.
+    """
+
+    def __init__(self, module: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
+        self._module, self._own = module, dict(shapes)
+        self._alone: dict[str, list[str]] = {}
+        """{own name: published names} of those that are converted one at a time."""
+        self._together: list[str] = []
+        """Own names of those that only all together give published tensors."""
+        whole = self._published_shapes(self._own)
+        if whole != self._own:
+            self._plan(whole)
+        names = [n for own in self._own if own not in self._together for n in self._alone.get(own, [own])]
+        names += [n for n in whole if n not in set(names)]
+        self.shapes = {name: whole[name] for name in names}
+        """{published name: shape}, in the order of :meth:`stream`."""
+
+    def _plan(self, whole: Mapping[str, torch.Size]) -> None:
+        for name, shape in self._own.items():
+            found = self._published_shapes({name: shape})
+            if any(whole.get(n) != s for n, s in found.items()):
+                self._together.append(name)
+            elif found != {name: shape}:
+                self._alone[name] = list(found)
+
+    def _published_shapes(self, own: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        meta = {name: torch.empty(shape, device="meta") for name, shape in own.items()}
+        return {name: tensor.shape for name, tensor in self._convert(meta).items()}
+
+    def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        converted: dict[str, Tensor] = revert_weight_conversion(self._module, tensors)
+        return converted
+
+    @torch.no_grad()
+    def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(published name, tensor) of (own name, tensor). Where both are the same, tensors pass as they are; others are
+        views or copies, made when they are due."""
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if name in self._together:
+                held[name] = tensor
+            elif name in self._alone:
+                yield from self._convert({name: tensor}).items()
+            else:
+                yield name, tensor
+        if held:
+            yield from self._convert(held).items()
+
+    @torch.no_grad()
+    def restore(self, given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+        """{own name: tensor} of whole published tensors.
+
+        Raises CheckpointError, naming ``where``, for other names or shapes than the published ones.
+        """
+        meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        copy_into(meta, {name: tensor.to("meta") for name, tensor in given.items()}, where)  # for its messages
+        own = {name: given[name] for name in self._own if name not in self._alone and name not in self._together}
+        for group in [*([name] for name in self._alone), *([self._together] if self._together else [])]:
+            own |= self._gathered(group, given)
+        return {name: own[name] for name in self._own}
+
+    def _gathered(self, group: list[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Conversions move elements and change none: numbered elements, converted, say where each one belongs."""
+        numbers, count = {}, 0
+        for name in group:
+            size = math.prod(self._own[name])
+            numbers[name] = torch.arange(count, count + size).view(self._own[name])
+            count += size
+        places = self._convert(numbers)
+        like = given[next(iter(places))]
+        flat = torch.empty(count, dtype=like.dtype, device=like.device)
+        for name, place in places.items():
+            flat[place.reshape(-1).to(like.device)] = given[name].reshape(-1)
+        parts = flat.split([math.prod(self._own[name]) for name in group])
+        return {name: part.view(self._own[name]) for name, part in zip(group, parts, strict=True)}

@@ -1,0 +1,142 @@
+"""Attention of packed sequences by ``scaled_dot_product_attention``: one call per run of sequences of one shape.
+
+Shape suffixes: N tokens (those of ``q``, ``k``, ``v``), L of them in these sequences, G sequences of a run, T tokens of
+a sequence, Q <= T queries, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhf_modeling.prefix import Stretch, take_rows
+
+MASKED = 0.65
+"""With fewer own tokens than this share of a sequence, masked attention of just these beats causal attention of all of
+its tokens, which skips half of the work (measured: a CPU, 300 to 1000 tokens). On a GPU a mask rules out the fast
+kernels, so there all tokens are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    scaling: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours of one length and one front."""
+
+    count: int
+    length: int
+    skip: int
+    """Tokens of the front, which are computed elsewhere."""
+    first: int
+    """Position of the first query: ``skip``, or 0 where queries of the front are computed along and dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """All long sequences of a packed row."""
+
+    runs: tuple[Run, ...]
+    queries: Tensor | None
+    """int64: the tokens whose queries are used, run after run; None: all N in order."""
+    keys: Tensor | None
+    """The same of keys and values."""
+    own_L: Tensor
+    """int64: the tokens that the result is of."""
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> Runs:
+    """Runs of these sequences; the arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`."""
+    every_N = torch.arange(tokens, device=device)
+    runs: list[list[Stretch]] = []
+    for s in stretches:
+        if runs and (runs[-1][0].length, runs[-1][0].skip) == (s.length, s.skip):
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+    found, queries, keys = [], [], []
+    for run in runs:
+        length, skip = run[0].length, run[0].skip
+        first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
+        found.append(Run(len(run), length, skip, first))
+        for s in run:
+            where = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
+            keys.append(where)
+            queries.append(where[first:])
+    own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
+    return Runs(tuple(found), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
+
+
+def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Runs, options: Options) -> Tensor:
+    """[N, H, D] -> [L, H, D] at ``where.own_L``."""
+    q_sizes = [r.count * (r.length - r.first) for r in where.runs]
+    k_sizes = [r.count * r.length for r in where.runs]
+    parts = []
+    for run, *rows in zip(
+        where.runs,
+        _taken(q_NHD, where.queries).split(q_sizes),
+        _taken(k_NKD, where.keys).split(k_sizes),
+        _taken(v_NKD, where.keys).split(k_sizes),
+        strict=True,
+    ):
+        q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in rows)
+        out = _attend(q, k, v, where, options).transpose(1, 2)
+        parts.append(out[:, run.skip - run.first :].flatten(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unless(every_N: Tensor, index: Tensor) -> Tensor | None:
+    return None if torch.equal(every_N, index) else index
+
+
+def _taken(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else take_rows(x, index)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, where: Runs, options: Options) -> Tensor:
+    """[G, H, Q, D]; the queries are the last ones of the sequences, k and v [G, K, T, D]."""
+    queries, length = q.shape[2], k.shape[2]
+    window = options.window if options.window is not None and options.window < length else None
+    if options.softcap is not None:
+        return _softcapped(q, k, v, options, _band(where, length, window, q))
+    causal = window is None and queries == length
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if causal else _band(where, length, window, q),
+        is_causal=causal,
+        dropout_p=options.dropout,
+        scale=options.scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, options: Options, seen_QT: Tensor) -> Tensor:
+    """``softcap * tanh(scores / softcap)`` before the softmax (Gemma 2), which sdpa cannot express."""
+    groups, cap = q.shape[1] // k.shape[1], options.softcap
+    assert cap is not None
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = cap * torch.tanh(q @ k.transpose(2, 3) * (options.scaling / cap))
+    scores = scores.masked_fill(~seen_QT, float("-inf"))
+    return F.dropout(scores.softmax(-1), options.dropout) @ v
+
+
+def _band(where: Runs, length: int, window: int | None, q: Tensor) -> Tensor:
+    """bool [Q, T]: token i sees j where i - window < j <= i."""
+    key = (length, window or length)
+    if key not in where.masks:
+        i = torch.arange(length, device=q.device)
+        distance = i[:, None] - i[None, :]
+        where.masks[key] = (distance >= 0) & (distance < key[1])
+    return where.masks[key][length - q.shape[2] :]

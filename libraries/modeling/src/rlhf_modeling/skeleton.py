@@ -1,0 +1,107 @@
+"""A model without its values, and what shows of its files before they are loaded: config and headers are read, no
+weights. In the words of :mod:`rlhf_modeling.model`, which would find it later."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import ModelSpec
+from rlhf_hub.hub import hub_name
+from rlhf_hub.published import INDEX, model_folder
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_modeling.adapters import adaptable, matching
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.experts import router_classes
+from rlhf_modeling.model import model_class, require_weights
+from rlhf_modeling.pretrained import quiet, read
+
+
+def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
+    """Refuse adapters without a layer, and a loss of experts without experts.
+
+    Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
+    left to those who load it.
+    """
+    if not spec.role.trained or not (config.lora or config.aux_loss_coef):
+        return
+    try:
+        module = skeleton(spec.path, spec.trust_remote_code)
+    except Exception:  # anything: configs are other people's files
+        return
+    if config.lora is not None:
+        head = module.get_output_embeddings()
+        linear = [name for name, _ in adaptable(module, head if isinstance(head, nn.Module) else None)]
+        matching(linear, config.lora.targets, type(module).__name__)
+    if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
+        raise CapabilityError(
+            f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
+            "(transformers names no routers of it). Leave the option out."
+        )
+
+
+@cache
+def skeleton(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model that ``config.json`` describes, on the meta device. Raises what transformers does."""
+    place = model_folder(path, code=trust_remote_code)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    with torch.device("meta"), quiet():
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return module
+
+
+def check_files(spec: ModelSpec) -> None:
+    """Refuse a folder whose config is of another kind of model than the role, or whose weights are not there, not whole
+    or of other shapes than the config says. Of the weights the headers are read.
+
+    Names and shapes are compared where accelerate is installed (transformers needs it for a model without values), and
+    where the model's code is transformers' own. Of a hub's model that is not downloaded yet only the config is seen.
+
+    Raises ModelError.
+    """
+    config = read(spec, "model", AutoConfig.from_pretrained)
+    auto, from_lm = model_class(spec, config)
+    if hub_name(spec.path) is not None and not Path(spec.path).expanduser().is_dir():
+        return
+    state = read(spec, "model", _headers)
+    if spec.trust_remote_code or importlib.util.find_spec("accelerate") is None:
+        return
+    if from_lm:
+        config.num_labels = 1
+
+    def load(place: str, **_: Any) -> Any:
+        with torch.device("meta"):
+            model = type(auto.from_config(config))
+        return model.from_pretrained(
+            None, config=config, state_dict=state, device_map="meta", dtype=torch.float32, output_loading_info=True
+        )
+
+    with quiet():
+        module, info = read(spec, "model", load)
+    require_weights(spec, type(module), info, from_lm)
+
+
+def _headers(place: str, **_: Any) -> dict[str, torch.Tensor]:
+    """{name: a tensor of its shape without values} of all that is in the folder's safetensors."""
+    folder = Path(place)
+    names = ["model.safetensors"]
+    if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    model_folder(place, weights=True)  # there are only pickles
+    found = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"there is no file {name}")
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(key)
+                found[key] = torch.empty(part.get_shape(), device="meta")
+    return found

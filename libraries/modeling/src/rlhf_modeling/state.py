@@ -1,0 +1,103 @@
+"""A trainer's state on disk: safetensors for tensors, JSON for the rest, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rlhf.errors import CheckpointError
+from rlhf.saved import Counter, Saved, SavedPart, refuse, validated
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+FACTS = "trainer.json"
+
+
+class SavedCoverage(Saved):
+    without_gradient: list[str]
+    unchanged: list[str]
+
+
+class SavedFacts(SavedPart):
+    """What every trainer reads of ``trainer.json``; the rest is each trainer's own."""
+
+    updates: Counter
+    skipped: Counter
+    precision: Literal["fp32", "bf16"]
+    coverage: SavedCoverage | None
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by Hugging Face name, tied ones once, in a fixed order."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in module.state_dict().items():
+        key = tensor.data_ptr() if tensor.numel() else id(tensor)
+        if key not in seen:
+            seen.add(key)
+            found[name] = tensor
+    return found
+
+
+def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:
+    """``<name>.safetensors`` per entry, then ``trainer.json``. Whoever calls makes the folder's appearance atomic."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name, tensors in files.items():
+        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path / f"{name}.safetensors")
+    text = json.dumps({"format": FORMAT, **facts}, indent=2, sort_keys=True)
+    (path / FACTS).write_text(text + "\n", encoding="utf-8")
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """``trainer.json`` of a trainer's folder. Raises CheckpointError where a field is missing or of another type."""
+    try:
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise CheckpointError(f"no readable {FACTS} in {str(path)!r}: {cause}. Is this a trainer's folder?") from cause
+    if isinstance(facts, dict) and facts.get("format") != FORMAT:
+        raise CheckpointError(f"{str(path / FACTS)!r} has format {facts.get('format')!r}; this version reads {FORMAT}")
+    validated(SavedFacts, facts, path / FACTS)
+    return dict(facts)
+
+
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    file = path / f"{name}.safetensors"
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as cause:
+        raise CheckpointError(f"cannot read {str(file)!r}: {cause}. It is incomplete or damaged.") from cause
+
+
+def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
+    """Raises CheckpointError where a tensor of a file is not in the number format of the tensor that takes its place,
+    which would be converted without a word."""
+    wrong = [
+        f"{name}: a tensor of {source[name].dtype}, expected {tensor.dtype}."
+        for name, tensor in target.items()
+        if name in source and source[name].dtype != tensor.dtype
+    ]
+    if wrong:
+        refuse(where, *wrong[:3])
+
+
+@torch.no_grad()
+def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
+    """Overwrite every tensor of ``target`` by the one of its name; both must have the same names and shapes."""
+    if target.keys() != source.keys():
+        missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+        raise CheckpointError(
+            f"{where} is of another model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}"
+        )
+    for name, tensor in target.items():
+        if tensor.shape != source[name].shape:
+            raise CheckpointError(
+                f"{where} is of another model: {name!r} has shape {tuple(source[name].shape)}, "
+                f"here {tuple(tensor.shape)}"
+            )
+    for name, tensor in target.items():
+        tensor.copy_(source[name])

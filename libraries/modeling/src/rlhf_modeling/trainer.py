@@ -1,0 +1,285 @@
+"""What trainers of transformers models share: packed forward, head outputs, backward micro-batch by micro-batch.
+
+A subclass holds the optimizer and says how gradients become a step; how weights, state and exports leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from rlhf.errors import CapabilityError, ModelError, TrainingError
+from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces.memory import Sharding
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import OutputHead, gives, resolve_head
+from rlhf.ops.loss_value import add_sums, evaluate, over_mask
+from rlhf.seeds import derive_seed
+from rlhf.types import Head
+from torch import Tensor, nn
+
+from rlhf_modeling import heads as head_ops
+from rlhf_modeling.adapters import train_adapters_only
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.embedding_noise import EmbeddingNoise
+from rlhf_modeling.experts import ExpertBalance
+from rlhf_modeling.flash_attention import check_kernel
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
+from rlhf_modeling.padding import set_padding
+from rlhf_modeling.precision import Precision, choose_precision
+from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
+from rlhf_modeling.sharding import sharding
+from rlhf_modeling.skeleton import check_files
+
+
+class PackedTrainer(Trainer):
+    """Padding-free forward and backward of one role's model; fp32 weights, bf16 as autocast on top."""
+
+    Config = TrainingConfig
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
+    config: TrainingConfig
+
+    @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        check_files(spec)
+
+    @classmethod
+    def sharding(cls, config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
+        return sharding(config, spec, device)
+
+    def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
+        """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
+        self.spec, self.device, self.loaded = spec, device, loaded
+        self.precision: Precision = choose_precision(spec.dtype, device, spec.on_processor)
+        loaded.attention = self.config.attention
+        check_kernel(self.config.attention, device, self.precision.bf16)
+        self.require_packing()
+        self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
+        self.module = loaded.module
+        """The live model, in evaluation mode between calls (``export:module``)."""
+        self.packed: nn.Module = PackedModel(loaded, self.config)
+        """What a micro-batch goes through: ``packed(batch, outputs)``."""
+        self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
+        if self.tokenizer is not None and loaded.kind != "lm":
+            set_padding(self.module, self.tokenizer, self.eos_token_ids)
+        self.borrowed: dict[str, OutputHead] = {}
+        """By the role that lends it."""
+        self.worn = "live"
+        """The view that ``live`` means (:meth:`wear`)."""
+        self._clothes = ExitStack()
+        self.updates = 0
+        """Optimizer steps so far, skipped ones included and those that were planned and not taken."""
+        self.skipped = 0
+        self._micros = 0  # micro-batches since the last step; counters of the dropout seeds
+        self._bad_loss = ""
+        self._coverage: dict[str, list[str]] | None = None
+        self.module.requires_grad_(spec.role.trained)
+        if spec.role.trained and self.config.lora is not None:
+            train_adapters_only(self.module, loaded.head if loaded.kind != "lm" else None)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
+        self.parameters: dict[str, nn.Parameter] = trained
+        """What is trained, by name; all of a role that is not."""
+        if spec.role.trained and spec.gradient_checkpointing:
+            checkpoint_gradients(self.module)
+        coef = self.config.aux_loss_coef if spec.role.trained else 0.0
+        self.balance = ExpertBalance(self.module, coef) if coef else None
+        alpha = self.config.neftune_alpha if spec.role.trained else None
+        self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
+
+    def require_packing(self) -> None:
+        """Raises CapabilityError where an option is about packed attention, which this model is computed without."""
+        if self.config.attention != "auto" and self.loaded.layout == "alone":
+            raise CapabilityError(
+                f"trainer.attention = {self.config.attention!r} chooses a kernel of packed attention, without which "
+                f"{type(self.loaded.module).__name__} is computed. Leave it out."
+            )
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.spec.role.trained and self.config.lora is not None
+
+    @property
+    def precision_note(self) -> str:
+        """Which arithmetic was chosen and why."""
+        return self.precision.note
+
+    def wear(self, view: str) -> None:
+        self._clothes.close()
+        self.worn = "live"
+        if view != "live":
+            self._clothes.enter_context(self._view(view))
+        self.worn = view
+
+    def facts(self) -> TrainerFacts:
+        dtype, device = self.precision.name, str(self.device)
+        shares = bool(getattr(self.packed, "shares_prefixes", False))
+        return TrainerFacts(
+            self.eos_token_ids,
+            self.loaded.vocabulary,
+            device,
+            dtype,
+            self.precision_note,
+            self.views,
+            shares,
+            self.balance is not None,
+            notes=self.loaded.notes,
+        )
+
+    def token_budget(self) -> int:
+        """bf16 gains by larger matrices; in fp32 they only cost memory (docs/benchmarks.md has the shapes)."""
+        return 4096 if self.precision.bf16 else 2048
+
+    # ------------------------------------------------------------------------------------- forward
+
+    @torch.no_grad()
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        resolved = [self._head(o) for o in outputs]
+        results = []
+        with self._view("live" if view == self.worn else view):
+            for micro in micros:
+                batch = micro.to(self.device)
+                values = self._outputs(batch, resolved)
+                results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
+        return results
+
+    def accumulate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        self._require_trained("accumulate")
+        over = over_mask(loss)
+        resolved = [self._head(o, over) for o in loss.outputs()]
+        parts = []
+        self.module.train()
+        try:
+            for number, micro in enumerate(micros):
+                last = number == len(micros) - 1
+                parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
+        finally:
+            self.module.eval()
+        return add_sums(parts)
+
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
+        self._require_trained("evaluate")
+        over = over_mask(loss)
+        resolved = [self._head(o, over) for o in loss.outputs()]
+        parts = []
+        for micro in micros:
+            batch = micro.to(self.device)
+            with self.balance.watched() if self.balance is not None else nullcontext():
+                values = self._outputs(batch, resolved)
+            parts.append(evaluate(loss, batch, values, coef, live)[1])
+            if self.balance is not None:
+                parts[-1]["aux_loss"] = (float(self.balance.loss(batch)), 0.0)
+        return add_sums(parts)
+
+    def skip_updates(self, count: int) -> None:
+        self._require_trained("skip_updates")
+        self.updates += count
+
+    def _micro(
+        self,
+        batch: Batch,
+        loss: Loss,
+        resolved: Sequence[Head],
+        coef: Mapping[str, float],
+        live: Mapping[str, str],
+        last: bool,
+    ) -> Sums:
+        number = self._micros * self.spec.world_size + self.spec.rank  # as they are dealt: no two drop the same
+        seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, number)
+        self._micros += 1
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            with ExitStack() as around:
+                if self.balance is not None:
+                    around.enter_context(self.balance.watched())
+                if self.noise is not None:
+                    around.enter_context(self.noise.added())
+                values = self._outputs(batch, resolved)
+            total, sums = evaluate(loss, batch, values, coef, live)
+            if self.balance is not None:
+                aux = self.balance.loss(batch)
+                total, sums["aux_loss"] = total + self.balance.coef * aux, (float(aux.detach()), 0.0)
+            if not math.isfinite(sums["loss"][0]):
+                self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
+            self._backward(total, last)
+        return sums
+
+    def _backward(self, total: Tensor, last: bool) -> None:
+        """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""
+        if not self._bad_loss and total.requires_grad:
+            total.backward()
+
+    def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.bf16):
+            return self.packed(batch, resolved)
+
+    def _head(self, output: str | Head, over: str | None = None) -> Head:
+        head = resolve_head(output, over)
+        if isinstance(output, str) and not gives(self.loaded.kind, output):
+            raise TrainingError(
+                f"role {self.spec.role.name!r} has a {self.loaded.kind!r} head, which does not give {output!r}"
+            )
+        if not head.lent:
+            return head
+        if absent := [role for role in head.lent if role not in self.borrowed]:
+            raise TrainingError(
+                f"head {head.name!r} computes with the output head of {', '.join(absent)}, which role "
+                f"{self.spec.role.name!r} was not lent: the algorithm must declare it in Needs.lent"
+            )
+        return replace(head, constants={**head.constants, **{role: self.borrowed[role] for role in head.lent}})
+
+    # ----------------------------------------------------------------------------------------- lending
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        yield self.loaded.output_head
+
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        """Where both vocabularies differ in rows that no token of the tokenizer has (models of one family are padded
+        differently), the head is cut to the rows that this role's head has too. In bf16 where its own logits are.
+
+        Raises ModelError where either head has no row for some token.
+        """
+        own, tokens = self.loaded.head.out_features, len(self.tokenizer or load_tokenizer(self.spec))
+        rows = min(own, head.vocabulary)
+        if own != head.vocabulary and rows < tokens:
+            raise ModelError(
+                f"role {role!r} gives logits for {head.vocabulary} tokens and role {self.spec.role.name!r} "
+                f"({self.spec.path!r}) for {own}, of a tokenizer with {tokens}. They cannot be compared: name a model "
+                f"with the same tokenizer for {role!r}."
+            )
+        bf16 = self.precision.bf16 and not self.config.head_fp32
+        self.borrowed[role] = head.first(rows).to(self.device, torch.bfloat16 if bf16 else torch.float32)
+
+    # ------------------------------------------------------------------------------------ internals
+
+    def coverage(self) -> dict[str, list[str]]:
+        return {} if self._coverage is None else {k: list(v) for k, v in self._coverage.items()}
+
+    @property
+    def _without_coverage(self) -> bool:
+        """Whether the next step is to be looked at: none was yet, or no parameter got a gradient so far."""
+        return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
+
+    @abstractmethod
+    def _view(self, view: str) -> AbstractContextManager[None]:
+        """The model computes with this view's weights inside."""
+
+    def _require_trained(self, call: str) -> None:
+        if not self.spec.role.trained:
+            raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
+
+    def _no_view(self, view: str, why: Mapping[str, str]) -> CapabilityError:
+        reason = why.get(view, "it is not known")
+        return CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")

@@ -1,0 +1,95 @@
+"""Run a probe in a child process with a deadline.
+
+The child writes one JSON object a line to its standard output; what the libraries in it print goes to standard error.
+Both are files, not pipes: a grandchild that outlives the probe can then not keep the doctor waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+_TAIL = 64 * 1024
+"""Bytes of standard error that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back from a probe."""
+
+    seconds: float
+    error: str = ""
+    """Why the probe did not finish; empty where it did."""
+    log: str = field(default="", repr=False)
+    """The end of what it printed, its traceback included."""
+    values: list[Any] = field(default_factory=list)
+    """What it reported, in order; what came before an error is kept."""
+
+    @property
+    def value(self) -> Any:
+        """The only, or last, value. The probe must have finished."""
+        return self.values[-1]
+
+
+def ask(probe: str, argument: Any = None, timeout: float = 120.0) -> Answer:
+    """Run the entry of :data:`rlhf_plugin_doctor.probes.PROBES` in a new interpreter with this one's environment.
+
+    Args:
+        argument: a JSON value given to the probe.
+        timeout: seconds after which it and the processes it started are killed.
+    """
+    # -P: what lies in the current folder is not imported, as it is not by the program `rlhf`
+    command = [sys.executable, "-P", "-m", "rlhf_plugin_doctor.probes", probe, json.dumps(argument)]
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        late = False
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(child)
+        seconds = time.monotonic() - start
+        lines, log = _lines(out), _tail(err)
+    values = [line["value"] for line in lines if "value" in line]
+    raised = [line["error"] for line in lines if "error" in line]
+    if raised:
+        error = raised[0]
+    elif late:
+        error = f"no answer within {timeout:g} s"
+    elif child.returncode < 0:
+        error = f"killed by {signal.Signals(-child.returncode).name}"
+    elif child.returncode:
+        error = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+        error = error or f"ended with exit code {child.returncode}"
+    else:
+        error = "" if values else "ended without an answer"
+    return Answer(seconds, error, log, values)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the probe's process group, also where the doctor itself is interrupted."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _lines(file: IO[bytes]) -> list[dict[str, Any]]:
+    file.seek(0)
+    lines = file.read().decode(errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # a line without its end was cut off when the child died
+
+
+def _tail(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL))
+    return file.read().decode(errors="replace")

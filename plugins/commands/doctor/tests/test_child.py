@@ -1,0 +1,68 @@
+"""Whatever happens to a probe, the doctor goes on and says what it was."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from rlhf_plugin_doctor.child import ask
+
+
+def test_values_come_back_and_prints_do_not(site):
+    site.module("chatty", "print('noise on standard output')\n__version__ = '1.2'\n")
+    site.module("torch", "")  # the probe imports torch first: not needed here, and slow
+    answer = ask("module", "chatty")
+    assert (answer.error, answer.values) == ("", ["1.2"])
+    assert "noise on standard output" in answer.log
+    assert 0 < answer.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("import os; os._exit(7)", "ended with exit code 7"),
+        ("import os; os._exit(0)", "ended without an answer"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise RuntimeError('no such device')", "RuntimeError: no such device"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('outer') from e", "ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_dies_is_an_error_with_its_first_cause(site, source, error):
+    site.module("torch", "")
+    site.module("deadly", source)
+    answer = ask("module", "deadly")
+    assert error in answer.error
+    assert answer.values == []
+
+
+def test_what_hangs_is_killed_with_the_processes_that_it_started(site):
+    site.module("torch", "")
+    mark = f"{time.time_ns()}"
+    site.module("slow", f"import subprocess, time\nsubprocess.Popen(['sleep', '987.{mark}'])\ntime.sleep(1000)\n")
+    start = time.monotonic()
+    answer = ask("module", "slow", timeout=2)
+    assert answer.error == "no answer within 2 s"
+    assert time.monotonic() - start < 10
+    assert subprocess.run(["pgrep", "-f", f"987.{mark}"], stdout=subprocess.PIPE, check=False).stdout == b""
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    assert ask("module", "sys").error == ""
+
+
+def test_an_error_of_this_project_is_shown_whole(tmp_path):
+    (tmp_path / "run.toml").write_text("[run]\nsed = 3\n")
+    answer = ask("run_plugins", {"path": str(tmp_path / "run.toml"), "overrides": []})
+    assert "2 problems" in answer.error
+    assert "run.sed" in answer.error
+    assert "algorithm: required" in answer.error
+
+
+def test_the_doctor_itself_imports_nothing_heavy():
+    heavy = ("torch", "ray", "numpy", "transformers")
+    code = f"import sys, rlhf_plugin_doctor; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,136 @@
+"""A Ray of two nodes on this machine, the second with another version of a plugin."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rlhf_plugin_doctor import imports
+from rlhf_plugin_doctor.cluster import closed, cluster
+from rlhf_plugin_doctor.versions import Installed
+
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+def start(address, *more, environment):
+    """``ray start`` in a process group of its own."""
+    words = [RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"]
+    return subprocess.Popen(
+        [*words, *more, f"--node-ip-address={address}"],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def end(process):
+    """Ray's own stop, and what is left of the group after it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """The address of a cluster of two nodes; a token is needed, as on a shared network."""
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    (folder / "other" / "rlhf_plugin_math-9.9.dist-info").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: rlhf-plugin-math\nVersion: 9.9\n"
+    (folder / "other" / "rlhf_plugin_math-9.9.dist-info" / "METADATA").write_text(metadata)
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+    environment = {**os.environ, **auth}
+    address = f"127.0.0.1:{free_port()}"
+    port = address.rpartition(":")[2]
+    temporary = f"/tmp/rlhf-doctor-{os.getpid()}"  # short: sockets in it may have 107 characters
+    words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}"]
+    started = [start("127.0.0.1", *words, environment=environment)]
+    try:
+        until = time.monotonic() + 60
+        while closed(address, 1):
+            assert time.monotonic() < until, "Ray's head did not start"
+            time.sleep(0.2)
+        other = {**environment, "PYTHONPATH": str(folder / "other")}
+        started.append(start("127.0.0.2", f"--address={address}", environment=other))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in auth.items():
+                patch.setenv(name, value)
+            found = ""
+            while "2 nodes" not in found:
+                assert time.monotonic() < until, f"the second node did not start: {found}"
+                found = cluster(address, [], 60)[0].found
+            yield address
+    finally:
+        for process in reversed(started):
+            end(process)
+        subprocess.run(["rm", "-rf", temporary], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_cluster_of_different_nodes(nodes, tmp_path):
+    reached, versions, files = cluster(nodes, [str(tmp_path), "/no/such/place"], 60)
+    assert (reached.name, reached.status) == ("ray cluster", "ok")
+    assert reached.found.startswith(f"{nodes}: 2 nodes, CPU 2, GPU 0, reached in ")
+    assert (versions.name, versions.status) == ("ray nodes", "fail")
+    [line] = versions.found.splitlines()
+    assert "(127.0.0.2, " in line
+    here = Installed().version("rlhf-plugin-math")
+    assert line.endswith(f"rlhf-plugin-math 9.9 there, {here} here")
+    assert (files.name, files.status) == ("ray files", "fail")
+    assert [line.rpartition(": ")[2] for line in files.found.splitlines()] == ["/no/such/place"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_cluster_that_refuses(nodes, tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("fedcba9876543210" * 4)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    reached, versions = cluster(nodes, [], 60)
+    assert (reached.status, versions.status) == ("fail", "skipped")
+    assert "Authentication" in reached.found, reached.found
+
+
+def test_a_closed_port():
+    address = f"127.0.0.1:{free_port()}"
+    reached, nodes = cluster(address, [], 60)
+    assert (reached.status, reached.found) == ("fail", f"{address}: Connection refused")
+    assert "ray start --head" in reached.remedy
+    assert nodes.status == "skipped"
+    assert closed(f"ray://{address}", 1) == f"ray://{address}: Connection refused"
+
+
+def test_a_port_that_is_no_ray():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert closed(address, 1) == ""
+        reached, nodes = cluster(address, [], 6)
+    assert (reached.status, nodes.status) == ("fail", "skipped")
+    assert reached.found.startswith(f"{address}: ")
+
+
+def test_a_name_that_does_not_resolve():
+    assert "no-such-host.invalid:6379: " in closed("no-such-host.invalid:6379", 1)
+    assert closed("auto", 1) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_starting_ray():
+    [installed, started] = imports.ray(120, Installed(), start=True)
+    assert (installed.status, started.status) == ("ok", "ok"), started.found
+    assert started.found.startswith("started, ran a task and stopped")

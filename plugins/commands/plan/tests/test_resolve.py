@@ -1,0 +1,346 @@
+"""From a run file: the run's own plugins, roles and places, and nothing loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import GENERATOR
+from rlhf.plugins import Plugins
+from rlhf_plugin_plan import Machine, as_json, describe, logits_peak, make_plan, nearest, resolve, sum_of, target
+from rlhf_plugin_plan.busy import training
+from rlhf_plugin_plan.machines import cpu_memory
+from rlhf_plugin_plan.phases import loading, resting
+from rlhf_runtime.config import load
+
+GIB = 2**30
+ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
+CLUSTER = {
+    "launcher.use": "ray", "trainer.use": "deepspeed", "generator.use": "vllm", "placement.policy.ranks": "4",
+    "placement.critic.ranks": "4", "placement.critic.share": "policy", "placement.generator.ranks": "2",
+    "placement.generator.devices": "2", "placement.generator.share": "policy", "generator.tensor_parallel": "2",
+    "generator.memory_share": "0.5",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    return Plugins.discover()
+
+
+def flags(published, *more, model="0.6B"):
+    merged = {**ONLINE, "policy.model": published(model)}
+    for extra in more:
+        merged |= extra
+    return list(merged.items())
+
+
+def layout(published, plugins, *more, model="0.6B", machine=None):
+    return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+
+
+def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
+    assert [(r.name, r.trained, r.outputs, r.annotated) for r in made.roles] == [
+        ("policy", True, ("logprobs",), ()),
+        ("critic", True, ("values",), ("values",)),
+    ]
+    policy, critic = made.roles
+    assert policy.shape.parameters == 596_049_920
+    assert critic.shape.parameters == policy.shape.parameters + 1024
+    assert (policy.micro_tokens, policy.longest) == (2048, 1024)
+    assert not made.machine.processes
+    assert made.devices == 1
+    assert make_plan(made).fits
+
+
+def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published, plugins):
+    """The head of the 8B is 128256 x 4096 in fp32, on each rank of the student. Hidden states are no logits."""
+    changes = {
+        "algorithm.use": "distill", "data.train": "absent.jsonl", "data.max_tokens": "1024",
+        "policy.model": published("0.6B"), "roles.teacher.model": published("8B"), "policy.dtype": "fp32",
+    }  # fmt: skip
+    run = load(None, list(changes.items()))
+    policy, teacher = resolve(run, plugins, Machine("cpu", 64 * GIB)).roles
+    assert (policy.borrowed, teacher.borrowed, teacher.annotated) == (0, 0, ("hidden",))
+    ray = load(None, list({**changes, "launcher.use": "ray"}.items()))
+    made = resolve(ray, plugins, Machine("cpu", 64 * GIB))
+    assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
+    alone, beside = (resting(replace(made.roles[0], borrowed=b))[0] for b in (0, made.roles[0].borrowed))
+    assert beside["weights"] - alone["weights"] == 128_256 * 4096 * 4
+    assert logits_peak.copies(("hidden",), backward=False) == 0
+    assert logits_peak.copies(("logprobs", "hidden"), backward=True) == logits_peak.copies(("logprobs",), backward=True)
+
+
+def test_options_reach_the_layout(published, plugins):
+    made = layout(
+        published, plugins,
+        {"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
+         "trainer.ema_decay": "0.99", "trainer.logits_chunk": "1000000", "policy.trainer.lora.rank": "8",
+         "generator.max_batch": "7"},
+    )  # fmt: skip
+    policy, critic = made.roles
+    assert policy.gradient_checkpointing
+    assert not critic.gradient_checkpointing
+    assert policy.micro_tokens == 1024, "a sequence may be longer than the budget"
+    assert policy.sharding.bf16
+    assert policy.sharding.logits == 1_000_000
+    assert policy.sharding.average_bytes == 4
+    assert (policy.sharding.adapter_rank, critic.sharding.adapter_rank) == (8, 0)
+    assert made.engines.footprint.rows == 7
+    assert made.engines.samples == 16
+
+
+def test_shared_prompts_are_computed_once_and_kept_for_every_sample(published, plugins):
+    """2048 tokens: a prompt of 512 and 3 answers of 512."""
+    group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512",
+             "policy.micro_tokens": "2048"}  # fmt: skip
+    on_cpu = Machine("cpu", 64 * GIB)
+    once = layout(published, plugins, group, machine=on_cpu).role("policy")
+    assert once.repeats == 3 * 1024 / (512 + 3 * 512)
+    short = layout(published, plugins, group, {"data.max_prompt_tokens": "256"}, machine=on_cpu).role("policy")
+    assert (short.longest, short.repeats) == (768, 3 * 768 / (256 + 3 * 512))
+    apart = layout(published, plugins, group, {"trainer.shared_prefixes": "false"}, machine=on_cpu).role("policy")
+    assert apart.repeats == 1.0
+    more, less = (sum_of(training(role, "cpu")[0]) for role in (once, apart))
+    assert more > less, "keys and values of 3072 tokens"
+    rows = [(k, v) for k, v in flags(published, {"algorithm.use": "sft"}) if k != "reward"]
+    assert resolve(load(None, rows), plugins, on_cpu).role("policy").repeats == 1.0
+
+
+def test_entropy_and_reference_cost_what_they_need(published, plugins):
+    made = layout(published, plugins, {"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
+    assert "entropy" in made.role("policy").outputs
+    assert made.role("reference").annotated == ("logprobs",)
+    assert not made.role("reference").trained
+
+
+LORA = {"algorithm.kl.coef": "0.1", "trainer.lora.rank": "8"}
+
+
+def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(published, plugins):
+    on_cpu = Machine("cpu", 64 * GIB)
+    view = layout(published, plugins, LORA, machine=on_cpu)
+    model = layout(published, plugins, LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
+    assert [r.name for r in view.roles] == ["policy", "critic"]
+    assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
+    assert view.views["reference"].of == "policy"
+    assert view.role("policy").annotated == model.role("reference").annotated == ("logprobs",)
+    less, more = (make_plan(made).groups[0].moments for made in (view, model))
+    assert "forward" in less
+    assert "reference" not in less["forward"].rows
+    assert more["train"].total - less["train"].total == 4 * view.role("policy").shape.parameters
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"placement.reference.ranks": "1"},
+        {"placement.reference.share": "policy", "placement.reference.ranks": "1"},
+        {"reference.dtype": "fp32"},
+        {"trainer.lora.rank": None},
+    ],
+)
+def test_a_reference_that_the_run_loads_is_planned(published, plugins, more):
+    given = {**CLUSTER, **LORA, **more}
+    made = layout(published, plugins, {k: v for k, v in given.items() if v is not None})
+    assert {r.name for r in made.roles} == {"policy", "critic", "reference"}
+    assert not made.views
+
+
+def test_adapters_beside_no_layer_are_refused(published, plugins):
+    targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
+    with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
+        layout(published, plugins, targets)
+    with pytest.raises(ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer"):
+        layout(published, plugins, LORA, model="gpt2")
+
+
+def test_a_view_shares_devices_or_leaves_its_own_idle(published, plugins):
+    own, shared = (
+        layout(published, plugins, CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {})
+        for share in (False, True)
+    )
+    assert (own.devices, shared.devices) == (5, 4)
+    for made in (own, shared):
+        [group] = make_plan(made).groups
+        assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+    said = [describe(made, made.places["reference"], "reference") for made in (own, shared)]
+    assert said[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
+    assert said[1] == "policy's model without adapters"
+    [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]
+    assert (line["model_of"], line["parameters"]) == ("policy", 0)
+
+
+def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
+    """TR-DPO overwrites it."""
+    rows = {"algorithm.use": "dpo", "trainer.lora.rank": "8"}
+    for more, views in (({}, ["reference"]), ({"algorithm.snapshot_every": "4"}, [])):
+        plain = [(k, v) for k, v in flags(published, rows, more) if k != "reward"]
+        assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
+
+
+def test_a_cluster(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
+    assert made.machine.processes
+    assert made.devices == 4
+    assert made.role("policy").sharding.weight_ranks == 4
+    assert made.engines.footprint.tensor_parallel == 2
+    [group] = make_plan(made).groups
+    assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+
+
+def test_a_cluster_whose_ranks_divide_layers(published, plugins):
+    """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
+    changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
+    plain = layout(published, plugins, changes, model="8B").role("policy")
+    made = layout(published, plugins, {**changes, "trainer.tensor_parallel": "2"}, model="8B")
+    policy = made.role("policy")
+    assert (policy.sharding.layer_ranks, policy.sharding.optimizer_ranks) == (2, 2)
+    assert policy.micro_tokens == 2 * plain.micro_tokens
+    assert policy.shape.parameters < 0.6 * plain.shape.parameters
+    assert loading(policy, "cpu")["weights"] == loading(plain, "cpu")["weights"] == 4 * plain.shape.parameters
+    assert loading(policy, "cuda")["weights"] == 4 * policy.shape.parameters
+    with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
+        layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
+
+
+def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
+    assert made.role("reward_model").annotated == ()
+    busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
+            if "reward_model" in moment.busy}  # fmt: skip
+    assert set(busy) == {"load", "generate"}
+
+
+def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
+    """Two pairs of 64 tokens a step; eight steps' pairs when they are read before."""
+    rows = {"algorithm.use": "dpo", "data.batch_size": "2", "data.max_tokens": "64", "reference.dtype": "fp32"}
+    plain = [(k, v) for k, v in flags(published, rows) if k != "reward"]
+    sizes = [
+        resolve(load(None, [*plain, ("reference.precompute", early)]), plugins, Machine("cpu", GIB)).role("reference")
+        for early in ("false", "true")
+    ]
+    assert [role.micro_tokens for role in sizes] == [2 * 128, 8 * 2 * 128]
+
+
+def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
+    with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
+        layout(published, plugins, {"placement.critc.ranks": "2"})
+
+
+def test_an_engine_and_its_devices_must_agree(published, plugins):
+    with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "4"})
+    with pytest.raises(ConfigError, match=r"devices = 2 GPUs and 1 workers .*: 1 would stand idle"):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "1"})
+    cores = {"generator.memory_share": "0.5", "generator.tensor_parallel": "1"}
+    on_cpus = layout(published, plugins, CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
+    assert on_cpus.engines.place.workers == 1, "its second core is a thread"
+    assert layout(published, plugins, CLUSTER).engines.place.workers == 2
+    alone = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
+    assert layout(published, plugins, alone).engines.place.workers is None, "the devices that this process sees"
+
+
+def test_planning_starts_and_loads_nothing(published):
+    code = (
+        "import sys\nfrom rlhf_cli.main import main\n"
+        f"code = main({['plan', *[w for k, v in flags(published, CLUSTER) for w in (f'--{k}', v)]]!r}"
+        " + ['--device-memory', '80GiB', '--json'])\n"
+        "assert code in (0, 1), code\n"
+        "heavy = {'vllm', 'deepspeed'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "import ray, torch\nassert not ray.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    code = code.replace("'--algorithm.use', 'ppo'", "'--algo', 'ppo'")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------- the nearest change
+
+
+def found(published, plugins, memory, *more, model="8B", machine=None):
+    given = flags(published, *more, model=model)
+    machine = machine or Machine("cuda", memory)
+    plan = make_plan(resolve(load(None, given), plugins, machine))
+    assert plan.fits is False
+    return nearest(plan, plugins, lambda extra: load(None, given + list(extra.items())))
+
+
+def test_smaller_micro_batches_are_tried_first(published, plugins):
+    """Of both roles: they share the heap of one process, which stays as large as either of them needs it."""
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
+    big, small = (
+        make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
+        for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
+    )
+    assert made.role("policy").micro_tokens == 2048
+    between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
+    change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
+    assert change.plan.fits
+    assert dict(change.flags) == {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"}
+    assert change.command == "--policy.micro_tokens 1024 --critic.micro_tokens 1024"
+
+
+def test_zero_3_is_found_where_zero_2_does_not_fit(published, plugins):
+    change = found(published, plugins, 80 * GIB, CLUSTER, machine=Machine("cuda", 80 * GIB))
+    assert change.plan.fits
+    assert change.flags["trainer.stage"] == "3"
+    again = layout(published, plugins, CLUSTER, change.flags, model="8B", machine=Machine("cuda", 80 * GIB))
+    assert make_plan(again).fits, "the flags themselves make it fit"
+    for key in change.flags:
+        fewer = {k: v for k, v in change.flags.items() if k != key}
+        try:
+            assert not make_plan(layout(published, plugins, CLUSTER, fewer, model="8B")).fits, f"{key} is not needed"
+        except ConfigError:
+            continue
+
+
+def test_more_ranks_are_the_last_resort(published, plugins):
+    alone = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
+    alone |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
+    machine = Machine("cuda", 24 * GIB)
+    change = found(published, plugins, 24 * GIB, alone, model="8B", machine=machine)
+    assert change.plan.layout.devices > 5 or not change.plan.fits
+    assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
+
+
+def test_what_cannot_fit_says_the_best_that_was_found(published, plugins):
+    change = found(published, plugins, GIB, model="70B", machine=Machine("cpu", GIB))
+    assert change.plan.fits is False
+    assert change.plan.missing > 0
+
+
+# --------------------------------------------------------------------------------------- the target
+
+
+def test_the_target_is_given_or_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf_plugin_plan.machines.cpu_memory", lambda: 7 * GIB)
+    assert (target().device, target().memory) == ("cpu", 7 * GIB)
+    given = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
+    assert (given.device, given.memory, given.host_memory, given.devices_per_node) == ("cuda", 80 * GIB, 2**40, 4)
+    assert target("cpu", "3GB").memory == 3 * 10**9
+    assert target("cuda").memory is None
+    monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: 40 * GIB)
+    assert (target().device, target().memory) == ("cuda", 40 * GIB)
+    for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB"):
+        with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):
+            target(memory=wrong)
+    with pytest.raises(ConfigError, match="--host-memory is beside GPUs"):
+        target("cpu", host_memory="1TiB")
+    with pytest.raises(ConfigError, match="--devices-per-node 0"):
+        target(devices_per_node=0)
+
+
+def test_a_cgroup_bounds_the_host(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == GIB
+    assert cpu_memory(tmp_path / "absent", tmp_path) is None

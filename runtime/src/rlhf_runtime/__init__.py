@@ -1,0 +1,1 @@
+"""What runs an experiment: run file, data, the training loop, checkpoints, metrics."""

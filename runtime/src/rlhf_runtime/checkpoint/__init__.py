@@ -1,0 +1,11 @@
+"""Checkpoints: written atomically, checksummed, rotated only after the new one is complete, compared before use."""
+
+from rlhf_runtime.checkpoint.compare import Difference, compare, describe, require_same_run
+from rlhf_runtime.checkpoint.json_values import dumps, loads, read_json, write_json
+from rlhf_runtime.checkpoint.manifest import Checkpoint
+from rlhf_runtime.checkpoint.store import CheckpointStore
+
+__all__ = [
+    "Checkpoint", "CheckpointStore", "Difference", "compare", "describe", "dumps", "loads", "read_json",
+    "require_same_run", "write_json",
+]  # fmt: skip

@@ -1,0 +1,180 @@
+"""Whether a checkpoint belongs to the run that wants to continue from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.errors import CheckpointError
+from rlhf.saved import Saved
+
+from rlhf_runtime.checkpoint import json_values
+
+Severity = Literal["refuse", "report", "added"]
+
+_IGNORED = ("run.output", "run.resume", "run.overwrite", "run.name")
+"""Where a run lives and what it is called are not what it computes."""
+
+_REPORTED = (
+    # how long, how often, how fast: the steps that were done stay what they are
+    "run.steps", "run.epochs", "run.threads", "run.requires", "checkpoint", "observer", "launcher", "generator",
+    "placement", "sync",
+    "eval.every", "eval.at_start", "eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.max_rows",
+    "eval.pass_threshold", "eval.weights", "eval.metric", "eval.mode", "eval.patience", "data.eval",
+    "stream.rollout_deadline", "stream.max_failed", "reward.*.deadline", "reward.*.retries", "env.deadline",
+    "reward.*.concurrency", "env.concurrency",
+    # how the same sums are split: they are equal up to rounding
+    "*.micro_tokens", "roles.*.micro_tokens", "*.gradient_checkpointing", "roles.*.gradient_checkpointing",
+)  # fmt: skip
+"""Patterns of run-file keys (``*`` = one part) whose change makes a different run, and no wrong one."""
+
+_ABSENT = "(not set)"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that the checkpoint and the run disagree about."""
+
+    key: str
+    before: Any
+    now: Any
+    severity: Severity
+    """``refuse``: continuing would mix two runs. ``report``: it continues, and is said to be a different run.
+    ``added``: an option that the checkpoint's release did not have, at its default: the same run."""
+
+    @property
+    def absent_before(self) -> bool:
+        return self.before == _ABSENT
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {self.before!r}, now {self.now!r}"
+
+
+class SavedMeta(Saved):
+    """What :func:`describe` makes, where a checkpoint has it."""
+
+    config: dict[str, Any] = {}
+    plugins: dict[str, str] = {}
+    environment: dict[str, Any] = {}
+
+
+def describe(
+    config: Mapping[str, Any],
+    plugins: Sequence[Mapping[str, Any]],
+    *,
+    threads: int | None,
+    device: str,
+) -> dict[str, Any]:
+    """The ``meta`` of a checkpoint: which run this is.
+
+    Args:
+        config: the resolved run file, with the plugins' options and defaults.
+        plugins: {"kind", "name", "distribution", "version"} of each component in use; for files "sha256".
+        threads: torch threads of the process that trains.
+        device: ``cpu``, or the accelerator's name.
+    """
+    return {
+        "config": json_values.encode(dict(config), "config"),
+        "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
+        "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
+    }
+
+
+def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collection[str] = ()) -> list[Difference]:
+    """All differences between a checkpoint's ``meta`` and the run that wants to continue, both of :func:`describe`.
+
+    A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
+    device, versions and schedules are reported. Keys that only one of both has are refused; which of them are options
+    at their defaults, only the run's own plugins can say (:mod:`rlhf_runtime.controller.added_options`).
+
+    Args:
+        layout: options of the run's trainers that are reported, too (``Trainer.layout``).
+    """
+    places = ("trainer.options", "*.trainer", "roles.*.trainer")
+    options = [f"{place}.{name}" for place in places for name in layout]
+    reported = (*_REPORTED, *options)
+    found = _differences(
+        meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
+    )
+    found += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
+    found += _differences(
+        meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
+    )
+    return found
+
+
+def require_same_run(differences: Sequence[Difference], path: Path | str) -> list[str]:
+    """Raise CheckpointError where continuing from ``path`` would mix two runs; else the lines to tell the user."""
+    refused = [str(d) for d in differences if d.severity == "refuse"]
+    if refused:
+        listed = "\n  ".join(refused)
+        raise CheckpointError(
+            f"checkpoint {path} is from another config:\n  {listed}\n"
+            f"Set these back to continue that run, or choose another run.output to start a new one."
+        )
+    lines = []
+    if reported := [str(d) for d in differences if d.severity == "report"]:
+        lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
+    if added := [f"{d.key} = {d.now!r}" for d in differences if d.severity == "added"]:
+        lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
+    return lines
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
+    old, new = _flatten(before), _flatten(now)
+    found = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if (_meant(key, a) != _meant(key, b) or type(a) is not type(b)) and key not in _IGNORED:
+            found.append(Difference(prefix + key, a, b, severity(key, a, b)))
+    return found
+
+
+def _meant(key: str, value: Any) -> Any:
+    """``use = "plugin:math"`` and ``use = "math"`` name the same."""
+    return value.removeprefix("plugin:") if key.endswith(".use") and isinstance(value, str) else value
+
+
+def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
+    parts = key.split(".")
+    for pattern in reported:
+        wanted = pattern.split(".")
+        if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+            return "report"
+    return "refuse"
+
+
+def _severity_of_plugin(key: str, before: Any, now: Any) -> Severity:
+    """Another version, or content of a file, is reported. Another distribution under the same name is another plugin,
+    and one that came or went shows in the config, where it is judged."""
+    if _ABSENT in (before, now):
+        return "report"
+    return "report" if before.split(" ")[0] == now.split(" ")[0] else "refuse"
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a.b.0": leaf}; a part with a dot in it is quoted, as in TOML."""
+    if isinstance(value, Mapping):
+        items = [(str(k) if re.fullmatch(r"[\w:@/-]+", str(k)) else repr(str(k)), v) for k, v in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(n), v) for n, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    if not items:
+        return {prefix: value if isinstance(value, Mapping) else list(value)} if prefix else {}
+    return {k: v for name, item in items for k, v in _flatten(item, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _identity(plugin: Mapping[str, Any]) -> str:
+    return f"{plugin['distribution']} {plugin['version'] or plugin.get('sha256', '')[:12]}".strip()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,103 @@
+"""JSON that comes back as it went in: every float bit for bit, nothing coerced.
+
+Python writes floats with ``repr`` (shortest text that reads back to the same double), so numbers are exact. What
+plain ``json`` would change without a word is refused here: keys that are not text, NaN and infinity (which no other
+JSON reader accepts) and objects. The one change left: tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from rlhf.errors import CheckpointError
+
+from rlhf_runtime.checkpoint.files import write_atomic
+
+MARK = "$float"
+"""``{"$float": "nan"}`` stands for a number that JSON cannot hold."""
+
+Nonfinite = Literal["refuse", "mark"]
+
+
+def encode(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse") -> Any:
+    """``value`` as plain JSON values. Scalars of numpy and torch become the Python number they hold.
+
+    Args:
+        where: what the value is, for messages: ``state.algorithm.kl_coef``.
+        nonfinite: ``refuse`` NaN and infinity, or ``mark`` them as ``{"$float": "nan"}``.
+
+    Raises CheckpointError naming the place of what JSON cannot hold.
+    """
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        if nonfinite == "mark":
+            return {MARK: repr(float(value))}
+        raise CheckpointError(
+            f"{where} is {value!r}, which JSON cannot hold. Keep None for 'no value yet', or write it with "
+            f'nonfinite="mark".'
+        )
+    if isinstance(value, list | tuple):
+        return [encode(item, f"{where}[{n}]", nonfinite) for n, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == MARK:
+                raise CheckpointError(f"{where} has the key {key!r}; keys must be text other than {MARK!r}.")
+        return {key: encode(item, f"{where}.{key}", nonfinite) for key, item in value.items()}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which JSON cannot hold. Allowed: dict with text keys, list, str, "
+        f"int, float, bool, None."
+    )
+
+
+def dumps(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse", indent: int | None = None) -> str:
+    """``value`` as JSON text; see :func:`encode`."""
+    return to_text(encode(value, where, nonfinite), indent)
+
+
+def to_text(plain: Any, indent: int | None = None) -> str:
+    """Plain JSON values as text that UTF-8 can hold: readable letters, but half characters (lone surrogates, which
+    models do produce) escaped. Raises ValueError for NaN and infinity, TypeError for objects."""
+    text = json.dumps(plain, allow_nan=False, ensure_ascii=False, indent=indent)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(plain, allow_nan=False, indent=indent)
+    return text
+
+
+def loads(text: str, where: str = "state") -> Any:
+    """What :func:`dumps` was given. Raises CheckpointError for text that is not strict JSON."""
+    try:
+        return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
+    except (ValueError, TypeError, RecursionError) as cause:  # also a mark without a number, and thousands of brackets
+        raise CheckpointError(f"{where} is not valid JSON: {cause}") from cause
+
+
+def write_json(path: Path, value: Any, nonfinite: Nonfinite = "refuse") -> None:
+    """Write ``value`` to ``path``: the whole file or, after a crash, the file that was there before."""
+    write_atomic(path, dumps(value, path.name, nonfinite, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read :func:`write_json`. Raises CheckpointError for a missing or damaged file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise CheckpointError(f"cannot read {path}: {cause}") from cause
+    return loads(text, str(path))
+
+
+def _unmark(value: dict[str, Any]) -> Any:
+    return float(value[MARK]) if value.keys() == {MARK} else value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"the constant {text} is not JSON")

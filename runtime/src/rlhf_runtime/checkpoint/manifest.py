@@ -1,0 +1,133 @@
+"""What makes a folder a checkpoint: a manifest that names every file with its size and SHA-256, and its own SHA-256.
+
+The manifest is written last, so a folder without one was never finished. Nothing here knows where checkpoints stand or
+which are kept (:mod:`rlhf_runtime.checkpoint.store`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rlhf.errors import CheckpointError
+from rlhf.saved import Counter, Saved, validated
+
+from rlhf_runtime.checkpoint import files, json_values
+
+SCHEMA = 1
+"""Version of the layout of a checkpoint. A reader refuses what it does not know."""
+MANIFEST = "manifest.json"
+
+
+class SavedFile(Saved):
+    size: Counter
+    sha256: str
+
+
+class SavedManifest(Saved):
+    """:func:`seal` writes it."""
+
+    schema_: int = Field(alias="schema")
+    step: Counter
+    meta: dict[str, Any]
+    best: dict[str, Any] | None
+    files: dict[str, SavedFile]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint."""
+
+    step: int
+    path: Path
+    meta: Mapping[str, Any]
+    """What the run said about itself when it saved; see :func:`rlhf_runtime.checkpoint.compare`."""
+    contents: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    """{path inside the folder: {"size": bytes, "sha256": hex}}."""
+    best: Mapping[str, Any] | None = None
+    """{"metric", "value"}, where this was the best checkpoint when it was saved."""
+
+    def damage(self) -> str:
+        """What differs from the manifest, after reading every byte; empty where nothing does."""
+        names = list(self.contents)
+        with ThreadPoolExecutor(_threads(names)) as pool:
+            digests = pool.map(_sha256, [self.path / name for name in names])
+            for name, digest in zip(names, digests, strict=True):
+                if digest != self.contents[name]["sha256"]:
+                    return f"{name} has SHA-256 {digest[:12]}..., saved was {self.contents[name]['sha256'][:12]}..."
+        return ""
+
+
+def read_checkpoint(path: Path) -> Checkpoint | str:
+    """The checkpoint in ``path``, or in what way it is incomplete."""
+    if not path.is_dir():
+        return "there is no such folder"
+    if not (path / MANIFEST).is_file():
+        return f"{MANIFEST} is missing, so it was never finished"
+    try:
+        manifest = json_values.read_json(path / MANIFEST)
+    except CheckpointError as error:
+        return str(error)
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+        return f"{MANIFEST} is damaged"
+    if manifest.get("schema") != SCHEMA:
+        return f"its layout is version {manifest.get('schema')}, this release reads version {SCHEMA}"
+    try:
+        saved = validated(SavedManifest, manifest, MANIFEST)
+    except CheckpointError as error:
+        return str(error)
+    if path.name != f"step-{saved.step:06d}" and not path.name.startswith(files.TEMPORARY):
+        return f"{MANIFEST} is of step {saved.step}, not of the folder's"
+    for name, entry in manifest["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != entry["size"]:
+            return f"{name} has {size} bytes, saved were {entry['size']}"
+    return Checkpoint(manifest["step"], path, manifest["meta"], manifest["files"], manifest["best"])
+
+
+def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
+    """Write the manifest of everything in ``folder`` and force all of it to the disk."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(_threads(paths)) as pool:
+        digests = list(pool.map(_sha256_synced, paths))
+    manifest = {
+        "schema": SCHEMA,
+        "step": step,
+        "meta": json_values.encode(dict(meta), "meta"),
+        "best": json_values.encode(dict(best), "best") if best is not None else None,
+        "files": {
+            p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "sha256": d}
+            for p, d in zip(paths, digests, strict=True)
+        },
+    }
+    json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
+    files.sync_folders(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_synced(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_values.dumps(dict(manifest)).encode()).hexdigest()
+
+
+def _threads(items: list[Any]) -> int:
+    """Hashing releases the interpreter lock, so a checkpoint of many shards is hashed in parallel."""
+    return max(1, min(8, len(items), os.cpu_count() or 1))

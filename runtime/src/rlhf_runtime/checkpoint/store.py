@@ -1,0 +1,203 @@
+"""The checkpoints of one run: ``checkpoints/step-000123``, each with a manifest of checksums.
+
+A checkpoint is written beside its final place and renamed when every byte is on disk, so a folder named
+``step-*`` is complete at every moment the process may die. Old ones are deleted after the new one is in place.
+No pickle: what is written is up to the caller (safetensors, JSON), and the manifest is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError, ConfigError, RlhfError
+from rlhf.saved import Counter, SavedPart, validated
+
+from rlhf_runtime.checkpoint import files, json_values
+from rlhf_runtime.checkpoint.manifest import Checkpoint, read_checkpoint, seal
+
+BEST = "best.json"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class SavedBest(SavedPart):
+    """``best.json``; beside it, whatever says what was best."""
+
+    step: Counter
+
+
+class CheckpointStore:
+    """Saves, finds and rotates the checkpoints below ``run_dir``.
+
+    Args:
+        keep: how many of the newest stay; the best one stays besides.
+        note: called with a line of text for whatever is skipped or repaired; the lines are also in ``notes``.
+
+    Only the process that holds the run directory's lock may save or clean.
+    """
+
+    def __init__(self, run_dir: Path | str, keep: int = 3, note: Callable[[str], None] | None = None) -> None:
+        if keep < 1:
+            raise ConfigError(f"checkpoint.keep is {keep}; at least 1 checkpoint must be kept. Set it to 1 or more.")
+        self.root = Path(run_dir) / "checkpoints"
+        self.keep = keep
+        self.notes: list[str] = []
+        self._listener = note
+
+    # --------------------------------------------------------------------------------------- saving
+
+    def save(
+        self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], best: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Make checkpoint ``step`` of what ``write(folder)`` puts into an empty folder.
+
+        Args:
+            meta: JSON values that say which run this is; see :func:`rlhf_runtime.checkpoint.describe`.
+            best: {"metric", "value"} where this is the best checkpoint so far: it is then never rotated away.
+
+        Returns the finished folder. Raises CheckpointError where it cannot be written (disk full); older
+        checkpoints are then untouched and nothing half-written stays.
+        """
+        target = self.root / f"step-{step:06d}"
+        temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
+        if isinstance(read_checkpoint(target), Checkpoint):
+            raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            write(temporary)
+            seal(temporary, step, meta, best)
+            files.discard_folder(target)  # incomplete, as just checked
+            os.rename(temporary, target)
+            files.sync_file(self.root)
+            if best is not None:
+                self._point(step, best)
+            self._rotate()
+        except BaseException as cause:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(cause, RlhfError) or not isinstance(cause, Exception):
+                raise
+            raise self.unwritten(f"checkpoint {target}", cause) from cause
+        return target
+
+    def mark_best(self, step: int, **about: Any) -> None:
+        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``about``: which metric
+        has which value; goes to ``best.json``. Passing ``best`` to :meth:`save` leaves no moment between the two."""
+        self._find(step)
+        self._point(step, about)
+
+    def clean(self) -> None:
+        """At a run's start: delete what a killed save left and repair the pointer to the best checkpoint."""
+        for name in files.remove_leftovers(self.root):
+            self._note(f"removed {self.root / name}, left by a process that was killed while saving")
+        complete = self.complete()
+        pointer = self._pointer()
+        marked = [c for c in complete if c.best is not None]
+        pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
+        if marked and marked[-1].step > pointed:  # killed between the rename and the pointer, or its folder is gone
+            assert marked[-1].best is not None
+            self._point(marked[-1].step, marked[-1].best)
+        elif pointer and pointed < 0:
+            (self.root / BEST).unlink()
+            self._note(f"the best checkpoint, step {pointer['step']}, is no longer there")
+
+    # -------------------------------------------------------------------------------------- finding
+
+    def complete(self) -> list[Checkpoint]:
+        """All complete checkpoints by step. Presence and sizes are checked, checksums are not."""
+        found = [read_checkpoint(path) for _, path in self._folders()]
+        return [c for c in found if isinstance(c, Checkpoint)]
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint; incomplete ones are skipped with a note."""
+        for _, path in reversed(self._folders()):
+            found = read_checkpoint(path)
+            if isinstance(found, Checkpoint):
+                return found
+            self._note(f"skipped {path}: {found}")
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that was marked best, if any."""
+        pointer = self._pointer()
+        return self._find(int(pointer["step"])) if pointer else None
+
+    def open(self, step: int) -> Checkpoint:
+        """Checkpoint ``step``, every file compared with its checksum. Raises CheckpointError naming what is wrong."""
+        checkpoint = self._find(step)
+        damage = checkpoint.damage()
+        if damage:
+            older = [c.step for c in self.complete() if c.step < step]
+            way_out = f"continue from step {older[-1]}" if older else "start again from the beginning"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is damaged: {damage}. Restore the file from a copy, or delete the "
+                f"folder to {way_out}."
+            )
+        return checkpoint
+
+    # ------------------------------------------------------------------------------------- internal
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        paths = self.root.iterdir() if self.root.is_dir() else []
+        return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)) and p.is_dir())
+
+    def _find(self, step: int) -> Checkpoint:
+        found = read_checkpoint(self.root / f"step-{step:06d}")
+        if isinstance(found, str):
+            steps = [c.step for c in self.complete()]
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.root} cannot be used: {found}. Complete are the steps {steps}."
+            )
+        return found
+
+    def _pointer(self) -> dict[str, Any] | None:
+        path = self.root / BEST
+        if not path.is_file():
+            return None
+        pointer: dict[str, Any] = json_values.read_json(path)
+        validated(SavedBest, pointer, path)
+        return pointer
+
+    def _point(self, step: int, best: Mapping[str, Any]) -> None:
+        json_values.write_json(self.root / BEST, {"step": step, **best})
+
+    def _rotate(self) -> None:
+        pointer = self._pointer()
+        for old in self.complete()[: -self.keep]:
+            if pointer is None or old.step != pointer["step"]:
+                files.discard_folder(old.path)
+
+    def unwritten(self, what: str, cause: Exception) -> CheckpointError:
+        """The error for ``what`` of this run that could not be written: says what is left and how to go on."""
+        kept = [c.step for c in self.complete()]
+        text = f"{what} could not be saved: {type(cause).__name__}: {cause}."
+        if files.disk_is_full(cause):
+            free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
+            text += (
+                f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
+                f"(now {self.keep}) or choose another run.output."
+            )
+        if not kept:
+            return CheckpointError(f"{text} There is no checkpoint yet: start the run again.")
+        return CheckpointError(f"{text} The checkpoints of steps {kept} are intact; continue with --resume.")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turn a full disk, met while ``path`` of this run is written, into an error that says what is left of it."""
+        try:
+            yield
+        except Exception as cause:
+            if isinstance(cause, OSError) or files.disk_is_full(cause):
+                raise self.unwritten(str(path), cause) from cause
+            raise
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        if self._listener is not None:
+            self._listener(text)

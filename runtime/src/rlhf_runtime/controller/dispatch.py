@@ -1,0 +1,131 @@
+"""Which rank computes which units, in which micro-batches.
+
+Units that share a prefix (:mod:`rlhf_modeling.prefix`) should meet in a micro-batch, where it is computed once. So
+bundles of them are what is spread. A bundle is never longer than a micro-batch, and is cut further where the ranks
+would wait for one another with whole ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Plan = list[list[list[int]]]
+"""[rank][micro-batch][unit]."""
+
+HALVINGS = 4
+"""How often the longest bundle is halved, from a rank's even share of all tokens, in search of the shortest plan."""
+OVERHEAD = 32
+"""In that search a further micro-batch costs as much as this part of the token budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Units that stay together, and the tokens that they compute together."""
+
+    units: tuple[int, ...]
+    tokens: int
+
+
+_Bin = list[_Item]
+
+
+def plan(
+    tokens_per_unit: Sequence[int],
+    ranks: int,
+    budget: int,
+    order: Sequence[int] = (),
+    shared: Sequence[int] = (),
+) -> Plan:
+    """Spread units over ranks and micro-batches of at most ``budget`` computed tokens.
+
+    Every rank gets the same number of micro-batches and none of them is empty: sharded trainers gather weights in
+    every forward, so uneven counts hang them. Longest bundles first, each to the emptiest micro-batch. A unit longer
+    than the budget is alone in its micro-batch. Where there is less to place than micro-batches to fill, the missing
+    places repeat the shortest unit; :func:`fillers` tells which, and their weights must be zero.
+
+    Args:
+        tokens_per_unit: tokens that each unit computes alone, > 0.
+        ranks: >= 1.
+        budget: tokens, > 0.
+        order: all units, those that share a prefix side by side; empty where none do.
+        shared: [U], tokens that unit ``order[i]`` does not compute where ``order[i - 1]`` is in its micro-batch.
+    """
+    if not tokens_per_unit:
+        raise ValueError("nothing to dispatch: the batch has no units")
+    shortest = min(range(len(tokens_per_unit)), key=lambda u: (tokens_per_unit[u], -u))
+    filler = _Item((shortest,), tokens_per_unit[shortest])
+    if not any(shared):
+        order, shared = range(len(tokens_per_unit)), [0] * len(tokens_per_unit)
+    best, least = [], None
+    for cap in _caps(sum(tokens_per_unit) - sum(shared), ranks, budget) if any(shared) else [0]:
+        bins = [b or [filler] for b in _spread(_bundles(tokens_per_unit, order, shared, cap), ranks, budget)]
+        cost = _cost(bins, ranks, budget)
+        if least is None or cost < least:
+            best, least = bins, cost
+    micros = [sorted(u for item in b for u in item.units) for b in best]
+    return [micros[rank::ranks] for rank in range(ranks)]
+
+
+def fillers(the_plan: Plan) -> Plan:
+    """The same shape, holding only places that repeat a unit already placed (their weights must be zero)."""
+    seen: set[int] = set()
+    width = max(len(rank) for rank in the_plan)
+    result: Plan = [[[] for _ in rank] for rank in the_plan]
+    for m in range(width):  # micro-batch by micro-batch over ranks: real places come first in this order
+        for r, rank in enumerate(the_plan):
+            for unit in rank[m]:
+                if unit in seen:
+                    result[r][m].append(unit)
+                seen.add(unit)
+    return result
+
+
+def _caps(tokens: int, ranks: int, budget: int) -> list[int]:
+    """Longest bundles to try: whole micro-batches, a rank's even share of all work and parts of it, single units."""
+    even = -(-tokens // ranks)
+    return [budget, *(cap for i in range(HALVINGS) if 0 < (cap := even >> i) < budget), 0]
+
+
+def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int], cap: int) -> list[_Item]:
+    """Neighbours joined, those that share most first, as long as they compute no more than ``cap`` tokens."""
+    count = len(order)
+    first, last = list(range(count)), list(range(count))  # of the run that ends, begins at a position
+    cost = [tokens[u] for u in order]  # of the run that begins there
+    for i in sorted((i for i in range(1, count) if shared[i]), key=lambda i: (-shared[i], i)):
+        begin, end = first[i - 1], last[i]
+        joined = cost[begin] + cost[i] - shared[i]
+        if joined <= cap:
+            cost[begin], last[begin], first[end] = joined, end, begin
+    items, i = [], 0
+    while i < count:
+        items.append(_Item(tuple(order[i : last[i] + 1]), cost[i]))
+        i = last[i] + 1
+    return items
+
+
+def _spread(items: Sequence[_Item], ranks: int, budget: int) -> list[_Bin]:
+    """Longest first, each to the emptiest bin (ties: the first); as few bins as hold all, a multiple of ``ranks``."""
+    items = sorted(items, key=lambda item: (-item.tokens, min(item.units)))
+    micros = min(-(-sum(item.tokens for item in items) // (budget * ranks)), -(-len(items) // ranks))
+    while True:
+        heap = [(0, i) for i in range(micros * ranks)]
+        bins: list[_Bin] = [[] for _ in heap]
+        for item in items:
+            load, i = heapq.heappop(heap)
+            bins[i].append(item)
+            heapq.heappush(heap, (load + item.tokens, i))
+        if all(len(b) <= 1 or _tokens(b) <= budget for b in bins):
+            return bins
+        micros += 1
+
+
+def _cost(bins: Sequence[_Bin], ranks: int, budget: int) -> float:
+    """In tokens: the ranks wait for the longest of them in every micro-batch."""
+    longest = [max(map(_tokens, bins[m : m + ranks])) for m in range(0, len(bins), ranks)]
+    return sum(longest) + len(longest) * budget / OVERHEAD
+
+
+def _tokens(items: _Bin) -> int:
+    return sum(item.tokens for item in items)

@@ -1,0 +1,192 @@
+"""What rewards, environments and rollouts return, checked; and as JSON, in which it leaves a worker process."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhf.errors import CheckpointError, shown
+from rlhf.types import EnvStep, RewardResult, Sampling, Trajectory, Turn
+
+from rlhf_runtime.checkpoint.json_values import encode
+
+
+class InvalidResult(Exception):
+    """A plugin returned something that its interface does not allow."""
+
+
+def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
+    """One checked result per trajectory, or the text of what is wrong with it. Raises where the list itself is wrong:
+    a shorter or longer one is never broadcast or cut."""
+    if not isinstance(results, list | tuple):
+        raise InvalidResult(f"returned {shown(results)}; allowed: a list with one RewardResult per trajectory")
+    if len(results) != len(trajectories):
+        raise InvalidResult(
+            f"returned {len(results)} results for {len(trajectories)} trajectories; allowed: exactly one each, in order"
+        )
+    return [_check_result(r, t) for r, t in zip(results, trajectories, strict=True)]
+
+
+def check_step(step: object) -> EnvStep:
+    """What an environment's ``step`` returned, if it is allowed."""
+    if not isinstance(step, EnvStep):
+        raise InvalidResult(f"returned {shown(step)}; allowed: an EnvStep")
+    if not isinstance(step.observation, str):
+        raise InvalidResult(f"returned EnvStep(observation={shown(step.observation)}); allowed: text")
+    reward = _number("EnvStep(reward=", step.reward)
+    if not isinstance(step.done, bool):
+        raise InvalidResult(f"returned EnvStep(done={shown(step.done)}); allowed: True or False")
+    if step.sampling is not None and not isinstance(step.sampling, Sampling):
+        raise InvalidResult(f"returned EnvStep(sampling={shown(step.sampling)}); allowed: a Sampling or None")
+    _check_info("EnvStep", step.info)
+    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info))
+
+
+def check_observation(text: object) -> str:
+    """What an environment's ``reset`` returned, if it is allowed."""
+    if not isinstance(text, str):
+        raise InvalidResult(f'returned {shown(text)}; allowed: text, "" for nothing')
+    return text
+
+
+def check_turns(turns: object) -> list[Turn]:
+    """What a rollout's ``run`` returned, if it is allowed."""
+    if not isinstance(turns, list | tuple):
+        raise InvalidResult(f"returned {shown(turns)}; allowed: a list of turns")
+    for number, turn in enumerate(turns):
+        _check_turn(f"turn {number}", turn)
+    if not turns or turns[0].sampled or not turns[0].ids:
+        raise InvalidResult("must return turns that start with a prompt of at least one token")
+    if not any(t.sampled for t in turns):
+        raise InvalidResult("returned no sampled turn: there is nothing to learn from")
+    return list(turns)
+
+
+def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
+    return [r if isinstance(r, str) else asdict(r) for r in results]
+
+
+def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
+    """What a worker process answered, checked: it holds code of somebody else's, and this process does not."""
+    if not isinstance(values, list):
+        raise InvalidResult(f"was answered by its worker process with {shown(values)}; allowed: a list")
+    made: list[object] = []
+    for value in values:
+        try:
+            made.append(value if isinstance(value, str) else RewardResult(**value))
+        except TypeError:
+            raise InvalidResult(
+                f"was answered by its worker process with {shown(value)}; allowed: value, score, steps and info"
+            ) from None
+    if len(made) != len(trajectories):
+        return check_results(made, trajectories)
+    return [v if isinstance(v, str) else _check_result(v, t) for v, t in zip(made, trajectories, strict=True)]
+
+
+def step_to_json(step: EnvStep) -> dict[str, Any]:
+    return asdict(step)
+
+
+def step_from_json(value: object) -> EnvStep:
+    """As :func:`results_from_json`."""
+    try:
+        fields: dict[str, Any] = dict(value)  # type: ignore[call-overload]
+        if (sampling := fields.get("sampling")) is not None:
+            tuples = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
+            fields["sampling"] = Sampling(**{**sampling, **tuples})
+        step = EnvStep(**fields)
+    except (TypeError, ValueError, KeyError):
+        raise InvalidResult(
+            f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
+            "info"
+        ) from None
+    return check_step(step)
+
+
+def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:
+    try:
+        if not isinstance(result, RewardResult):
+            raise InvalidResult(f"returned {shown(result)}; allowed: a RewardResult")
+        value = None if result.value is None else _number("RewardResult(value=", result.value)
+        score = None if result.score is None else _number("RewardResult(score=", result.score)
+        if not isinstance(result.steps, list | tuple):
+            raise InvalidResult(f"returned RewardResult(steps={shown(result.steps)}); allowed: a tuple of step rewards")
+        steps = tuple(_check_step_reward(s, trajectory) for s in result.steps)
+        _check_info("RewardResult", result.info)
+        return RewardResult(value, score, steps, result.info)
+    except InvalidResult as error:
+        return str(error)
+
+
+def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, float]:
+    if not (isinstance(step, tuple | list) and len(step) == 3 and all(type(i) is int for i in step[:2])):
+        raise InvalidResult(f"returned the step reward {shown(step)}; allowed: (turn, token in turn, value)")
+    turn, token, value = step
+    if not 0 <= turn < len(trajectory.turns) or not trajectory.turns[turn].sampled:
+        allowed = [i for i, t in enumerate(trajectory.turns) if t.sampled]
+        raise InvalidResult(f"returned a step reward for turn {turn}; allowed: the sampled turns {allowed}")
+    if not 0 <= token < len(trajectory.turns[turn].ids):
+        size = len(trajectory.turns[turn].ids)
+        raise InvalidResult(f"returned a step reward for token {token} of turn {turn}, which has {size} tokens")
+    return turn, token, _number("a step reward with value (", value)
+
+
+def _check_turn(what: str, turn: object) -> None:
+    if not isinstance(turn, Turn):
+        raise InvalidResult(f"returned {shown(turn)} as {what}; allowed: a Turn")
+    if not isinstance(turn.ids, list | tuple) or not all(type(i) is int and i >= 0 for i in turn.ids):
+        raise InvalidResult(f"returned {what} with the tokens {shown(turn.ids)}; allowed: a list of integers >= 0")
+    if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
+        got = "none" if turn.logprobs is None else str(len(turn.logprobs))
+        raise InvalidResult(f"returned sampled {what} with {len(turn.ids)} tokens and {got} log-probs")
+    if turn.reward is None:
+        return
+    if not turn.sampled:
+        raise InvalidResult(
+            f"returned {what} (sampled = {turn.sampled}) with the reward {shown(turn.reward)}; a reward is on the turn "
+            "that earned it, which the policy sampled"
+        )
+    _number(f"{what} with the reward (", turn.reward)
+
+
+def _check_info(what: str, info: object) -> None:
+    """It is written once the step is learnt, and its numbers are averaged: what cannot be, fails now."""
+    if not isinstance(info, dict):
+        raise InvalidResult(f"returned {what}(info={shown(info)}); allowed: a dict")
+    try:
+        encode(info, "info", nonfinite="mark")
+    except CheckpointError as error:
+        raise InvalidResult(f"returned {what}(info=...) whose {error}") from None
+    for value in _leaves(info):
+        if isinstance(value, int) and not _is_finite(value):
+            raise InvalidResult(f"returned {what}(info=...) with {shown(value)}; allowed: integers below 1.8e308")
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _number(what: str, value: object) -> float:
+    """A finite float. A bool or a tensor is refused: what the author meant is not ours to guess."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = " (write float(...))" if isinstance(value, bool) else ""
+        hint = " (write .item())" if hasattr(value, "item") else hint
+        raise InvalidResult(f"returned {what}{shown(value)}); allowed: a finite number{hint}")
+    if not _is_finite(value):
+        got = value if isinstance(value, float) else shown(value)
+        raise InvalidResult(f"returned {what}{got}); allowed: a finite number")
+    return float(value)
+
+
+def _is_finite(value: numbers.Real | int) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False

@@ -1,0 +1,113 @@
+"""Recorded samples as plain answers: what a run wrote to ``rollouts/``, and what `rlhf eval` and `generate` saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError, DataError
+
+from rlhf_runtime.checkpoint.json_values import loads
+
+Prompt = str | list[Mapping[str, Any]]
+"""Text, or messages where a chat template was used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sampled answer to a prompt."""
+
+    sample: int
+    """Its number among the answers to this prompt."""
+    prompt: Prompt
+    completion: str
+    reward: float | None
+    """None where nothing scored it."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Answers by prompt, in the order of the files, and what of the files is no answer."""
+
+    groups: list[list[Answer]] = field(default_factory=list)
+    answers: int = 0
+    """Recorded samples, those left out included."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """{reason: samples}."""
+
+
+def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorded:
+    """The answers in run directories, their ``rollouts`` folders, or single files of samples.
+
+    An answer is one sampled turn to a prompt that a data row gives. Left out and counted are samples that failed, empty
+    answers, episodes of several turns, prompts to which an environment added something, and answers cut off at their
+    token budget: as text they would seem complete.
+
+    Args:
+        truncated: take answers that were cut off too.
+
+    Raises DataError naming file and line.
+    """
+    found = Recorded()
+    for path in (file for source in sources for file in _files(source)):
+        try:
+            text = path.read_text(encoding="utf-8").removesuffix("\n")
+            lines = text.split("\n") if text else []  # and not by other line ends, which texts may hold
+        except (OSError, UnicodeDecodeError) as cause:
+            raise DataError(f"cannot read {path}: {cause}") from cause
+        groups: dict[int, list[Answer]] = {}
+        for number, one in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            try:
+                line = loads(one, where)
+                members = groups.setdefault(line["group"], [])
+                if line["sample"] is None:
+                    continue
+                found.answers += 1
+                why = _unusable(line, truncated)
+                if why:
+                    found.left_out[why] += 1
+                    continue
+                members.append(Answer(line["sample"], line["prompt"], line["turns"][1]["text"], line["reward"]))
+            except (CheckpointError, KeyError, IndexError, TypeError) as cause:
+                why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
+                raise DataError(
+                    f"{where} is not a recorded sample: {why}. Such are in a run's rollouts/, and what `rlhf eval "
+                    "--save`, `rlhf generate --save` and `rlhf score` write"
+                ) from cause
+        found.groups += groups.values()
+    return found
+
+
+def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
+    """Why a recorded sample is no answer; empty where it is one."""
+    turns = line["turns"]
+    if line["status"] == "failed":
+        return "that failed"
+    if sum(turn["sampled"] for turn in turns) != 1 or len(turns) != 2:
+        return "of several turns"
+    if line["prompt"] is None:
+        return "with more in their context than the row's prompt"
+    if not turns[1]["text"].strip():
+        return "without text"
+    if not truncated and (line["status"] == "truncated" or turns[1]["finish"] == "length"):
+        return "cut off"
+    return ""
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    folder = source / "rollouts" if (source / "rollouts").is_dir() else source
+    files = sorted(folder.glob("step-*.jsonl"))
+    if not source.exists():
+        raise DataError(f"{source} does not exist")
+    if not files:
+        raise DataError(
+            f"{source} holds no recorded samples. Allowed: a run directory with rollouts/ (checkpoint.save_rollouts), "
+            "that folder, or a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`."
+        )
+    return files

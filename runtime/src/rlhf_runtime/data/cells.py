@@ -1,0 +1,119 @@
+"""One row as the fields of its form, each value checked: texts, conversations, labels, margins, steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.errors import DataError, did_you_mean, shown
+from rlhf.types import Row
+
+from rlhf_runtime.data.layouts import Layout
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` and whatever else a chat template reads."""
+
+LABELS: Mapping[str, bool] = {"true": True, "1": True, "+": True, "false": False, "0": False, "-": False}
+"""Texts that are labels, in any case: files without types (csv) have no others."""
+
+
+class Cells:
+    """The values of a row by field, through a layout.
+
+    Raises DataError, here and in every method: what was got, in which column, and what is allowed.
+    """
+
+    def __init__(self, row: Row, layout: Layout) -> None:
+        self.row, self.layout = row, layout
+        try:
+            self.values = layout.read(row.columns)
+        except DataError as error:
+            raise DataError(f"columns {', '.join(map(repr, layout.columns.values()))}: {error}") from None
+
+    def __contains__(self, field: str) -> bool:
+        return field in self.values
+
+    def name(self, field: str) -> str:
+        """For messages."""
+        return f"column {self.layout.name(field)!r}"
+
+    def value(self, field: str) -> Any:
+        if field not in self.values:
+            column, columns = self.layout.name(field), self.row.columns
+            raise DataError(
+                f"no column {column!r}; columns present: {', '.join(columns)}.{did_you_mean(column, columns)}"
+            )
+        return self.values[field]
+
+    def text(self, field: str, allowed: str = "text") -> str:
+        value = self.value(field)
+        if not isinstance(value, str):
+            raise DataError(f"{self.name(field)}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}")
+        return value
+
+    def messages(self, field: str) -> list[Message]:
+        """A conversation."""
+        value, name = self.value(field), self.name(field)
+        if not isinstance(value, list) or not value:
+            raise DataError(f"{name}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
+        for i, message in enumerate(value):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise DataError(f"{name}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
+            content = message.get("content")
+            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+                raise DataError(f"{name}, message {i}: content must be text, got {str(content)[:60]!r}")
+        return list(value)
+
+    def label(self) -> bool:
+        """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
+        found = as_label(value := self.value("label"))
+        if found is None:
+            raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {shown(value)}")
+        return found
+
+    def margin(self) -> float:
+        """By how much the chosen answer is better: a finite number, also as text."""
+        value = self.value("margin")
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{self.name('margin')}: a margin is a finite number, got {shown(value)}")
+        return number
+
+    def steps(self) -> list[str]:
+        """The texts of a solution's steps."""
+        value, name = self.value("steps"), self.name("steps")
+        if not isinstance(value, list) or not value:
+            raise DataError(f"{name}: must be a list of the texts of steps, got {shown(value)}")
+        for number, text in enumerate(value, 1):
+            if not isinstance(text, str):
+                raise DataError(f"{name}, step {number}: must be text, got {shown(text)}")
+        return value
+
+    def step_labels(self) -> list[float]:
+        """A label for each step: a hard one (as :meth:`label`), or the probability (0 .. 1) that the step is right."""
+        value, name = self.value("step_labels"), self.name("step_labels")
+        if not isinstance(value, list):
+            raise DataError(f"{name}: must be a list with a label for each step, got {shown(value)}")
+        labels = []
+        for number, one in enumerate(value, 1):
+            hard = as_label(one)
+            if hard is None and (not isinstance(one, int | float) or not 0 <= one <= 1):
+                raise DataError(
+                    f"{name}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
+                    f"got {shown(one)}"
+                )
+            labels.append(float(one if hard is None else hard))
+        return labels
+
+
+def as_label(value: Any) -> bool | None:
+    """The label that a value is, or None."""
+    if isinstance(value, str):
+        return LABELS.get(value.strip().lower())
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    return None

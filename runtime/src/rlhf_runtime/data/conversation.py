@@ -1,0 +1,253 @@
+"""Where in one render of a chat template each answer stands, and whether the template keeps what came before.
+
+The text that is tokenised is always ONE render of the whole conversation. Which of its characters belong to which
+message is read off a second render in which every text is replaced by a marker: putting the texts back in place of
+the markers must give the first render, character by character. A template for which it does not (it rewrites or
+drops what a message says) is refused with the message concerned, never guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import ConfigError, DataError
+
+from rlhf_runtime.data.cells import Message
+from rlhf_runtime.data.markers import MARKER, mark, tail_length, with_markers
+from rlhf_runtime.data.spans import Span
+
+_NOT_OF_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+        "truncation",
+    }
+)  # fmt: skip
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """A rendered conversation and the characters of each assistant message: from after the head that the policy is
+    given (the generation prompt) up to and including the end token."""
+
+    text: str
+    answers: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template puts around turns."""
+
+    head: str
+    """Opens an answer: what ``add_generation_prompt`` adds."""
+    end: str
+    """End token of an answer; empty where the template writes none."""
+    before: str
+    """From the end of an answer (its end token included) to the text of the user's next message."""
+    after: str
+    """From the end of that text to where the policy answers."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with fixed keyword arguments.
+
+    Raises ConfigError: one of them is not the template's.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+        if taken := sorted(_NOT_OF_TEMPLATES & set(kwargs)):
+            raise ConfigError(
+                f"data.template_kwargs: {', '.join(taken)} would say how the template is applied, which is done here; "
+                "allowed is what the template itself reads (enable_thinking, tools, ...)."
+            )
+        self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
+        self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
+        self._head: str | None = None
+        self._require_content()
+
+    def text(self, messages: Sequence[Message], answer: bool) -> str:
+        """One render; ``answer``: ready for the policy to answer. Raises DataError with what the template said."""
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **self._kwargs
+            )
+        except Exception as error:  # jinja2 errors, and whatever a template raises
+            raise _refused(messages, error) from error
+        return rendered
+
+    def _require_content(self) -> None:
+        """Raises ConfigError where the template writes one text whatever a user says."""
+        asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
+        try:
+            first, second = (self.text(messages, answer=True) for messages in asked)
+        except DataError:  # it wants other messages; of the rows it says which
+            return
+        if first == second:
+            raise ConfigError(
+                f"the chat template writes {first[:60]!r} whatever the user's message is, so every row would have the "
+                "same prompt. Use one that writes messages: see data.chat_template."
+            )
+
+    def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
+        """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).
+
+        ``as_asked``: refuse an answer that does not follow what the policy is given before it answers.
+        """
+        if _GENERATION.search(self._source):
+            return self._marked_by_template(messages, trained)
+        text = self.text(messages, answer=False)
+        marked, texts, tails = with_markers(messages)
+        skeleton = self.text(marked, answer=False)
+        pieces = MARKER.split(skeleton)  # text, number, text, number, ..., text
+        order = [int(n) for n in pieces[1::2]]
+        self._check(messages, trained, texts, order)
+        position, starts, ends = 0, dict[int, int](), dict[int, int]()
+        last = {message: number for number, (message, _) in enumerate(texts)}
+        rebuilt: list[str] = []
+        for number, piece in zip([None, *order], pieces[0::2], strict=True):
+            if number is not None:
+                message, value = texts[number]
+                if message not in starts:
+                    asked = messages if as_asked and message in trained else None
+                    starts[message] = self._start(text, rebuilt[-1], position, message, asked)
+                rebuilt.append(value)
+                position += len(value)
+                tail = tails[message] if number == last[message] else ""
+                ends[message] = position + tail_length(piece, tail, message if message in trained else None)
+            rebuilt.append(piece)
+            position += len(piece)
+        if "".join(rebuilt) != text:
+            raise DataError(
+                "the chat template changes what the messages say (beyond trimming them), so which tokens are the "
+                "answer's cannot be told. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
+                'or use template = "plain".'
+            )
+        end = self._end_token(text[ends[trained[-1]] :])
+        return Render(text, tuple((starts[m], _including(end, text, ends[m])) for m in trained))
+
+    def frame(self) -> Frame:
+        """What the template puts around an observation, proven to leave the turns before it as they were.
+
+        Raises DataError: the template renders an earlier turn otherwise once another follows (Qwen3 strips its
+        reasoning, an empty think block stands only in the last answer), so sampled tokens would not be what the
+        template shows the model.
+        """
+        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": mark(2)}
+        prompt = self.text([user], answer=True)
+        for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
+            text = self.text([user, {"role": "assistant", "content": answer}, after], answer=True)
+            if not text.startswith(prompt + answer) or mark(2) not in text:
+                what = "drops its reasoning" if "think" in answer else "writes it otherwise"
+                raise DataError(
+                    "the chat template rewrites history: once a message follows an answer, it "
+                    f"{what}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
+                    "trained on a context that the template never shows it. Give the tokenizer a chat template that "
+                    'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
+                )
+            if answer == mark(1):
+                before, _, rest = text[len(prompt + answer) :].partition(mark(2))
+        return Frame(self._generation_head(), self._end_token(before), before, rest)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _marked_by_template(self, messages: Sequence[Message], trained: Sequence[int]) -> Render:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names = self._tokenizer.special_tokens_map
+        rendered: Any
+        try:
+            rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
+                [[dict(m) for m in messages]], chat_template=self._source, return_assistant_tokens_mask=True,
+                **{**names, **self._kwargs},
+            )  # fmt: skip
+        except Exception as error:  # as in `text`
+            raise _refused(messages, error) from error
+        assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if len(spans[0]) != len(assistants):
+            raise DataError(
+                f"the chat template marks {len(spans[0])} passages with {{% generation %}} for {len(assistants)} "
+                "assistant messages; it must mark one for each"
+            )
+        by_message = dict(zip(assistants, spans[0], strict=True))
+        return Render(rendered[0], tuple((int(by_message[m][0]), int(by_message[m][1])) for m in trained))
+
+    def _check(
+        self,
+        messages: Sequence[Message],
+        trained: Sequence[int],
+        texts: Sequence[tuple[int, str]],
+        order: Sequence[int],
+    ) -> None:
+        for m in trained:
+            mine = [n for n, (message, _) in enumerate(texts) if message == m]
+            if not mine:
+                raise DataError(
+                    f"message {m} (assistant) has no text, so where it stands in the chat template's render cannot be "
+                    "told. Mark answers in the template with {% generation %} ... {% endgeneration %}."
+                )
+            lost = [n for n in mine if order.count(n) != 1]
+            if lost:
+                shown = texts[lost[0]][1]
+                raise DataError(
+                    f"the chat template leaves out part of message {m} (assistant): {shown[:60]!r}. It rewrites "
+                    "history, e.g. strips the reasoning of earlier answers, so training on all answers would miss "
+                    'what they say. Train on the last one (data.loss_on = "completion"), give one row per answer, '
+                    "or use a template that keeps them."
+                )
+
+    def _generation_head(self) -> str:
+        if self._head is None:
+            user = [{"role": "user", "content": "x"}]
+            without, ready = self.text(user, answer=False), self.text(user, answer=True)
+            self._head = ready[len(without) :] if ready.startswith(without) else ""
+        return self._head
+
+    def _start(self, text: str, piece: str, position: int, message: int, asked: Sequence[Message] | None) -> int:
+        """Where an answer starts whose text is preceded by ``piece`` (which ends at ``position`` of the render): after
+        the head, so that what the template adds between head and text (an empty think block) is part of the answer.
+        Without a head, behind what the policy is given: a space or a tag before the text is the answer's.
+
+        Args:
+            asked: the whole conversation where the answer is trained on, so that it must follow what the policy is
+                given before it answers.
+
+        Raises DataError: it does not (Qwen3 without thinking: only the last answer has the empty block), so the policy
+            would never answer in this context.
+        """
+        head = self._generation_head()
+        at = piece.rfind(head) if head else -1
+        if at >= 0 or asked is None:
+            return position if at < 0 else position - len(piece) + at + len(head)
+        if not head:
+            given = self.text(asked[:message], answer=True) if message else ""
+            if position - len(piece) <= len(given) <= position and text.startswith(given):
+                return len(given)
+        what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
+        raise DataError(
+            f"the policy is given {what} before it answers, but the chat template writes message {message} "
+            f"(assistant) after {piece[-60:]!r}: it would be trained in a context that it never sees. Train on the "
+            'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
+            "template with {% generation %} ... {% endgeneration %}."
+        )
+
+    def _end_token(self, following: str) -> str:
+        """The special token that follows an answer's text, white space between them aside."""
+        known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+        following = following.lstrip()
+        return max((t for t in known if following.startswith(t)), key=len, default="")
+
+
+def _refused(messages: Sequence[Message], error: Exception) -> DataError:
+    roles = ", ".join(str(m.get("role")) for m in messages)
+    return DataError(f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}")
+
+
+def _including(end: str, text: str, position: int) -> int:
+    """Behind the end token where it follows, white space between them aside; else ``position``: a template may end only
+    the last answer with it, or the user's messages too."""
+    following = text[position:].lstrip()
+    return len(text) - len(following) + len(end) if end and following.startswith(end) else position

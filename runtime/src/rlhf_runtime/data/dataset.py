@@ -1,0 +1,288 @@
+"""The data of a run: sources in their order, through the template, within the length limits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.types import DataForm, Row
+from rlhf.types.examples import Example
+
+from rlhf_runtime.config_errors import raise_problems
+from rlhf_runtime.data.checks import Verdict, check_example, check_labels, check_prompt
+from rlhf_runtime.data.input_template import check_template
+from rlhf_runtime.data.layouts import Layout, named_columns
+from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.data.order import RowOrder
+from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.template import Template
+from rlhf_runtime.data_section import DataSection
+
+_ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."
+_OF_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Columns that TRL gives to the chat template, row by row."""
+
+
+class TrainData:
+    """Rows for training in a resumable order, and rows for evaluation.
+
+    Every row handed out can be learnt from and fits: another is refused with its file and line, or left out and counted
+    in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say; nothing is ever cut.
+
+    Args:
+        answers: form ``prompts`` only: training rows must have an answer too, read as of form ``demonstrations``.
+
+    Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
+    """
+
+    def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int, answers: bool = False) -> None:
+        self.section, self.form, self.answers = section, form, answers
+        self.template = Template(tokenizer, section)
+        self._train = [load_source(s) for s in section.train]
+        self._eval = [load_source(s) for s in section.eval]
+        self.notes: list[str] = []
+        """How the columns of sources were recognised, where the run file does not say it."""
+        problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]
+        raise_problems("the data cannot be read", problems or self._unread(), DataError)
+        if form == "labels" and self._train:
+            columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
+            check_labels(self._train, columns, section.bad_rows == "drop")
+        self.order = RowOrder(self._train, seed, section.shuffle)
+        self.dropped = 0
+        """Training rows left out so far as too long."""
+        self.bad_rows = 0
+        """Training rows left out so far as nothing can be learnt from them."""
+        self.eval_dropped = self.eval_bad_rows = 0
+        self._held_out: list[Row] | None = None
+        self._why = Verdict()
+        self._examples: dict[tuple[str, int], Example] = {}
+
+    @property
+    def sources(self) -> dict[str, list[Source]]:
+        """``train`` and ``eval``, each source with its layout."""
+        return {"train": self._train, "eval": self._eval}
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self.order.rows_per_epoch
+
+    @property
+    def epoch(self) -> float:
+        return self.order.epoch
+
+    def take(self, n: int) -> list[Row]:
+        """The next ``n`` rows that fit.
+
+        Raises DataError: a row that cannot be encoded or is too long (``too_long = "error"``), with its file and
+        line; or a whole pass over the data in which no row fits.
+        """
+        rows: list[Row] = []
+        self._examples = {}
+        misses = 0
+        while len(rows) < n:
+            row = self.order.take(1)[0]
+            if self._fits(row, self._train):
+                rows.append(row)
+                misses = 0
+                continue
+            self.dropped += self._why.kind == "too_long"
+            self.bad_rows += self._why.kind == "bad_rows"
+            misses += 1
+            if misses >= 2 * self.rows_per_epoch:
+                raise DataError(
+                    f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
+                    f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
+                    f"left to train on. The last one: {self._why.text}"
+                )
+        return rows
+
+    def examples(self, rows: Sequence[Row]) -> list[Example]:
+        """Rows of this data as tokens with their masks (offline forms)."""
+        found = [self._examples.get((r.source, r.index)) for r in rows]
+        return [e if e is not None and e.row is r else self._encode(r) for e, r in zip(found, rows, strict=True)]
+
+    def eval_rows(self) -> list[Row]:
+        """All evaluation rows that fit, source by source, in the order they are written.
+
+        Raises DataError: a row that does not, where such rows are not left out; or none does.
+        """
+        if self._held_out is not None:
+            return list(self._held_out)
+        kept: list[Row] = []
+        self.eval_dropped = self.eval_bad_rows = 0
+        for row in (source[i] for source in self._eval for i in range(len(source))):
+            if self._fits(row, self._eval):
+                kept.append(row)
+            self.eval_dropped += self._why.kind == "too_long"
+            self.eval_bad_rows += self._why.kind == "bad_rows"
+        self._examples = {}
+        if self._eval and not kept:
+            raise DataError(
+                f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
+                f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
+            )
+        self._held_out = kept
+        return list(kept)
+
+    def judge(self, row: Row, answered: bool = False) -> Verdict:
+        """Whether a row can be used, and as which tokens; counts nothing.
+
+        Args:
+            answered: form ``prompts``: the row's own answer must be usable too.
+        """
+        try:
+            if self.form == "prompts":
+                tokens = len(self.template.encode_prompt(row).ids)
+                long = check_prompt(tokens, self.section)
+                if answered and not long:
+                    example = self.template.encode_demonstration(row)
+                    long, tokens = check_example(example, self.section), len(example.sequences[0].ids)
+                return Verdict("too_long" if long else "", long, tokens=tokens)
+            example = self._encode(row)
+            long = check_example(example, self.section)
+        except DataError as error:
+            return Verdict("bad_rows", str(error), error=error)
+        return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
+
+    def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Look at the first ``rows`` training rows of a run, in its order; takes none and counts nothing.
+
+        Args:
+            stopped: asked before each row, whether to look at no more.
+
+        Raises DataError: a row that :meth:`take` would refuse.
+        """
+        order = RowOrder(self._train, self.order.seed, self.order.shuffle)
+        for _ in range(rows):
+            if stopped():
+                return
+            row = order.take(1)[0]
+            self._require_wanted(row, self._train, self.judge(row, self.answers))
+
+    def every_example(self, size: int) -> Iterator[list[Example]]:
+        """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
+        for sources in (self._train, self._eval):
+            rows = (source[i] for source in sources for i in range(len(source)))
+            fitting = (row for row in rows if self._fits(row, sources))
+            while part := list(itertools.islice(fitting, size)):
+                examples = self.examples(part)
+                self._examples = {}
+                yield examples
+
+    def row(self, source: str, index: int) -> Row:
+        """The training row that a checkpoint names. Raises DataError where there is none."""
+        found = self._source(self._train, source)
+        if not 0 <= index < len(found):
+            raise DataError(f"data source {source!r} has no row {index}; it has {len(found)}")
+        return found[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order.state_dict(), "dropped": self.dropped, "bad_rows": self.bad_rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.order.load_state_dict(state["order"])
+        self.dropped, self.bad_rows = int(state["dropped"]), int(state.get("bad_rows", 0))
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
+        """Whether a row can be used; :attr:`_why` says why not."""
+        self._why = why = self.judge(row, self.answers and sources is self._train)
+        if why.example is not None:
+            self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
+        self._require_wanted(row, sources, why)
+        return not why.kind
+
+    def _require_wanted(self, row: Row, sources: Sequence[Source], why: Verdict) -> None:
+        """Raises DataError where a row cannot be used and such rows are not left out."""
+        if why.kind and getattr(self.section, why.kind) == "error":
+            advice = (
+                'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
+                'Correct the row, or set data.bad_rows = "drop"'
+            )  # fmt: skip
+            where = self._source(sources, row.source).where(row.index)
+            text = f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
+            raise DataError(text) from why.error
+
+    def _encode(self, row: Row) -> Example:
+        template = self.template
+        encode = {
+            "demonstrations": template.encode_demonstration,
+            "pairs": template.encode_pair,
+            "labels": template.encode_label,
+            "steps": template.encode_steps,
+        }[self.form]
+        return encode(row)
+
+    def _recognise(self, key: str, sources: Sequence[Source]) -> list[str]:
+        """Give every source its layout; what is wrong with those that have none."""
+        problems, answered = [], self.answers and key == "train"
+        for source in sources:
+            title = f"data.{key} {source.name!r} ({source.section.path})"
+            try:
+                source.layout = self._layout(source, "demonstrations" if answered else self.form)
+            except DataError as error:
+                problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
+                continue
+            if not source.layout.given:
+                self.notes.append(f"{title} is read as {source.layout}")
+            unread = [c for c in _OF_TEMPLATES if c in source.columns and c not in source.layout.columns.values()]
+            if unread and self.template.chat is not None:
+                self.notes.append(
+                    f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
+                    "it gets data.template_kwargs, the same for all rows"
+                )
+        return problems
+
+    def _unread(self) -> list[str]:
+        """Columns that the run file names and no source is read by."""
+        layouts = [s.layout for s in (*self._train, *self._eval) if s.layout is not None]
+        read = {field for layout in layouts for field in layout.columns}
+        unread = {f: c for f, c in named_columns(self.section).items() if layouts and f not in read}
+        made = self.section.input_template is not None
+        return [
+            f"data.{field} = {column!r}: nothing reads it, as "
+            + ("data.input_template makes the prompt. " if made else f"the rows are read as {layouts[0]}. ")
+            + "Remove it."
+            for field, column in unread.items()
+        ]
+
+    def _layout(self, source: Source, form: DataForm) -> Layout:
+        section, chat = self.section, self.template.chat is not None
+        whole = section.loss_on == "all" and not chat
+        layout = recognise(
+            form,
+            source.columns,
+            source.read(0),
+            named=named_columns(section),
+            chat=chat,
+            prompt="made" if section.input_template is not None else "optional" if whole else "needed",
+        )
+        if section.input_template is not None:
+            columns, first = [*source.columns, *layout.columns], source.read(0)
+            made = _converted(first, layout)
+            check_template(section.input_template, [*columns, *made], {**made, **first})
+        if "text" in layout.columns and (section.template == "chat" or section.system is not None):
+            key = "system" if section.system is not None else 'template = "chat"'
+            raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
+        if "text" in layout.columns and self.form == "prompts":
+            raise DataError("has texts to continue, without prompts to answer.")
+        return layout
+
+    @staticmethod
+    def _source(sources: Sequence[Source], name: str) -> Source:
+        for source in sources:
+            if source.name == name:
+                return source
+        raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
+
+
+def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """{field: value} of a row; empty where it cannot be read, which is said where the row is used."""
+    try:
+        return layout.read(columns)
+    except DataError:
+        return {}

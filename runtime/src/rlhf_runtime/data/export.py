@@ -1,0 +1,159 @@
+"""Recorded answers as rows of data: pairs, best of n, labels, demonstrations, scored and reward-conditioned rows.
+
+Each function takes answers by prompt and returns the rows with what it left out, {reason: how many}. Columns have the
+names under which this project and TRL find them without options. Where the prompt is a list of messages, answers are
+lists of one message, else text.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf.errors import ConfigError, DataError
+
+from rlhf_runtime.data.answers import Answer, Prompt
+
+Groups = Sequence[Sequence[Answer]]
+
+CONDITION = "{prompt} <rm_score>: {reward:.2f} "
+"""Where the reward stands in the prompt, by default: as in OpenRLHF."""
+
+
+@dataclass(slots=True)
+class Export:
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
+    """Of each prompt the best answer and the worst, the lower sample number of equals: ``prompt``, ``chosen``,
+    ``rejected``, ``score_chosen``, ``score_rejected``.
+
+    Left out: prompts with fewer than two scored answers, prompts whose scores differ by no more than ``min_gap`` (by
+    default: tie), and pairs of equal texts.
+    """
+    made = Export()
+    for group in _scored(groups, made):
+        if len(group) < 2:
+            made.left_out["prompts with fewer than two scored answers"] += 1
+            continue
+        best, worst = _ranked(group)[0], min(group, key=lambda a: (_score(a), a.sample))
+        if not _score(best) - _score(worst) > min_gap:
+            made.left_out["prompts whose answers tie"] += 1
+        elif best.completion == worst.completion:
+            made.left_out["prompts whose best and worst answers are equal texts"] += 1
+        else:
+            chosen, rejected = _completion(best), _completion(worst)
+            row = {"prompt": best.prompt, "chosen": chosen, "rejected": rejected}
+            made.rows.append({**row, "score_chosen": _score(best), "score_rejected": _score(worst)})
+    return made
+
+
+def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> Export:
+    """Of each prompt the ``keep`` best answers, the lower sample numbers of equals: ``prompt``, ``completion``,
+    ``reward``. Equal texts are one answer. Answers below ``min_reward`` are not kept."""
+    made = Export()
+    for group in _scored(groups, made):
+        passing = [a for a in group if min_reward is None or _score(a) >= min_reward]
+        kept: dict[str, Answer] = {}
+        for answer in _ranked(passing):
+            kept.setdefault(answer.completion, answer)
+        if group and not kept:
+            made.left_out["prompts without an answer that reaches min_reward"] += 1
+        made.rows += [{**_row(a), "reward": _score(a)} for a in [*kept.values()][:keep]]
+    return made
+
+
+def labels(groups: Groups, threshold: float = 1.0) -> Export:
+    """Every scored answer: ``prompt``, ``completion``, ``label`` (whether its reward is at least ``threshold``)."""
+    made = Export()
+    made.rows = [{**_row(a), "label": _score(a) >= threshold} for group in _scored(groups, made) for a in group]
+    return made
+
+
+def demonstrations(groups: Groups) -> Export:
+    """Every answer, scored or not: ``prompt``, ``completion``."""
+    return Export([_row(a) for group in groups for a in group])
+
+
+def scored(groups: Groups) -> Export:
+    """Every scored answer: ``prompt``, ``completion``, ``reward``."""
+    made = Export()
+    made.rows = [{**_row(a), "reward": _score(a)} for group in _scored(groups, made) for a in group]
+    return made
+
+
+def conditional(groups: Groups, condition: str = CONDITION) -> Export:
+    """Every scored answer to a prompt that says its reward: ``prompt``, ``completion``, ``reward``.
+
+    Rewards are z-scores over all answers, with the unbiased standard deviation. In a plain prompt the reward stands
+    where ``condition`` says; among messages the same text without the prompt is the system message, or its last line.
+
+    Raises ConfigError (the condition) or DataError (fewer than two rewards, or all equal: nothing to tell apart).
+    """
+    made = Export()
+    answers = [a for group in _scored(groups, made) for a in group]
+    rewards = [_score(a) for a in answers]
+    if len(set(rewards)) < 2:
+        what = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
+        raise DataError(
+            f"{what} cannot be normalised: a reward in the prompt tells answers apart only where they differ. "
+            "Score with another reward, or draw more samples."
+        )
+    mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
+    for answer, reward in zip(answers, rewards, strict=True):
+        z = (reward - mean) / deviation
+        prompt = conditioned(answer.prompt, z, condition)
+        made.rows.append({"prompt": prompt, "completion": _completion(answer), "reward": z})
+    return made
+
+
+def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Prompt:
+    """The prompt with the reward in it. Raises ConfigError for a condition that does not name ``{reward}``, or names
+    something else than it and ``{prompt}``."""
+    try:
+        text = condition.format(prompt=prompt if isinstance(prompt, str) else "", reward=reward)
+        shows = condition.format(prompt="", reward=1.0) != condition.format(prompt="", reward=-9.0)
+    except (KeyError, IndexError, ValueError) as cause:
+        raise ConfigError(
+            f"the condition {condition!r} cannot be filled in: {type(cause).__name__} {cause}. It may name {{prompt}} "
+            f"and {{reward}}, e.g. {CONDITION!r}"
+        ) from None
+    if not shows:
+        raise ConfigError(f"the condition {condition!r} does not show the reward; e.g. {CONDITION!r}")
+    if isinstance(prompt, str):
+        return text
+    text = text.strip()
+    first = prompt[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n{text}"}, *prompt[1:]]
+    return [{"role": "system", "content": text}, *prompt]
+
+
+def _scored(groups: Groups, made: Export) -> list[list[Answer]]:
+    made.left_out["answers without a reward"] = sum(a.reward is None for group in groups for a in group)
+    return [[a for a in group if a.reward is not None] for group in groups]
+
+
+def _ranked(group: Sequence[Answer]) -> list[Answer]:
+    return sorted(group, key=lambda a: (-_score(a), a.sample))
+
+
+def _score(answer: Answer) -> float:
+    assert answer.reward is not None
+    return answer.reward
+
+
+def _row(answer: Answer) -> dict[str, Any]:
+    return {"prompt": answer.prompt, "completion": _completion(answer)}
+
+
+def _completion(answer: Answer) -> str | list[dict[str, str]]:
+    if isinstance(answer.prompt, str):
+        return answer.completion
+    return [{"role": "assistant", "content": answer.completion}]

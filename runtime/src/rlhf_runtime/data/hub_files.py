@@ -1,0 +1,154 @@
+"""Datasets of a hub: which files a subset and split have, and their rows.
+
+The repository's card says it, or its files' names do: `datasets` decides, on a folder of the same names. Files are then
+read as files of that kind are everywhere here, so a csv cell is text and a JSON value is what was written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import glob
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import DataError, did_you_mean
+from rlhf_hub.hub import HubError, HubName, commit_of, download, files_of
+
+from rlhf_runtime.data.files import FILE_KINDS, file_kind, open_file
+from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.text_files import USUAL, CsvForm
+from rlhf_runtime.data_section import SourceSection
+
+CARDS = ("README.md", ".huggingface.yaml")
+_OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
+"""Fields of a builder's config that do not change how a file is read here: types are those of the file."""
+_OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
+"""Fields that :func:`_csv_form` reads, of which the second and the last are other names of the first and the fourth."""
+
+
+class JoinedSource(Source):
+    """Files of one split, end to end."""
+
+    def __init__(self, section: SourceSection, parts: list[Source]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+        digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
+        super().__init__(section, list(dict.fromkeys(c for part in parts for c in part.columns)), digest)
+
+    def rows(self) -> int:
+        return self._ends[-1]
+
+    def read(self, index: int) -> dict[str, Any]:
+        part, inside = self._place(index)
+        return part.read(inside)
+
+    def where(self, index: int) -> str:
+        part, inside = self._place(index)
+        return part.where(inside)
+
+    def values(self, column: str) -> Iterator[Any]:
+        return itertools.islice(itertools.chain.from_iterable(part.values(column) for part in self._parts), len(self))
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def open_hub(section: SourceSection, asked: HubName) -> Source:
+    """The rows of a subset and split, at the commit that the name means in this run.
+
+    Raises DataError: nothing of the name here or there, no such subset or split, files of kinds that are not read.
+    """
+    try:
+        commit = commit_of("dataset", asked)
+        there = files_of("dataset", asked)
+        names, form = _files(section, asked, there)
+        folder = download("dataset", asked, [glob.escape(name) for name in names])
+    except HubError as error:
+        raise DataError(f"there is no file or folder {section.path} here, so it is a hub name; {error}") from error
+    parts = []
+    for name in names:
+        kind = file_kind(Path(name))
+        assert kind is not None
+        shown = f"{asked.name}@{commit[:7]}/{name}"
+        own = section.model_copy(update={"path": shown, "max_rows": None})
+        parts.append(open_file(own, folder / name, kind, form))
+    return JoinedSource(section, parts)
+
+
+def _files(section: SourceSection, asked: HubName, there: list[str]) -> tuple[list[str], CsvForm]:
+    """(the files of the subset and split, in their order; how they are written, if they are csv)."""
+    import datasets
+
+    what = f"the dataset {asked} of the hub"
+    cards = [name for name in CARDS if name in there]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place).resolve()
+        if cards:
+            here = download("dataset", asked, cards)
+        for name in there:
+            if not (folder / name).resolve().is_relative_to(folder):
+                raise DataError(f"{what} has a file {name!r}, which lies outside of it: nothing is read of it")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
+        try:
+            builder = datasets.load_dataset_builder(str(folder), section.subset)
+        except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
+            said = " ".join(str(error).replace(str(folder), asked.name).replace(folder.name, asked.name).split())
+            raise DataError(f"{what}, subset {section.subset!r}: {said.partition(' Example of usage')[0]}") from error
+        splits = {str(k): [str(f) for f in v] for k, v in (builder.config.data_files or {}).items()}
+        if section.split not in splits:
+            raise DataError(
+                f"{what} has no split {section.split!r}; it has {', '.join(splits) or 'none'}."
+                f"{did_you_mean(section.split, splits)}"
+            )
+        names = [Path(f).resolve().relative_to(folder).as_posix() for f in splits[section.split]]
+    other = [name for name in names if file_kind(Path(name)) is None]
+    if other:
+        raise DataError(
+            f"{what}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
+            "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
+        )
+    usual = type(builder.config)()
+    changed = {
+        f.name: getattr(builder.config, f.name)
+        for f in dataclasses.fields(builder.config)
+        if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(usual, f.name)
+    }
+    of_csv = all(file_kind(Path(name)) == "csv" for name in names)
+    form = _csv_form(changed) if of_csv else None if changed else USUAL
+    if form is None:
+        set_here = sorted(f"{name} = {value!r}" for name, value in changed.items())
+        raise DataError(
+            f"{what} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
+            "name the folder of its save_to_disk."
+        )
+    return names, form
+
+
+def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
+    """What the card's options for csv mean, as pandas, which `datasets` reads csv with, takes them; None where they ask
+    for more than another separator and other names of the columns.
+
+    pandas: where names are given, the first line is a row, unless ``header: 0`` says that it is not. Of no names and no
+    header line it makes the columns 0, 1, 2, which is left out here: a run file names columns by text.
+    """
+    separator, names = changed.get("sep", ","), changed.get("names") or []
+    header = changed.get("header", "infer")
+    has_header = header == 0 if names else True
+    understood = (
+        changed.keys() <= _OF_CSV
+        and isinstance(separator, str)
+        and len(separator) == 1
+        and separator not in '"\r\n'
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and (header in ("infer", 0) or (header is None and bool(names)))
+        and not isinstance(header, bool)
+    )
+    return CsvForm(separator, tuple(names), has_header) if understood else None

@@ -1,0 +1,153 @@
+"""Rows as a model will see them, as plain values: tokens, what is trained on, where steps end, what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rlhf.steps import decoder_of
+from rlhf.types import Row
+from rlhf.types.examples import Example
+
+from rlhf_runtime.data.checks import Verdict
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.sources import Source
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_NAMED = 10
+"""Rows that are named in a summary of all."""
+
+
+def preview(data: TrainData, rows: int) -> dict[str, Any]:
+    """How every source is read, and its first ``rows`` rows.
+
+    Returns JSON values: ``form``; ``answers``: whether prompts for training come with an answer that may be learnt
+    from; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` |
+    ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused`` (columns); ``shown``, each
+    row with ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` | ``refused``), ``why``, ``label``
+    and ``margin`` where it has them, and ``sequences`` (:func:`_sequence`).
+    """
+    decode = decoder_of(data.template.tokenizer)
+    shown = [
+        _row(data, use, source, source[index], decode)
+        for use, sources in data.sources.items()
+        for source in sources
+        for index in range(min(rows, len(source)))
+    ]
+    return {
+        "form": data.form,
+        "answers": data.answers,
+        "template": "plain" if data.template.chat is None else "chat",
+        "sources": [_source(data, use, source) for use, sources in data.sources.items() for source in sources],
+        "shown": shown,
+    }
+
+
+def survey(data: TrainData) -> dict[str, Any]:
+    """What becomes of every row: for ``train`` and ``eval``, the number of rows that are used (``ok``), too long
+    (``too_long``) and bad (``bad_rows``), tokens of the longest, and the first rows that are not used, with why."""
+    found = {}
+    for use, sources in data.sources.items():
+        counts: Counter[str] = Counter()
+        longest, named = 0, list[str]()
+        for source in sources:
+            for index in range(len(source)):
+                verdict = data.judge(source[index], data.answers and use == "train")
+                counts[verdict.kind or "ok"] += 1
+                longest = max(longest, verdict.tokens)
+                if verdict.kind and len(named) < _NAMED:
+                    named.append(f"{source.where(index)}: {verdict.text}")
+        kinds = {kind: counts[kind] for kind in ("ok", "too_long", "bad_rows")}
+        found[use] = {**kinds, "longest": longest, "named": named}
+    return found
+
+
+def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text that each token adds to those before it; a character of several tokens is the last one's."""
+    texts, done, pending = list[str](), list[int](), list[int]()
+    for token in ids:
+        pending.append(token)
+        before = decode(done)
+        text = decode([*done, *pending])[len(before) :]
+        if text.endswith(_BROKEN) and len(pending) < 8:
+            texts.append("")
+            continue
+        texts.append(text)
+        done, pending = pending[-1:], []
+    return texts
+
+
+# -------------------------------------------------------------------------------------------- inside
+
+
+def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
+    layout = source.layout
+    assert layout is not None
+    used = set(layout.columns.values())
+    return {
+        "name": source.name,
+        "path": source.section.path,
+        "use": use,
+        "rows": len(source),
+        "layout": str(layout) or "data.input_template",
+        "columns": dict(layout.columns),
+        "unused": [c for c in source.columns if c not in used],
+    }
+
+
+def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    answered = data.answers and use == "train"
+    verdict = data.judge(row, answered)
+    shown: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
+    example = verdict.example
+    if data.form == "prompts" and verdict.kind != "bad_rows":
+        shown["sequences"] = [_prompt(data, row, decode), *([_given(data, row, decode)] if answered else [])]
+    elif example is not None:
+        shown |= {k: v for k, v in example.values.items() if k != "steps"}
+        shown["sequences"] = list(_sequences(example, decode))
+    else:
+        shown["sequences"] = []
+    return shown
+
+
+def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:
+    if not verdict.kind:
+        return {"status": "ok", "why": ""}
+    dropped = getattr(data.section, verdict.kind) == "drop"
+    return {"status": "left out" if dropped else "refused", "why": verdict.text}
+
+
+def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    ids = data.template.encode_prompt(row).ids
+    return _sequence("prompt", ids, [False] * len(ids), {}, decode)
+
+
+def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """The row's own answer as an algorithm gets it that learns from it in place of samples."""
+    prompt, answer = data.template.encode_answer(row)
+    mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
+    return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode)
+
+
+def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
+    pair = len(example.sequences) > 1
+    for sequence in example.sequences:
+        name = ("chosen", "rejected")[sequence.role] if pair else "row"
+        yield _sequence(name, sequence.ids, sequence.loss_mask, dict(example.values.get("steps", ())), decode)
+
+
+def _sequence(
+    name: str, ids: list[int], mask: list[bool], steps: dict[int, float], decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """``name``; ``tokens`` and ``trained``, counts; ``ids``; ``texts`` of the tokens; ``mask``: which are trained on;
+    ``steps``: [[position of the token that ends a step, its label], ...]."""
+    return {
+        "name": name,
+        "tokens": len(ids),
+        "trained": sum(mask[1:]),  # nothing predicts the first
+        "ids": list(ids),
+        "texts": token_texts(ids, decode),
+        "mask": list(mask),
+        "steps": [[at, label] for at, label in sorted(steps.items())],
+    }

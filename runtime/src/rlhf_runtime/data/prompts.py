@@ -1,0 +1,224 @@
+"""Prompts and observations as tokens, through the chat template or as plain text: what a policy is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, DataError
+from rlhf.types import Row, Trajectory, Turn
+
+from rlhf_runtime.data.cells import Cells, Message
+from rlhf_runtime.data.conversation import ChatTemplate, Frame
+from rlhf_runtime.data.input_template import fill, template_columns
+from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
+from rlhf_runtime.data_section import DataSection
+
+_CACHED_PROMPTS = 4096
+TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
+
+
+class Prompts:
+    """How the prompts of a run's rows become tokens; a pure function of the row.
+
+    Where the section names a chat template, the tokenizer is given it.
+
+    Raises ConfigError where the section asks for what the tokenizer or the kind of template does not have.
+    """
+
+    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+        self.tokenizer, self.section = tokenizer, section
+        if section.chat_template is not None:
+            tokenizer.chat_template = named_template(section)
+        self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
+        if section.input_template is not None:
+            template_columns(section.input_template)
+        self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
+        """Of rows that have none of their own."""
+        self.tokens = TextTokens(tokenizer)
+        self._frame: Frame | None = None
+        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
+
+    def encode_prompt(self, row: Row) -> Turn:
+        """The row's prompt, ready for the policy to answer."""
+        key = (row.source, row.index)
+        columns, turn = self._prompts.get(key, (None, None))
+        if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
+            turn = self._prompt_turn(row)
+            if len(self._prompts) >= _CACHED_PROMPTS:
+                self._prompts.clear()
+            self._prompts[key] = (row.columns, turn)
+        return replace(turn, ids=list(turn.ids))
+
+    def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
+        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
+        where its context is more than that, as an environment opened it, or none was made, as it failed."""
+        row, turns = trajectory.row, trajectory.turns
+        if not turns or turns[0].ids != self.encode_prompt(row).ids:
+            return None
+        cells = self._cells(row)
+        return self._plain_prompt(cells) if self.chat is None else self._prompt_messages(cells)
+
+    def encode_opening(self, row: Row, text: str) -> list[Turn]:
+        """The row's prompt with what the environment says at its start: in the same user message where the prompt
+        ends with one (after a blank line), as another message else; plain text is simply continued."""
+        if not text:
+            return [self.encode_prompt(row)]
+        if self.chat is None:
+            return [self.encode_prompt(row), self.encode_observation(text)]
+        messages = self._prompt_messages(self._cells(row))
+        if messages[-1]["role"] == "user":
+            joined = f"{messages[-1]['content']}\n\n{text}" if messages[-1]["content"] else text
+            messages[-1] = {**messages[-1], "content": joined}
+        else:
+            messages.append({"role": "user", "content": text})
+        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)))]
+
+    def encode_observation(self, text: str, closed: bool = True) -> Turn:
+        """What the environment says, as the chat template writes a user's message after an answer.
+
+        Args:
+            closed: whether the sampled turn before it ended with its end token; where it was cut, that token is put
+                first here, so that the next message never runs into an open answer.
+
+        Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
+        """
+        if self.chat is None:
+            return self._turn(self.tokens.ids_after(ANCHORS[0], text))
+        frame = self._history()
+        before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
+        shown = f"{before}{text}{frame.after}"
+        return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown))
+
+    def check_multi_turn(self) -> None:
+        """Raises DataError where observations cannot be encoded; called before a run of several turns starts."""
+        if self.chat is not None:
+            self._history()
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's end token and, where it is another, the chat template's."""
+        ids = [self.tokenizer.eos_token_id]
+        if self.chat is not None:
+            turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+            text = self.chat.render(turns, [1], as_asked=False)
+            last = self.tokens.ids(text.text[: text.answers[0][1]])[-1]
+            if last in self.tokenizer.all_special_ids or last in self.tokenizer.get_added_vocab().values():
+                ids.append(last)
+        return tuple(dict.fromkeys(ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _cells(self, row: Row) -> Cells:
+        return Cells(row, row.layout or self.layout)
+
+    def _prompt_turn(self, row: Row) -> Turn:
+        cells = self._cells(row)
+        if self.chat is None:
+            ids = self.tokens.ids(self._plain_prompt(cells))
+            return self._turn([*self.tokens.begin(ids), *ids])
+        return self._turn(self.tokens.ids(self.chat.text(self._prompt_messages(cells), answer=True)))
+
+    def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
+        section = self.section
+        if section.input_template is not None:
+            text = fill(section.input_template, {**cells.values, **cells.row.columns})
+        elif optional and "prompt" not in cells:
+            text = ""
+        else:
+            text = cells.text("prompt")
+        system = self._system(cells)
+        return (section.system or "") + (f"{system}\n\n" if system else "") + text
+
+    def _prompt_messages(self, cells: Cells) -> list[Message]:
+        whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
+        if whole is not None and "prompt" not in cells:
+            messages = self._messages(cells, whole)  # a conversation without its last answer
+            return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
+        if isinstance(cells.value("prompt"), list):
+            messages = self._messages(cells, "prompt")
+        else:
+            text = cells.text("prompt", TEXT_OR_MESSAGES)
+            messages = self._with_system([{"role": "user", "content": text}], cells, "prompt")
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{cells.name('prompt')}: a prompt must not end with an assistant message; that is the answer"
+            )
+        return messages
+
+    def _messages(self, cells: Cells, field: str) -> list[Message]:
+        return self._with_system(cells.messages(field), cells, field)
+
+    def _with_system(self, messages: list[Message], cells: Cells, field: str) -> list[Message]:
+        own = self._system(cells)
+        if own is None and self.section.system is None:
+            return messages
+        if messages[0]["role"] == "system" or (own and self.section.system is not None):
+            raise DataError(
+                f"{cells.name(field)}: the row has a system message of its own and "
+                f"{'a column of system messages' if self.section.system is None else 'data.system'} is set too; "
+                "remove one"
+            )
+        return [{"role": "system", "content": own or self.section.system}, *messages]
+
+    def _system(self, cells: Cells) -> str | None:
+        """The row's system message, where its layout has a column of them and it is not empty."""
+        return (cells.values.get("system") and cells.text("system")) or None
+
+    def _turn(self, ids: list[int]) -> Turn:
+        return Turn(ids, sampled=False, text=self.decode(ids))
+
+    def _history(self) -> Frame:
+        assert self.chat is not None
+        if self._frame is None:
+            self._frame = self.chat.frame()
+        return self._frame
+
+
+def named_template(section: DataSection) -> str:
+    """The text of ``data.chat_template``.
+
+    Raises ConfigError: rows are plain text, the file is not there, cannot be read, or is empty.
+    """
+    path = Path(section.chat_template or "").expanduser()
+    if section.template == "plain":
+        raise ConfigError(
+            f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
+            "such as chat_template.jinja beside a model."
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"data.chat_template: {path} is empty")
+    return text
+
+
+def _uses_chat(tokenizer: Any, section: DataSection) -> bool:
+    has = bool(tokenizer.chat_template)
+    if section.template == "chat" and not has:
+        raise ConfigError(
+            "data.template = 'chat', but the tokenizer has no chat template. Name a file with one as "
+            'data.chat_template, or use data.template = "plain".'
+        )
+    chat = has and section.template != "plain"
+    only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}
+    only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
+    for key, given in (only_plain if chat else only_chat).items():
+        if given and chat:
+            raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
+        if given:
+            why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
+            raise ConfigError(f"data.{key} needs a chat template, but {why}")
+    return chat

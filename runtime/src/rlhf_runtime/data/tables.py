@@ -1,0 +1,122 @@
+"""Columnar sources through pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import DataError, did_you_mean
+
+from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data_section import SourceSection
+
+
+class TableSource(Source):
+    """A pyarrow table, in memory or memory-mapped."""
+
+    def __init__(self, section: SourceSection, table: Any) -> None:
+        self._table = table
+        super().__init__(section, list(table.column_names), content_hash(table))
+
+    def rows(self) -> int:
+        return int(self._table.num_rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+    def values(self, column: str) -> Iterator[Any]:
+        return iter(self._table.column(column).slice(0, len(self)).to_pylist())
+
+
+class DatasetSource(Source):
+    """A ``datasets.Dataset``; its features decode rows."""
+
+    def __init__(self, section: SourceSection, dataset: Any) -> None:
+        self._dataset = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+        super().__init__(section, list(dataset.column_names), content_hash(self._dataset.data.table))
+
+    def rows(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return dict(self._dataset[index])
+
+    def values(self, column: str) -> Iterator[Any]:
+        return iter(self._dataset.data.table.column(column).slice(0, len(self)).to_pylist())
+
+
+def content_hash(table: Any) -> str:
+    """sha256 over the values of a pyarrow table, however it is split into chunks or was stored."""
+    import pyarrow as pa
+
+    digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
+    for start in range(0, table.num_rows, 8192):
+        # Taking rows writes them anew, so equal values give equal bytes whatever offsets and chunks they had.
+        part = table.slice(start, 8192).combine_chunks()
+        part = part.take(pa.array(range(part.num_rows))).replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, part.schema) as writer:
+            writer.write_table(part)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def read_table(path: Path, kind: str) -> Any:
+    """A parquet file, or an arrow file in stream or file format."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            return _without_views(pa.parquet.read_table(path))
+        content = pa.memory_map(str(path))
+        try:
+            return _without_views(pa.ipc.open_stream(content).read_all())
+        except pa.ArrowInvalid:
+            return _without_views(pa.ipc.open_file(pa.memory_map(str(path))).read_all())
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path} as {kind}: {error}") from None
+
+
+def _without_views(table: Any) -> Any:
+    """The same values; texts as views (what polars writes to arrow files) as plain ones, which all of pyarrow takes."""
+    import pyarrow as pa
+
+    def plain(kind: Any) -> Any:
+        if kind in (pa.string_view(), pa.binary_view()):
+            return pa.large_string() if kind == pa.string_view() else pa.large_binary()
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(plain(kind.value_type))
+        if pa.types.is_struct(kind):
+            return pa.struct([pa.field(f.name, plain(f.type), f.nullable) for f in kind])
+        return kind
+
+    for number, field in enumerate(table.schema):
+        if (kind := plain(field.type)) != field.type:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
+
+
+def load_saved(path: Path, section: SourceSection) -> Any:
+    """A folder written by ``save_to_disk``: a dataset, or a dictionary of which ``split`` is taken."""
+    import datasets
+
+    if section.subset is not None:
+        raise DataError(f"{path}: subset = {section.subset!r}, but a saved folder has no subsets")
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # many kinds, all meaning: this folder cannot be read
+        raise DataError(f"cannot load {path} with datasets.load_from_disk: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if section.split not in loaded:
+            raise DataError(
+                f"{path} has no split {section.split!r}; it has {', '.join(loaded)}."
+                f"{did_you_mean(section.split, loaded)}"
+            )
+        return loaded[section.split]
+    if section.split != "train":
+        raise DataError(f"{path}: split = {section.split!r}, but the folder holds a single dataset without splits")
+    return loaded

@@ -1,0 +1,211 @@
+"""Rows become tokens: beside prompts the demonstrations, pairs, labels and steps, and what of them is trained on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.steps import StepEnds, decoder_of
+from rlhf.types import Row, Turn
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
+
+from rlhf_runtime.data.cells import Cells, Message
+from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
+from rlhf_runtime.data.spans import Span, edges_are_between
+from rlhf_runtime.data_section import DataSection
+
+
+class Template(Prompts):
+    """How the rows of a run become tokens; a pure function of the row."""
+
+    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+        super().__init__(tokenizer, section)
+        self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
+        self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
+
+    def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
+        """The row's prompt and the row's own answer to it, token by token as :meth:`encode_demonstration` has them with
+        ``data.loss_on = "completion"``: the end token belongs to the answer, what a chat template writes behind it is
+        left out.
+
+        Args:
+            text: another answer to the row's prompt.
+        """
+        cells = self._cells(row)
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(text, *self._asked(cells))
+        first, last = sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
+        answer = sequence.ids[first:last]
+        return [
+            self._turn(sequence.ids[:first]),
+            Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
+        ]
+
+    def encode_demonstration(self, row: Row) -> Example:
+        """The row's conversation or prompt and response, with the tokens to train on (``data.loss_on``); or its text,
+        whole, where that is all it has."""
+        return Example(row, [self._demonstrated(self._cells(row))])
+
+    def encode_pair(self, row: Row) -> Example:
+        """The row's chosen (role 0) and rejected (role 1) answer to one prompt. Where both are whole conversations
+        and there is no prompt column, each is taken as it is; up to the last answer they are the same, or everything
+        that an assistant says is trained on."""
+        cells = self._cells(row)
+        fields = ("chosen", "rejected")
+        whole = self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list)
+        if whole:
+            sequences = [self._conversation(self._messages(cells, name)) for name in fields]
+        else:
+            sequences = [self._answered(cells, name) for name in fields]
+        fronts = [value[:-1] if isinstance(value := cells.values[name], list) else [] for name in fields]
+        if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
+            raise DataError(
+                f"the chosen and the rejected {'conversation' if whole else 'messages'} differ before their last "
+                'answers, and only those are trained on; set data.loss_on = "assistant" to train on all that the '
+                "assistant says"
+            )
+        if sequences[0].ids == sequences[1].ids:
+            raise DataError("the chosen and the rejected answer are the same, token by token: nothing can be preferred")
+        values = {"margin": cells.margin()} if "margin" in cells.layout.columns else {}
+        return Example(row, [replace(s, role=role) for role, s in enumerate(sequences)], values)
+
+    def encode_label(self, row: Row) -> Example:
+        """The row's prompt and answer, as a demonstration, with ``values["label"]``: whether it is desirable."""
+        cells = self._cells(row)
+        return Example(row, [self._demonstrated(cells)], {"label": cells.label()})
+
+    def encode_steps(self, row: Row) -> Example:
+        """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
+        ``values["steps"]``: where each step ends (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
+
+        The solution stands where the policy's answer would start and is left open: no end token follows, as nothing
+        after a step tells whether it is right.
+        """
+        cells, separator = self._cells(row), self.section.step_separator
+        texts, labels = cells.steps(), cells.step_labels()
+        if len(texts) != len(labels):
+            raise DataError(
+                f"{len(texts)} steps in {cells.name('steps')}, but {len(labels)} labels in "
+                f"{cells.name('step_labels')}; every step has one"
+            )
+        for number, text in enumerate(texts, 1):
+            if (count := self._step_ends.count(text + separator)) != 1:
+                raise DataError(
+                    f"{cells.name('steps')}: step {number} {'contains' if count else 'has no text before'} "
+                    f"data.step_separator = {separator!r}, so where it ends could not be told from its tokens: "
+                    f"{text[:60]!r}"
+                )
+        sequence = self._continued(cells, "".join(text + separator for text in texts))
+        first = sequence.loss_mask.index(True)
+        ends = [first + i for i in self._step_ends(sequence.ids[first:])]
+        if len(set(ends)) != len(texts):
+            raise DataError(
+                f"{len(texts)} steps, but {len(set(ends))} step ends among the tokens: this tokenizer does not give "
+                f"data.step_separator = {separator!r} back; choose another"
+            )
+        return Example(row, [sequence], {"steps": list(zip(ends, labels, strict=True))})
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _demonstrated(self, cells: Cells) -> TokenSequence:
+        if "text" in cells:
+            return self._completed("", cells.text("text"))
+        if self.chat is not None and "messages" in cells.layout.columns:
+            return self._conversation(self._messages(cells, "messages"))
+        return self._answered(cells, "response")
+
+    def _answered(self, cells: Cells, field: str) -> TokenSequence:
+        """The row's prompt and the answer in a field."""
+        prompt, front = self._asked(cells)
+        if self.chat is not None and isinstance(cells.value(field), list):
+            return self._conversation([*prompt, *cells.messages(field)])
+        text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
+        return self._answered_by(text, prompt, front, f"{cells.name(field)}: ")
+
+    def _asked(self, cells: Cells) -> tuple[list[Message], str]:
+        """The row's prompt: as messages, or as plain text; the other is empty."""
+        if self.chat is not None:
+            return self._prompt_messages(cells), ""
+        return [], self._plain_prompt(cells, optional=self.section.loss_on == "all")
+
+    def _answered_by(self, text: str, prompt: Sequence[Message], front: str, where: str = "") -> TokenSequence:
+        """A prompt and an answer to it."""
+        if not text.strip():
+            raise DataError(f"{where}the answer is empty; there is nothing to learn from")
+        if self.chat is not None:
+            return self._conversation([*prompt, {"role": "assistant", "content": text}])
+        return self._completed(front, text)
+
+    def _continued(self, cells: Cells, text: str) -> TokenSequence:
+        """The row's prompt and the beginning of an answer."""
+        if self.chat is None:
+            prompt = self._plain_prompt(cells)
+        else:
+            prompt = self.chat.text(self._prompt_messages(cells), answer=True)
+        ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
+        begin = self.tokens.begin(ids) if self.chat is None else []
+        return TokenSequence([*begin, *ids], [*(False for _ in begin), *mask])
+
+    def _conversation(self, messages: Sequence[Message]) -> TokenSequence:
+        assert self.chat is not None
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if self.section.loss_on == "all":
+            ids = self.tokens.ids(self.chat.text(messages, answer=False))
+            return TokenSequence(ids, [True] * len(ids))
+        if not answers or answers[-1] != len(messages) - 1:
+            raise DataError(
+                f"a conversation must end with the assistant's answer, got the roles "
+                f"{', '.join(m['role'] for m in messages)}"
+            )
+        trained = answers if self.section.loss_on == "assistant" else answers[-1:]
+        for i in trained:
+            if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
+                raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
+        render = self.chat.render(messages, trained)
+        ids, mask = self._masked(render.text, render.answers)
+        # A sample ends with the answer's end token. What a template writes behind it is learnt by nobody, and a score
+        # read there would be of a token that no sample has.
+        end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+        return TokenSequence(ids[:end], mask[:end])
+
+    def _completed(self, prompt: str, completion: str) -> TokenSequence:
+        """Plain text: the completion's tokens are trained on, the end token included."""
+        ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
+        begin, end = self.tokens.begin(ids), [] if ended else [self.tokenizer.eos_token_id]
+        ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
+        return TokenSequence(ids, [True] * len(ids) if self.section.loss_on == "all" else mask)
+
+    def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+        """Tokens of ``text`` and which of them lie in ``spans``.
+
+        The text is tokenised once. Where a token would reach over the start of a span, or could, the policy could never
+        have produced it (it was given the text before, already tokenised): then the pieces are tokenised apart. So they
+        are where the text before a span has other tokens alone, as sampling sees it (two line breaks are one token at
+        the end of a text, and two before a word).
+        """
+        if self.tokenizer.is_fast:
+            encoded = self.tokens.encoded(text, return_offsets_mapping=True)
+            offsets: list[Span] = encoded["offset_mapping"]
+            whole: list[int] = encoded["input_ids"]
+            certain = edges_are_between(offsets, [edge for span in spans for edge in span])
+            if certain and all(self._is_given(text[:start], whole, offsets) for start, _ in spans):
+                return whole, [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
+        ids, mask, position = list[int](), list[bool](), 0
+        for start, end in [*spans, (len(text), len(text))]:
+            for first, piece, trained in ((position, text[position:start], False), (start, text[start:end], True)):
+                tokens = self.tokens.ids_after(text[:first], piece) if piece else []
+                ids += tokens
+                mask += [trained] * len(tokens)
+            position = end
+        return ids, mask
+
+    def _is_given(self, before: str, ids: Sequence[int], offsets: Sequence[Span]) -> bool:
+        """Whether the tokens before a span are those that its text has alone. Special tokens part a text before it is
+        tokenised, so what precedes the last of them needs no second look."""
+        end = bisect_left(offsets, len(before), key=lambda span: span[0])
+        begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
+        return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])

@@ -1,0 +1,96 @@
+"""Load a tokenizer, and say clearly what is wrong where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces.tokens import Tokens
+from rlhf.steps import decoder_of
+from rlhf_hub.hub import hub_name
+from rlhf_hub.published import model_folder, require_folder
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model's folder or hub name.
+
+    Raises ModelError: no such folder, a folder without a tokenizer, one that transformers cannot load, or one
+    without an end token.
+    """
+    from transformers import AutoTokenizer
+
+    if hub_name(path) is None:
+        require_folder(path)
+    place = model_folder(path, code=trust_remote_code)
+    if not has_tokenizer(place):
+        raise ModelError(
+            f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
+            "(`tokenizer.save_pretrained(folder)`)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except Exception as error:  # many kinds, all meaning: there is no usable tokenizer
+        raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {path} has no end token, so nothing could end an answer: set `eos_token` in its "
+            "tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> Tokens:
+    """What plugins are given of a tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return Tokens(encode, decoder_of(tokenizer))
+
+
+def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
+    """Refuse stop strings that no answer can contain, as its text leaves special tokens out (:class:`Decoder`).
+
+    Raises ConfigError.
+    """
+    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    for stop in stops:
+        for token in sorted(t for t in {*marked, *tokenizer.all_special_tokens} if t in stop):
+            raise ConfigError(
+                f"sampling.stop: {stop!r} holds the special token {token!r}, which the text of an answer leaves out, "
+                "so it would stop nothing. Answers end at the end tokens of tokenizer, chat template and "
+                "generation_config.json by themselves; add the token to eos_token_id there, or leave it out here."
+            )
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether there is one beside a model. Of what is no folder it is taken to be there."""
+    place = Path(folder).expanduser()
+    return not place.is_dir() or any((place / name).exists() for name in _FILES)
+
+
+@dataclass
+class Decoder:
+    """``decode(ids) -> text`` without special tokens; pickles as the tokenizer's path, so that it works in other
+    processes."""
+
+    path: str
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        self._tokenizer: Any = None
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.path, self.trust_remote_code)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "trust_remote_code": self.trust_remote_code, "_tokenizer": None}

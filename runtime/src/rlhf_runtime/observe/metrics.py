@@ -1,0 +1,81 @@
+"""``metrics.jsonl``: one object a step, on disk before the step counts as done, cut back exactly at a resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError
+
+from rlhf_runtime.checkpoint.files import sync_file, write_atomic
+from rlhf_runtime.checkpoint.json_values import dumps, loads
+
+TIME = "time/"
+"""Keys that start with this hold wall times (seconds): all else of a line is reproducible."""
+
+
+class MetricsLog:
+    """Appends ``{"step": 12, "reward/mean": 0.5, ...}``. NaN and infinity are kept as ``{"$float": "nan"}``."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._last: int | None = None
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of ``step`` and force it to the disk. Steps only go up; raises CheckpointError otherwise."""
+        if self._last is None:
+            if self.path.exists() and self.path.read_bytes()[-1:] not in (b"\n", b""):
+                raise CheckpointError(f"{self.path} ends in the middle of a line; cut() it back to a checkpoint first.")
+            self._last = max((line["step"] for line in read_metrics(self.path)), default=-1)
+        if step <= self._last:
+            raise CheckpointError(f"{self.path} already holds step {self._last}; step {step} cannot be added after it.")
+        if "step" in metrics:
+            raise CheckpointError(f"a metric is named 'step', which is the step's own key (at step {step}); rename it.")
+        text = dumps({"step": step, **metrics}, f"metrics of step {step}", nonfinite="mark") + "\n"
+        created = not self.path.exists()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if created:
+            sync_file(self.path.parent)
+        self._last = step
+
+    def missing(self, step: int) -> str:
+        """Which of the steps 1 .. ``step`` have no line, as text for people; empty where all have one."""
+        there = {line["step"] for line in read_metrics(self.path)}
+        absent = [n for n in range(1, step + 1) if n not in there]
+        return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"
+
+    def cut(self, step: int) -> int:
+        """Keep the lines up to ``step``, drop later ones and a half-written last one. Returns how many were dropped."""
+        if not self.path.exists():
+            return 0
+        before = self.path.read_bytes().count(b"\n")
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        write_atomic(self.path, "".join(dumps(line, nonfinite="mark") + "\n" for line in kept))
+        self._last = max((line["step"] for line in kept), default=-1)
+        return before - len(kept)
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """All lines of a ``metrics.jsonl``, in order; a half-written last line (of a killed or running process) is left
+    out. Raises CheckpointError naming the line where an earlier one is damaged."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    *whole, _unfinished = path.read_bytes().split(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, raw in enumerate(whole, 1):
+        line = loads(raw.decode("utf-8", errors="replace"), f"{path}:{number}")
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")
+        if lines and line["step"] <= lines[-1]["step"]:
+            raise CheckpointError(
+                f"{path}:{number} is of step {line['step']}, behind step {lines[-1]['step']}. Restore the file, or "
+                "delete that line."
+            )
+        lines.append(line)
+    return lines

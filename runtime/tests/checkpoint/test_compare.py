@@ -1,0 +1,139 @@
+import copy
+
+import pytest
+from rlhf.errors import CheckpointError
+from rlhf_runtime.checkpoint import compare, describe, require_same_run
+
+CONFIG = {
+    "run": {"seed": 1, "steps": 10, "output": "a", "resume": False, "threads": None},
+    "algorithm": {"use": "x", "options": {"loss": {"clip": 0.2}}},
+    "data": {"batch_size": 8, "train": [{"path": "rows.jsonl"}]},
+    "policy": {"model": "tiny"},
+    "stream": {"staleness": 0, "rollout_deadline": 600.0},
+    "reward": [{"use": "math", "weight": 1.0, "deadline": 60.0}],
+    "checkpoint": {"every": 5},
+}
+PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
+
+
+def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
+    config = copy.deepcopy(CONFIG)
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = config
+        for part in path:
+            place = place[int(part) if part.isdigit() else part]
+        place[last] = value
+    return describe(config, plugins, threads=threads, device=device)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"policy__model": "other"}, "policy.model"),
+        ({"algorithm__use": "y"}, "algorithm.use"),
+        ({"algorithm__options__loss__clip": 0.3}, "algorithm.options.loss.clip"),
+        ({"algorithm__options__loss__new": 1}, "algorithm.options.loss.new"),
+        ({"data__train__0__path": "b.jsonl"}, "data.train.0.path"),
+        ({"data__batch_size": 16}, "data.batch_size"),
+        ({"run__seed": 2}, "run.seed"),
+        ({"stream__staleness": 2}, "stream.staleness"),
+        ({"stream__round": 2}, "stream.round"),
+        ({"reward__0__weight": 0.5}, "reward.0.weight"),
+    ],
+)
+def test_another_run_is_refused_with_its_keys(change, key):
+    found = compare(meta(), meta(**change))
+    assert [(d.key, d.severity) for d in found] == [(key, "refuse")]
+    with pytest.raises(CheckpointError, match=r"(?s)step-3 is from another config:.*" + key + ": was .*, now"):
+        require_same_run(found, "step-3")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"run__steps": 20}, "run.steps"),
+        ({"run__threads": 4}, "run.threads"),
+        ({"policy__micro_tokens": 99}, "policy.micro_tokens"),
+        ({"checkpoint__every": 1}, "checkpoint.every"),
+        ({"reward__0__deadline": 5.0}, "reward.0.deadline"),
+        ({"stream__rollout_deadline": 5.0}, "stream.rollout_deadline"),
+        ({"threads": 1}, "environment.threads"),
+        ({"device": "NVIDIA"}, "environment.device"),
+        ({"plugins": [{**PLUGINS[0], "version": "0.2.0"}]}, "plugins.reward:math"),
+    ],
+)
+def test_a_different_run_is_reported(change, key):
+    found = compare(meta(), meta(**change))
+    assert [(d.key, d.severity) for d in found] == [(key, "report")]
+    lines = require_same_run(found, "step-3")
+    assert "different run" in lines[0]
+    assert lines[1].startswith(f"{key}: was ")
+
+
+def test_what_was_and_what_is_are_told_apart():
+    newer = [{**PLUGINS[0], "version": "0.2.0"}]
+    found = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
+    assert sorted(str(d) for d in found) == [
+        "environment.threads: was 2, now 1",
+        "plugins.reward:math: was 'rlhf-plugin-math 0.1.0', now 'rlhf-plugin-math 0.2.0'",
+        "run.steps: was 10, now 20",
+    ]
+
+
+@pytest.mark.parametrize(("before", "now"), [(PLUGINS, []), ([], PLUGINS)])
+def test_a_plugin_that_came_or_went_is_reported(before, now):
+    assert [(d.key, d.severity) for d in compare(meta(plugins=before), meta(plugins=now))] == [
+        ("plugins.reward:math", "report")
+    ]
+
+
+def test_the_same_run_has_nothing_to_say():
+    assert require_same_run(compare(meta(), meta(run__output="b", run__resume=True)), "step-3") == []
+
+
+def test_a_plugin_may_be_named_in_another_way():
+    assert compare(meta(), meta(reward__0__use="plugin:math")) == []
+    [other] = compare(meta(), meta(reward__0__use="plugin:length"))
+    assert other.severity == "refuse"
+    [kept] = compare(meta(policy__model="math"), meta(policy__model="plugin:math"))
+    assert kept.key == "policy.model", "a path means what it says"
+
+
+def test_a_plugin_of_another_distribution_is_another_plugin():
+    other = [{**PLUGINS[0], "distribution": "someone-elses-math"}]
+    assert [d.severity for d in compare(meta(), meta(plugins=other))] == ["refuse"]
+
+
+def test_types_matter():
+    assert [d.key for d in compare(meta(data__batch_size=1), meta(data__batch_size=True))] == ["data.batch_size"]
+
+
+def test_all_refused_keys_are_listed_at_once():
+    found = compare(meta(), meta(run__seed=2, policy__model="b", run__steps=99))
+    with pytest.raises(CheckpointError) as caught:
+        require_same_run(found, "c")
+    assert "run.seed: was 1, now 2" in str(caught.value)
+    assert "policy.model: was 'tiny', now 'b'" in str(caught.value)
+    assert "run.steps" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["trainer.options.stage", "critic.trainer.stage", "roles.judge.trainer.stage"])
+def test_how_a_trainer_splits_its_sums_may_change(key):
+    """As far as the trainer says so; other options of it stay."""
+
+    def of(name, value):
+        found, config = {"use": "x"}, {}
+        *path, _ = key.split(".")
+        place = config
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+        return describe({**found, **config}, [], threads=1, device="cpu")
+
+    [stage] = compare(of("stage", 2), of("stage", 3), ["stage"])
+    assert (stage.key, stage.severity) == (key, "report")
+    [other] = compare(of("lr", 1e-3), of("lr", 1e-4), ["stage"])
+    assert other.severity == "refuse"
+    [unknown] = compare(of("stage", 2), of("stage", 3))
+    assert unknown.severity == "refuse"

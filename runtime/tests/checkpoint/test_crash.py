@@ -1,0 +1,161 @@
+"""Processes are really killed while they save; the disk is really full."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rlhf.errors import CheckpointError
+from rlhf_runtime.checkpoint import CheckpointStore
+
+SCRIPT = Path(__file__).with_name("crash_script.py")
+
+
+def is_sound(checkpoint, step):
+    assert checkpoint.step == step
+    assert (checkpoint.path / "policy" / "weights.bin").read_bytes() == bytes([step]) * 50_000
+    assert not checkpoint.damage()
+
+
+def test_killed_at_every_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    points = int(done.stdout)
+    assert points > 20
+    seen = set()
+    for folder in sorted(tmp_path.iterdir()):
+        store = CheckpointStore(folder, keep=1)
+        newest = store.newest()
+        assert newest.step in (2, 3), folder  # never lost, never half
+        is_sound(store.open(newest.step), newest.step)
+        folders = [p for p in store.root.iterdir() if p.name.startswith("step-")]
+        assert len(folders) == len(store.complete()), folder  # what has the name of a checkpoint is one
+        seen.add((newest.step, 1 in [c.step for c in store.complete()]))
+
+        store.clean()
+        assert not [p.name for p in store.root.iterdir() if p.name.startswith(".")], folder
+        best = store.best()  # the old best while 3 is not there, 3 as soon as it is
+        assert best.step == (3 if newest.step == 3 else 1), folder
+        is_sound(best, best.step)
+
+        # and the run goes on from there
+        if newest.step == 2:
+            store.save(3, lambda f: (f / "x").write_text("x"), {})
+        assert store.newest().step == 3
+    assert (2, True) in seen
+    assert (3, True) in seen
+    assert len(list(tmp_path.iterdir())) == points
+
+
+def test_killed_from_outside_while_saving_large_files(tmp_path):
+    program = """
+import sys
+from rlhf_runtime.checkpoint import CheckpointStore
+store = CheckpointStore(sys.argv[1], keep=2)
+store.clean()
+last = store.newest()
+step = last.step if last else 0
+while True:
+    step += 1
+    store.save(step, lambda f: [(f / str(n)).write_bytes(bytes([step % 256]) * 4_000_000) for n in range(4)], {})
+    print(step, flush=True)
+"""
+    seed = random.Random(0)
+    reported = 0
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        reported = int(process.stdout.readline())  # at least one is saved per start
+        time.sleep(seed.uniform(0.0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split("\n")[:-1]
+        process.wait()
+        process.stdout.close()
+        reported = int(rest[-1]) if rest else reported
+        store = CheckpointStore(tmp_path)
+        newest = store.newest()
+        assert newest.step >= reported  # what was reported as saved is there
+        assert not store.open(newest.step).damage()
+        assert all((newest.path / str(n)).read_bytes()[0] == newest.step % 256 for n in range(4))
+
+
+def good(folder):
+    (folder / "weights").write_bytes(b"1" * 1000)
+
+
+def test_full_disk_keeps_the_old_checkpoints(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, good, {})
+
+    def write(folder):
+        (folder / "half").write_bytes(b"x" * 100)
+        with open("/dev/full", "wb") as file:  # every write to it fails with ENOSPC
+            file.write(b"x")
+
+    with pytest.raises(CheckpointError, match=r"step-000002 could not be saved.*No space.*disk is full.*\[1\]"):
+        store.save(2, write, {})
+    assert sorted(p.name for p in store.root.iterdir()) == ["step-000001"]
+    assert not store.open(1).damage()
+
+
+def test_file_size_limit_hit_by_safetensors_is_a_full_disk(tmp_path):
+    """RLIMIT_FSIZE: writes fail in the middle of a file, in the error class of the library that writes."""
+    program = """
+import resource, sys, torch
+from safetensors.torch import save_file
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf.errors import CheckpointError
+store = CheckpointStore(sys.argv[1])
+store.save(1, lambda f: save_file({"w": torch.zeros(10)}, f / "w.safetensors"), {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.save(2, lambda f: save_file({"w": torch.zeros(100_000)}, f / "w.safetensors"), {})
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
+    assert "disk is full" in done.stdout, done.stdout + done.stderr
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000001"]
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare to mount a small tmpfs")
+def test_small_filesystem_fills_up(tmp_path):
+    """A real file system of 1 MiB, filled by checkpoints until one does not fit."""
+    program = """
+import sys
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf.errors import CheckpointError
+store = CheckpointStore(sys.argv[1], keep=9)
+for step in range(1, 9):
+    try:
+        store.save(step, lambda f: (f / "w").write_bytes(bytes([step]) * 300_000), {})
+    except CheckpointError as error:
+        print(step, error, [c.step for c in store.complete()], [c.damage() for c in store.complete()],
+              [p.name for p in store.root.iterdir() if p.name.startswith(".")])
+        break
+"""
+    command = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '{program}' {tmp_path}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "disk is full" in done.stdout
+    assert done.stdout.rstrip().endswith("[1, 2, 3] ['', '', ''] []")
+
+
+def test_ctrl_c_in_the_middle_of_a_save_leaves_nothing_half_written(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, good, {})
+
+    def write(folder):
+        good(folder)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save(2, write, {})
+    assert sorted(p.name for p in store.root.iterdir()) == ["step-000001"]

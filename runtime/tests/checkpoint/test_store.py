@@ -1,0 +1,197 @@
+import json
+import pickle
+
+import pytest
+from rlhf.errors import CheckpointError, ConfigError, RolloutError
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.manifest import SCHEMA
+
+
+def write(text="weights"):
+    def fill(folder):
+        (folder / "policy").mkdir()
+        (folder / "policy" / "model.safetensors").write_text(text)
+        (folder / "state.json").write_text("{}")
+
+    return fill
+
+
+def steps(store):
+    return sorted(p.name for p in store.root.iterdir())
+
+
+def test_saved_checkpoint_comes_back(tmp_path):
+    store = CheckpointStore(tmp_path)
+    assert store.newest() is None
+    path = store.save(3, write("abc"), {"seed": 7, "lr": 0.1}, best={"metric": "eval/loss", "value": 0.1 + 0.2})
+    found = CheckpointStore(tmp_path).open(3)
+    assert found.path == path == tmp_path / "checkpoints" / "step-000003"
+    assert found.meta == {"seed": 7, "lr": 0.1}
+    assert (path / "policy" / "model.safetensors").read_text() == "abc"
+    assert set(found.contents) == {"policy/model.safetensors", "state.json"}
+    assert CheckpointStore(tmp_path).best().best == {"metric": "eval/loss", "value": 0.1 + 0.2}
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in range(1, 7):
+        best = {"metric": "eval/pass@1", "value": step / 10} if step in (1, 3) else None
+        store.save(step, write(), {}, best)
+    assert steps(store) == ["best.json", "step-000003", "step-000005", "step-000006"]
+    store.mark_best(6, metric="eval/pass@1", value=0.9)
+    store.save(7, write(), {})
+    assert steps(store) == ["best.json", "step-000006", "step-000007"]
+    assert store.best().step == 6
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write(), {})
+
+    def look(folder):
+        assert not store.open(1).damage()  # still there while the new one is written
+        write()(folder)
+
+    store.save(2, look, {})
+    assert steps(store) == ["step-000002"]
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0; at least 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {})
+    with pytest.raises(CheckpointError, match=r"step-000001 already holds a complete checkpoint"):
+        store.save(1, write(), {})
+
+
+def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {})
+
+    def fail(folder):
+        write()(folder)
+        raise ValueError("tensor has no storage")
+
+    with pytest.raises(CheckpointError, match=r"step-000002 could not be saved: ValueError: tensor has no storage\."):
+        store.save(2, fail, {})
+    assert steps(store) == ["step-000001"]
+
+    def ours(folder):
+        raise RolloutError("as it is")
+
+    with pytest.raises(RolloutError, match="as it is"):  # an error of this project keeps its class
+        store.save(2, ours, {})
+    with pytest.raises(CheckpointError, match=r"meta\.x is a object, which JSON cannot hold"):
+        store.save(2, write(), {"x": object()})
+    assert steps(store) == ["step-000001"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing, so it was never finished"),
+        (lambda p: (p / "manifest.json").write_text("{"), "is not valid JSON"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "manifest.json is damaged"),
+        (lambda p: (p / "policy" / "model.safetensors").unlink(), "policy/model.safetensors is missing"),
+        (lambda p: (p / "state.json").write_text("{"), "state.json has 1 bytes, saved were 2"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_skipped_with_a_note(tmp_path, damage, reason):
+    noted = []
+    store = CheckpointStore(tmp_path, note=noted.append)
+    store.save(1, write(), {})
+    damage(store.save(2, write(), {}))
+    assert store.newest().step == 1
+    assert len(noted) == 1
+    assert "step-000002" in noted[0]
+    assert reason in noted[0]
+    with pytest.raises(CheckpointError, match=r"step 2 .* cannot be used: .*Complete are the steps \[1\]"):
+        store.open(2)
+    store.save(2, write(), {})  # what is incomplete is replaced
+    assert store.newest().step == 2
+
+
+def test_a_flipped_bit_names_the_file_and_the_way_out(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        path = store.save(step, write("weights"), {})
+    (path / "policy" / "model.safetensors").write_text("weighta")
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-000002 is damaged: policy/model\.safetensors has SHA-256 .*continue from step 1\.",
+    ):
+        store.open(2)
+    assert store.open(1).step == 1
+    (store.root / "step-000001" / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="start again from the beginning"):
+        store.open(1)
+
+
+def test_a_changed_manifest_is_damage_too(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, write(), {"seed": 1})
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        store.open(1)
+
+
+def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_runtime.checkpoint.manifest.SCHEMA", SCHEMA + 1)
+    CheckpointStore(tmp_path).save(1, write(), {})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):
+        CheckpointStore(tmp_path).open(1)
+
+
+def test_an_unknown_step_names_those_there_are(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(5, write(), {})
+    with pytest.raises(CheckpointError, match=r"step 4 .* there is no such folder\. Complete are the steps \[5\]"):
+        store.open(4)
+    with pytest.raises(CheckpointError, match="step 4"):
+        store.mark_best(4)
+
+
+def test_clean_repairs_the_pointer_to_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, write(), {}, best={"metric": "m", "value": 1.0})
+    store.save(2, write(), {}, best={"metric": "m", "value": 2.0})
+    (store.root / "best.json").write_text(json.dumps({"step": 1, "metric": "m", "value": 1.0}))
+    store.clean()
+    assert store.best().step == 2
+    for step in (1, 2):
+        (store.root / f"step-00000{step}" / "manifest.json").unlink()
+    store.clean()
+    assert store.best() is None
+    assert store.notes[-1] == "the best checkpoint, step 2, is no longer there"
+
+
+def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_path):
+    """Its own manifest does not say it: only the pointer does."""
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(1, write(), {}, best={"metric": "m", "value": 1.0})
+    store.save(2, write(), {})
+    store.mark_best(2, metric="m", value=2.0)
+    store.clean()
+    assert store.best().step == 2
+    assert store.notes == []
+
+
+def test_leftovers_are_removed_and_noted(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, write(), {})
+    (store.root / ".saving-step-000002").mkdir()
+    (store.root / ".saving-step-000002" / "half").write_text("x")
+    store.clean()
+    assert steps(store) == ["step-000001"]
+    assert "left by a process that was killed" in store.notes[0]
+
+
+def test_errors_cross_processes():
+    error = CheckpointError("x")
+    assert str(pickle.loads(pickle.dumps(error))) == "x"

@@ -1,0 +1,298 @@
+"""From sections to components: strict options, slots and their defaults, messages, the resolved run file."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from pydantic import Field
+from rlhf.errors import ConfigError, PluginError, PluginNotFound
+from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot
+from rlhf.plugins import Plugins
+from rlhf.types import Needs, RewardResult, RoleSpec
+from rlhf_runtime.components import build, build_algorithm, component_config, resolved_run, select
+from rlhf_runtime.config import load, to_toml
+from rlhf_runtime.sections import Choice
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Inner(ComponentConfig):
+    weight: float = 1.0
+    names: tuple[str, ...] = ()
+
+
+class Scorer(Reward):
+    name = "scorer"
+
+    class Config(ComponentConfig):
+        text: str = "x"
+        number: float = 1.0
+        count: int = Field(default=1, gt=0)
+        flag: bool = False
+        pair: tuple[float, float] = (0.0, 1.0)
+        either: int | str = 1
+        choice: Literal["a", "b"] = "a"
+        inner: Inner = Inner()
+        many: tuple[Inner, ...] = ()
+        table: dict[str, Any] = Field(default_factory=dict)
+        path: Path | None = None
+        colour: Colour = Colour.RED
+
+    def score(self, group):
+        return [RewardResult(0.0) for _ in group.trajectories]
+
+
+class Clip(Loss):
+    name = "clip"
+
+    class Config(ComponentConfig):
+        clip_low: float = 0.2
+        clip_high: float = 0.2
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {}
+
+    def __call__(self, x):
+        raise NotImplementedError
+
+
+class Plain(Clip):
+    name = "plain"
+
+    class Config(ComponentConfig):
+        scale: float = 1.0
+
+
+class Centered(Advantage):
+    name = "centered"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return R_NA, R_NA
+
+
+class Algo(Algorithm):
+    name = "algo"
+    slots: ClassVar = {"loss": Slot("loss", "clip", {"clip_high": 0.28}), "advantage": Slot("advantage", "centered")}
+
+    class Config(ComponentConfig):
+        kl: float = 0.0
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples):
+        return None
+
+    def updates(self, step):
+        return []
+
+
+class Failing(Reward):
+    name = "failing"
+
+    def __init__(self, config=None):
+        raise OSError("no such device")
+
+    def score(self, group):
+        return []
+
+
+@pytest.fixture
+def plugins():
+    found = Plugins()
+    for kind, cls in (("reward", Scorer), ("reward", Failing), ("loss", Clip), ("loss", Plain), ("algorithm", Algo)):
+        found.register(kind, cls)
+    found.register("advantage", Centered)
+    return found
+
+
+def options(*flags, use="scorer"):
+    return load(None, [("algorithm", "algo"), ("reward", use), *flags]).reward[0].options
+
+
+def configure(plugins, given, origins=None):
+    return component_config(plugins.resolve("reward", "scorer"), given, "reward.0", origins)
+
+
+def refused(call, error=ConfigError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_misspelled_field_of_the_section_itself_is_recognised(plugins):
+    """`weight` is the section's and not the plugin's; who misspells it does not know."""
+    message = refused(lambda: select(plugins, "reward", Choice(use="scorer", options={"weigth": 2.0}), "reward.0"))
+    assert "reward.0.weigth: unknown key. Did you mean 'weight'? Here allowed are choice," in message
+    assert "retries" in message
+
+
+def test_toml_values_are_strict_and_lists_become_tuples(plugins):
+    config = configure(
+        plugins,
+        {
+            "number": 2,
+            "pair": [1, 2.5],
+            "inner": {"names": ["a"]},
+            "many": [{"weight": 2.0}],
+            "table": {"a": [1]},
+            "path": "a/b",
+            "colour": "red",
+        },
+    )
+    assert (config.number, config.pair, config.inner.names) == (2.0, (1.0, 2.5), ("a",))
+    assert (config.many[0].weight, config.table, config.path, config.colour) == (
+        2.0,
+        {"a": [1]},
+        Path("a/b"),
+        Colour.RED,
+    )
+
+
+def test_flags_are_read_by_the_plugins_types(plugins):
+    flags = {
+        "text": "123", "number": "3", "flag": "true", "pair": "[1, 2]", "either": "7", "choice": "b",
+        "inner.names": '["q"]', "inner.weight": "0.5", "table.deep": "false", "path": "x/y",
+    }  # fmt: skip
+    config = configure(plugins, options(*((f"reward.0.{k}", v) for k, v in flags.items())))
+    assert (config.text, config.number, config.flag, config.pair) == ("123", 3.0, True, (1.0, 2.0))
+    assert (config.either, config.choice, config.inner) == (7, "b", Inner(weight=0.5, names=("q",)))
+    assert (config.table, config.path) == ({"deep": False}, Path("x/y"))
+
+
+def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins):
+    origins = {"reward.0.numbr": "run.toml, line 7"}
+    given = {
+        "numbr": 1,
+        "text": 5,
+        "count": 0,
+        "choice": "c",
+        "inner": {"wight": 1},
+        "flag": "true",
+        "many": [{"x": 1}],
+    }
+    message = refused(lambda: configure(plugins, given, origins))
+    assert message.startswith(f"{plugins.resolve('reward', 'scorer')} cannot be configured like this:")
+    assert "reward.0.numbr (run.toml, line 7): unknown key. Did you mean 'number'? Here allowed are choice," in message
+    assert "reward.0.text: should be a valid string, got integer 5" in message
+    assert "reward.0.count: should be greater than 0, got integer 0" in message
+    assert "reward.0.choice: should be 'a' or 'b', got string 'c'" in message
+    assert "reward.0.inner.wight: unknown key. Did you mean 'weight'? Here allowed are names, weight." in message
+    assert "reward.0.flag: should be a valid boolean, got string 'true'" in message
+    assert "reward.0.many.0.x: unknown key. Here allowed are names, weight." in message
+
+
+def test_a_plugin_without_options_says_so(plugins):
+    message = refused(lambda: component_config(plugins.resolve("reward", "failing"), {"a": 1}, "rollout"))
+    assert "rollout.a: unknown key. Here there are no options." in message
+
+
+def test_options_of_the_reference(plugins):
+    from dataclasses import replace
+
+    resolved = replace(plugins.resolve("reward", "scorer"), ref="model:PATH", options={"text": "PATH"})
+    assert component_config(resolved, {"number": 2}, "reward.0").text == "PATH"
+    assert component_config(resolved, {"text": "PATH"}, "reward.0").text == "PATH"
+    message = refused(lambda: component_config(resolved, {"text": "OTHER"}, "reward.0"))
+    assert "reward.0.text: string 'OTHER', but the reference 'model:PATH' already sets it to 'PATH'" in message
+
+
+def test_build_and_select(plugins):
+    component, resolved = build(plugins, "reward", Choice(use="plugin:scorer", options={"number": 4.0}))
+    assert (component.config.number, resolved.name) == (4.0, "scorer")
+    assert select(plugins, "reward", Choice(use="scorer")).config == Scorer.Config()
+    message = refused(lambda: build(plugins, "reward", Choice(use="failing")), PluginError)
+    assert "raised OSError: no such device" in message
+    assert "failing" in message
+
+
+def test_slots_take_the_bundles_defaults_only_while_their_plugin_is_kept(plugins):
+    def loss(**given):
+        algorithm, _ = build_algorithm(plugins, Choice(use="algo", options={"loss": given} if given else {}))
+        return algorithm.parts["loss"]
+
+    assert loss().config.clip_high == 0.28
+    assert loss(clip_low=0.1).config == Clip.Config(clip_low=0.1, clip_high=0.28)
+    assert loss(clip_high=0.5).config.clip_high == 0.5
+    for same in ("clip", "plugin:clip", f"{plugins.resolve('loss', 'clip').distribution}/clip"):
+        assert loss(use=same).config.clip_high == 0.28
+    assert loss(use="plain", scale=3.0).config.scale == 3.0
+
+
+def test_build_algorithm_names_every_plugin_and_takes_short_slots(plugins):
+    algorithm, used = build_algorithm(plugins, Choice(use="algo", options={"kl": 0.5, "loss": "plain"}))
+    assert (algorithm.config.kl, algorithm.parts["loss"].name, algorithm.parts["advantage"].name) == (
+        0.5,
+        "plain",
+        "centered",
+    )
+    assert [(r.kind, r.name) for r in used] == [("algorithm", "algo"), ("loss", "plain"), ("advantage", "centered")]
+
+
+def test_problems_of_algorithm_and_slots_come_together(plugins):
+    given = {"k": 1, "clip_high": 0.3, "los": {}, "loss": {"clip_hih": 1.0}, "advantage": {"x": 1}}
+    message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options=given)))
+    assert "algorithm.k: unknown key. Did you mean 'kl'? Here allowed are advantage, kl, loss." in message
+    assert "algorithm.clip_high: belongs to algorithm.loss; write --algorithm.loss.clip_high 0.3." in message
+    assert "algorithm.los: unknown key. Did you mean 'loss'?" in message
+    assert "algorithm.loss.clip_hih: unknown key. Did you mean 'clip_high'?" in message
+    assert "advantage 'centered'" in message
+    assert "algorithm.advantage.x: unknown key" in message
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (3, "algorithm.loss: a slot is a table or the name of a plugin of kind 'loss', got integer 3"),
+        ({"use": 3}, "algorithm.loss.use: the name of a plugin, got integer 3"),
+    ],
+)
+def test_slots_of_the_wrong_form(plugins, loss, expected):
+    assert expected in refused(lambda: build_algorithm(plugins, Choice(use="algo", options={"loss": loss})))
+
+
+def test_an_unknown_plugin_in_a_slot(plugins):
+    message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options={"loss": "clipp"})), PluginNotFound)
+    assert "'clip'" in message
+
+
+def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path):
+    plugins = Plugins.discover()
+    for kind, cls in (
+        ("reward", Scorer),
+        ("loss", Clip),
+        ("loss", Plain),
+        ("algorithm", Algo),
+        ("advantage", Centered),
+    ):
+        plugins.register(kind, cls)
+    run = load(
+        None,
+        [
+            ("algorithm", "algo"),
+            ("algorithm.loss.clip_low", "0.1"),
+            ("reward", "scorer"),
+            ("reward.0.text", "123"),
+            ("reward.0.pair", "[1, 2]"),
+            ("critic.trainer.lr", "0.5"),
+        ],
+    )
+    whole = resolved_run(plugins, run)
+    assert whole.algorithm.options["loss"] == {"use": "clip", "clip_low": 0.1, "clip_high": 0.28}
+    assert whole.algorithm.options["kl"] == 0.0
+    assert whole.reward[0].options["text"] == "123"
+    assert whole.reward[0].options["inner"] == {"weight": 1.0, "names": []}
+    assert "lr" in whole.trainer.options
+    assert whole.critic.trainer == {"lr": 0.5}
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(whole))
+    assert load(str(path)) == whole
+    assert resolved_run(plugins, load(str(path))) == whole

@@ -1,0 +1,45 @@
+"""Answers of the data beside sampled ones: what an algorithm may declare, and what does not go with it."""
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm
+from rlhf.types import Needs, RoleSpec
+from rlhf_runtime.components import check
+from rlhf_runtime.config import load
+
+BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl")]
+
+
+class Mixing(Algorithm):
+    name = "mixing"
+
+    def __init__(self, **needs):
+        super().__init__()
+        self._needs = Needs((RoleSpec("policy", trained=True),), **needs)
+
+    def needs(self):
+        return self._needs
+
+    def assemble(self, examples):
+        return None
+
+    def updates(self, step):
+        return []
+
+
+def test_a_share_without_a_reward_fits():
+    check(load(None, BASE), Mixing(given=0.5, reward=False))
+
+
+@pytest.mark.parametrize(
+    ("needs", "flags", "message"),
+    [
+        ({"given": 0.5}, [("reward", "math")], "declares given = 0.5 and reward = True"),
+        ({"given": 1.0, "reward": False}, [], "declares given = 1 and reward = False"),
+        ({"given": -0.1, "reward": False}, [], "given needs reward = False and lies from 0 to below 1"),
+        ({"given": 0.25, "reward": False}, [("env", "game")], "answers of 0.25 of the rows.* but env 'game' is set"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(needs, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        check(load(None, [*BASE, *flags]), Mixing(**needs), rollout_needs_env=bool(flags) and flags[0][0] == "env")

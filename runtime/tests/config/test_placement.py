@@ -1,0 +1,75 @@
+"""``[placement]``: one place per role, and what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+from rlhf.interfaces.launcher import check_workers
+from rlhf.interfaces.memory import Footprint
+from rlhf_runtime.placement import divided, neighbours, placement
+from rlhf_runtime.sections import PlacementSection
+
+ROLES = ["policy", "critic", "reference"]
+
+
+def places(**sections):
+    return placement({name: PlacementSection(**s) for name, s in sections.items()}, ROLES, generator=True)
+
+
+def test_what_is_not_named_has_one_rank_on_one_device():
+    assert places() == {name: Place() for name in (*ROLES, "generator")}
+    assert placement({}, ["policy"], generator=False) == {"policy": Place()}
+
+
+def test_neighbours_live_on_the_same_devices():
+    found = places(
+        policy={"ranks": 4}, critic={"ranks": 4, "share": "policy"}, generator={"ranks": 2, "share": "policy"}
+    )
+    assert found["generator"] == Place(2, 1, "policy")
+    assert neighbours(found, "generator") == ["policy", "critic"]
+    assert neighbours(found, "policy") == ["critic", "generator"]
+    assert neighbours(found, "reference") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"polcy": {}}, r"\[placement.polcy\]: this run holds policy.*Did you mean 'policy'"),
+        ({"critic": {"share": "critic"}}, "it can share those of policy, reference, generator"),
+        ({"critic": {"share": "judge"}}, "shares the devices of 'judge'"),
+        ({"critic": {"share": "reference"}, "reference": {"share": "policy"}}, "name 'policy' itself in both"),
+        ({"critic": {"share": "policy", "devices": 2}}, "only one of share and devices"),
+        (
+            {"policy": {"ranks": 2}, "generator": {"ranks": 2, "devices": 2, "share": "policy"}},
+            r"2 ranks x 2 devices do not fit on the 2 ranks x 1 devices = 2 of 'policy'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        places(**sections)
+
+
+def test_an_engine_has_a_device_for_each_of_its_workers():
+    four = Footprint(tensor_parallel=2, pipeline_parallel=2)
+    assert divided(Place(3, 4, "policy"), "engines", four) == Place(3, 4, "policy", workers=4)
+    assert divided(Place(), "engines", Footprint()) == Place(workers=1)
+    with pytest.raises(ConfigError) as info:
+        divided(Place(3, 2), "engines", four)
+    for part in (
+        "generator 'engines' divides an engine over tensor_parallel x pipeline_parallel = 2 x 2 = 4 workers",
+        "an engine has devices = 2",
+        "Set placement.generator.devices = 4, or lower the generator's parallel sizes",
+    ):
+        assert part in str(info.value)
+
+
+def test_no_gpu_of_an_engine_stands_idle_and_further_cores_are_threads():
+    idle = {"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=2)}
+    check_workers(idle, "cpu")
+    with pytest.raises(ConfigError, match=r"4 GPUs and 2 workers .*: 2 would stand idle\. Set .*devices = 2,"):
+        check_workers(idle, "cuda")
+    check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=4)}, "cuda")
+    check_workers({"policy": Place(1, 4), GENERATOR: Place(1, 4)}, "cuda")
+    check_workers({"policy": Place(1, 4)}, "cuda")

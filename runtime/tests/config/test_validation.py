@@ -1,0 +1,364 @@
+"""Combinations that cannot work are refused before anything starts, each with what to do."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Advantage, Algorithm, Generator, Loss, Trainer
+from rlhf.types import Lent, Needs, RoleSpec
+from rlhf_runtime.components import check
+from rlhf_runtime.config import load
+
+BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
+OFFLINE = BASE[:3]
+
+
+class Fake(Algorithm):
+    name = "leave_one_out"
+
+    def __init__(self, **needs):
+        super().__init__()
+        self._needs = Needs(**{"roles": (RoleSpec("policy", trained=True),), **needs})
+
+    def needs(self):
+        return self._needs
+
+    def assemble(self, examples):
+        return None
+
+    def updates(self, step):
+        return []
+
+
+class Demonstrations(Fake):
+    name = "imitate"
+    data = "demonstrations"
+
+
+def messages(flags, algorithm=None, **given) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(load(None, flags), algorithm or Fake(), **given)
+    return str(error.value)
+
+
+def test_what_fits_passes():
+    check(load(None, BASE), Fake())
+    check(load(None, [*BASE[:3], ("env", "game")]), Fake(), rollout_needs_env=True)
+    check(load(None, OFFLINE), Demonstrations())
+    roles = (RoleSpec("policy", trained=True), RoleSpec("critic"))
+    check(load(None, [*BASE, ("critic.model", "c")]), Fake(roles=roles))
+    check(load(None, [*BASE, ("roles.judge.model", "j")]), Fake(), reward_roles=[RoleSpec("judge", "scalar")])
+    check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
+
+
+class Shaped(Fake):
+    """Refuses every shape, saying which it is."""
+
+    def misfits(self, shape):
+        return [str(shape)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs_env", "shape"),
+    [
+        ([], False, "trajectories=16, answer_tokens=256, most_tokens=2047"),
+        ([("sampling.samples_per_prompt", "4"), ("data.batch_size", "8")], False, "trajectories=32, answer_tokens=256"),
+        ([("env", "game"), ("env.max_turns", "3")], True, "answer_tokens=768, most_tokens=768"),
+        ([("env", "game"), ("env.max_turns", "30")], True, "answer_tokens=2047, most_tokens=2047"),
+    ],
+)
+def test_an_algorithm_is_asked_what_does_not_fit_the_size_of_batches_and_answers(flags, needs_env, shape):
+    assert shape in messages([*BASE, *flags], Shaped(), rollout_needs_env=needs_env)
+
+
+def test_an_evaluation_that_would_tell_nothing_is_refused():
+    data = ("data.eval", "b.jsonl")
+    assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
+    said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
+    assert "eval.samples = 4 at eval.temperature = 0 gives one answer 4 times" in said
+    check(load(None, [*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")]), Fake())
+    check(load(None, [*BASE, data, ("eval.every", "4")]), Fake())
+
+
+def test_too_few_rows_a_step_are_refused():
+    said = messages([*OFFLINE, ("data.batch_size", "1")], Demonstrations(rows_min=2))
+    assert "needs at least 2 rows a step, got data.batch_size = 1; set --data.batch_size 2" in said
+
+
+def test_an_algorithm_that_needs_no_reward():
+    unscored = Fake(reward=False)
+    check(load(None, OFFLINE), unscored)
+    check(load(None, [*BASE, ("stream.filter.low", "0"), ("data.eval", "b.jsonl")]), unscored)
+    check(load(None, [*OFFLINE, ("data.eval", "b.jsonl"), ("eval.metric", "length")]), unscored)
+    filtered = messages([*OFFLINE, ("stream.filter.low", "0")], unscored)
+    assert "stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME" in filtered
+    evaluated = messages([*OFFLINE, ("data.eval", "b.jsonl")], unscored)
+    assert "data.eval: nothing scores the answers" in evaluated
+    assert "an online run needs a reward" in messages(OFFLINE)
+
+
+def test_roles_that_compute_with_each_others_heads_need_a_trainer_that_can():
+    class Lends(Trainer):
+        name = "lends"
+        capabilities = frozenset({"lend:head", "export:module"})
+
+    class Keeps(Trainer):
+        name = "keeps"
+        capabilities = frozenset({"export:module"})
+
+    roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
+    flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
+    check(load(None, flags), algorithm, trainer=Lends)
+    said = messages(flags, algorithm, trainer=Keeps)
+    assert "imitate has roles compute with each other's output heads, which trainer 'keeps' cannot" in said
+
+
+def test_settings_of_a_sync_that_never_happens_are_refused():
+    class Holds(Generator):
+        name = "holds"
+        capabilities = frozenset({"accept:tensors", "logprobs"})
+
+    class Borrows(Generator):
+        name = "borrows"
+        capabilities = frozenset({"accept:module", "logprobs"})
+
+    flags = [*BASE, ("sync.check", "warn")]
+    check(load(None, flags), Fake(), generator=Holds)
+    assert "[sync] is set, but generator 'borrows' holds no copy of the weights" in messages(flags, generator=Borrows)
+    assert "[sync] is set, but this run has no generator" in messages(flags)
+
+
+def test_group_size():
+    message = messages(BASE, Fake(group_min=2))
+    assert "leave_one_out needs at least 2 samples per prompt, got 1; set --sampling.samples_per_prompt 2" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "5"), ("min_p", "0.1")])
+def test_truncated_sampling_needs_a_correction(key, value):
+    flags = [*BASE, (f"sampling.{key}", value)]
+    message = messages(flags)
+    assert f"sampling.{key} = {value}: training samples would come from another distribution" in message
+    assert "importance correction" in message
+    check(load(None, flags), Fake(features=("correction",)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
+        ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses none"),
+        (
+            [("critic.model", "c")],
+            {},
+            "[critic] is set, but 'leave_one_out' configured like this holds no role 'critic'",
+        ),
+        ([("roles.judge.model", "j")], {}, "[roles.judge]: no selected plugin declares this further role"),
+        ([("roles.policy.model", "j")], {}, "Write [policy]."),
+        ([("sampling.max_new_tokens", "2048")], {}, "leaves no room for a prompt within data.max_tokens = 2048"),
+        ([("stream.filter.max_rounds", "3")], {}, "neither low, high nor min_std is set"),
+        ([("stream.filter.low", "0.9"), ("stream.filter.high", "0.1")], {}, "low = 0.9 must be below high = 0.1"),
+        ([("stream.filter.min_std", "0.1")], {}, "one sample per prompt has no deviation"),
+        (
+            [("stream.round", "4"), ("stream.staleness", "1")],
+            {},
+            "stream.round = 4 and stream.staleness = 1: both say with which weights a batch is generated",
+        ),
+    ],
+)
+def test_online_combinations(flags, given, expected):
+    assert expected in messages([*BASE, *flags], **given)
+
+
+class Estimator(Advantage):
+    """Return-to-go alone."""
+
+    name = "to_go"
+
+    def returns(self, R_NA, mask_NA, values_NA, boot_N):
+        return R_NA, R_NA
+
+
+class Compares(Estimator):
+    name = "compares"
+
+    def baseline(self, r_N, group_N):
+        return r_N - r_N.mean()
+
+
+def test_rewards_at_turns_need_an_estimator_that_reads_them_there():
+    flags, env = [*BASE, ("env", "game"), ("env.credit", "step")], {"rollout_needs_env": True}
+    reads, compares = Fake(), Fake()
+    reads.parts, compares.parts = {"advantage": Estimator()}, {"advantage": Compares()}
+    check(load(None, flags), reads, **env)
+    assert "env.credit = 'step': advantage 'compares' compares the sums" in messages(flags, compares, **env)
+    assert "algorithm 'leave_one_out' compares the sums" in messages(flags, **env)
+    check(load(None, [*BASE, ("env", "game")]), compares, **env)
+    offline = messages([*flags, ("data.eval", "b.jsonl")], Demonstrations())
+    assert "env.credit = 'step' is of training, and imitate learns from demonstrations" in offline
+
+
+def test_a_recording_may_keep_the_environment_of_its_run():
+    flags = [*BASE, ("env", "game"), ("env.max_turns", "3")]
+    check(load(None, flags), Fake(), rollout_replays_env=True)
+    shaped = messages(flags, Shaped(), rollout_replays_env=True)
+    assert "answer_tokens=768, most_tokens=768" in shaped
+
+
+def test_layers_are_computed_again_where_there_is_a_backward_pass():
+    """Of a policy that only answers a run file may say how it is trained."""
+    policy, reference, judge = RoleSpec("policy"), RoleSpec("reference", like="policy"), RoleSpec("judge", model="j")
+    roles = (policy, reference, judge)
+    check(load(None, [*BASE, ("policy.gradient_checkpointing", "true")]), Fake(roles=roles))
+    again = [("reference.gradient_checkpointing", "true"), ("roles.judge.gradient_checkpointing", "true")]
+    said = messages([*BASE, *again], Fake(roles=roles))
+    assert "reference.gradient_checkpointing = true: reference is not trained" in said
+    assert "roles.judge.gradient_checkpointing = true: judge is not trained" in said
+
+
+def test_what_is_missing_is_named_all_at_once():
+    message = messages([("algorithm", "x")], Fake(group_min=2))
+    assert "(4 problems)" in message
+    assert "policy.model: no model is named. Set --model PATH" in message
+    assert "data.train: no training data is named. Set --data FILE" in message
+    assert "an online run needs a reward, or an environment that gives one. Set --reward NAME" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([("stream.staleness", "1")], "[stream] is set, but imitate learns from demonstrations and samples nothing"),
+        ([("reward", "math")], "reward is set, but imitate learns from demonstrations"),
+        ([("env", "game")], "env is set, but imitate learns from demonstrations"),
+    ],
+)
+def test_what_an_offline_run_would_ignore_is_refused(flags, expected):
+    assert expected in messages([*OFFLINE, *flags], Demonstrations())
+
+
+def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_samples():
+    class Borrows(Generator):
+        name = "borrows"
+        capabilities = frozenset({"accept:module"})
+
+    class Divides(Trainer):
+        name = "divides"
+        capabilities = frozenset({"export:tensors"})
+
+    evaluated = [*OFFLINE, ("data.eval", "b.jsonl"), ("reward", "math")]
+    check(load(None, evaluated), Demonstrations())
+    said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
+    assert "generator 'borrows' (accept:module) cannot take weights from trainer 'divides' (export:tensors)" in said
+    assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), rollout_needs_env=True)
+    assert "env 'game' is set, but rollout 'single_turn' uses none" in messages(
+        [*evaluated, ("env", "game")], Demonstrations()
+    )
+
+
+def test_a_policy_without_an_output_for_tokens_answers_nothing():
+    scores = Demonstrations(roles=(RoleSpec("policy", head="scalar", trained=True),))
+    evaluated = [*OFFLINE, ("data.eval", "b.jsonl")]
+    check(load(None, evaluated), scores)
+    said = messages([*evaluated, ("reward", "math")], scores)
+    assert (
+        "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it." in said
+    )
+
+
+def of_form(form, loss=None):
+    algorithm = Demonstrations()
+    algorithm.data, algorithm.parts = form, {} if loss is None else {"loss": loss}
+    return algorithm
+
+
+class WithMargin(Loss):
+    name = "far"
+
+    def outputs(self):
+        return ("scores",)
+
+    def columns(self):
+        return ("margin",)
+
+    def reduce(self):
+        return {}
+
+    def __call__(self, x):
+        raise NotImplementedError
+
+
+def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
+    assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
+    every_answer = [*OFFLINE, ("data.loss_on", "assistant")]
+    for form in ("demonstrations", "pairs", "labels"):  # what a pair that parts early is told to set must be possible
+        check(load(None, every_answer), of_form(form))
+    said = messages(every_answer, of_form("steps"))
+    assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in said
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "reader"),
+    [
+        ("demonstrations", "chosen", "pairs"),
+        ("labels", "margin", "pairs"),
+        ("pairs", "label", "labels"),
+        ("demonstrations", "steps", "steps"),
+        ("labels", "step_separator", "steps"),
+        ("pairs", "messages", "demonstrations and labels and prompts"),
+        ("steps", "response", "demonstrations and labels"),
+    ],
+)
+def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
+    said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
+    assert f"data.{field}: read of {reader} only; imitate learns from {form}. Remove what is not read." in said
+    check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader.partition(" ")[0], WithMargin()))
+
+
+def test_answers_are_read_of_prompts_where_the_algorithm_learns_from_them():
+    answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
+    check(load(None, answer), Fake(reward=False, given=0.5))
+    said = messages(answer, Fake(reward=False))
+    assert "data.response: read of demonstrations and labels only; leave_one_out learns from prompts" in said
+    assert "data.add_eos: read of demonstrations and pairs and labels only" in said
+
+
+@pytest.mark.parametrize(
+    "flag", ["samples_per_prompt=4", "temperature=0.5", "top_p=0.9", "top_k=5", "min_p=0.1", "ignore_eos=true"]
+)
+def test_how_training_samples_are_drawn_is_refused_where_there_are_none(flag):
+    name, value = flag.split("=")
+    drawn = [*OFFLINE, (f"sampling.{name}", value)]
+    assert f"sampling.{name} = " in messages(drawn, Demonstrations())
+    evaluated = [*drawn, ("data.eval", "b.jsonl"), ("reward", "math")]
+    assert f"sampling.{name} = " in messages(evaluated, Demonstrations())
+
+
+def test_how_answers_end_is_read_where_an_offline_run_is_evaluated_by_answers():
+    limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
+    check(load(None, [*limits, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
+    said = messages(limits, Demonstrations())
+    assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in said
+    assert "sampling.stop = ('x',)" in said
+
+
+def test_patience_needs_evaluations_to_count():
+    flags = [*BASE, ("data.eval", "b.jsonl"), ("eval.patience", "3")]
+    assert "eval.patience = 3 counts evaluations during training, and eval.every is not set" in messages(flags)
+    check(load(None, [*flags, ("eval.every", "4")]), Fake())
+
+
+def test_margins_that_no_loss_reads_are_refused():
+    margins = [*OFFLINE, ("data.margin", "by")]
+    check(load(None, margins), of_form("pairs", WithMargin()))
+    assert "data.margin = 'by': the loss of imitate reads no margins. Remove it" in messages(margins, of_form("pairs"))
+
+
+def test_capabilities():
+    class Silent:
+        name, capabilities = "silent", frozenset({"accept:module"})
+
+    class Remote:
+        name, capabilities = "remote", frozenset({"export:tensors"})
+
+    message = messages(BASE, Fake(generator_logprobs=True), generator=Silent, trainer=Remote)
+    assert "needs the log-probs of the generator, which generator 'silent' does not report" in message
+    assert "generator 'silent' (accept:module) cannot take weights from trainer 'remote' (export:tensors)" in message

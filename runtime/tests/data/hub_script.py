@@ -1,0 +1,35 @@
+"""Open a source, or a model's folder, in a process of its own: clients read HF_ENDPOINT and the like when imported.
+
+Reads a list of requests from stdin, writes a list of answers.
+"""
+
+import json
+import sys
+
+from rlhf.errors import RlhfError
+from rlhf_hub import hub
+from rlhf_hub.published import model_folder, pinned
+from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.data_section import SourceSection
+
+
+def answer(request):
+    hub.use_pins(request.pop("pins", {}))
+    try:
+        if "model" in request:
+            path = pinned(request.pop("model"))
+            folder = model_folder(path, **request)
+            return {"path": path, "folder": folder, "pins": hub.pins(), "notes": hub.notes()}
+        source = load_source(SourceSection(**request))
+        rows = [source[i].columns for i in range(len(source))]
+        where = [source.where(i) for i in range(len(source))]
+        return {
+            "rows": rows, "where": where, "columns": source.columns, "fingerprint": source.fingerprint,
+            "name": source.name, "pins": hub.pins(), "notes": hub.notes(),
+        }  # fmt: skip
+    except RlhfError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    json.dump([answer(request) for request in json.load(sys.stdin)], sys.stdout)

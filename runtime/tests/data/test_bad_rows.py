@@ -1,0 +1,221 @@
+"""Rows from which nothing can be learnt: refused with file and line, or left out and counted."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data_section import DataSection, SourceSection
+
+USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+LABELS = [{"prompt": "p", "response": "r", "label": True}, {"prompt": "p", "response": "r", "label": False}]
+STEPS = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def make(tokenizer, form, rows, **fields):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
+        return TrainData(section, tokenizer, form, 0)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad", "message"),
+    [
+        ("pairs", [PAIR], {**PAIR, "rejected": "good"}, "the chosen and the rejected answer are the same, token"),
+        ("pairs", [PAIR], {**PAIR, "rejected": ""}, "column 'rejected': the answer is empty"),
+        ("pairs", [PAIR], {**PAIR, "chosen": " \n"}, "column 'chosen': the answer is empty"),
+        ("pairs", [PAIR], {"prompt": "p", "chosen": "x"}, "no column 'rejected'; columns present: prompt, chosen"),
+        ("prompts", [{"prompt": "p"}], {"prompt": "half: \ud83d"}, "'\\ud83d' (behind "),
+        ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": "\ude00 x"},
+         "is half of a character, a surrogate without the other"),
+        ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": ""},
+         "column 'response': the answer is empty"),
+        ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": None},
+         "column 'response': must be text, got NoneType"),
+        ("demonstrations", [{"text": "ab"}], {"text": ""}, "the row is empty"),
+        ("labels", LABELS, {**LABELS[0], "response": ""}, "column 'response': the answer is empty"),
+        ("steps", [STEPS], {**STEPS, "labels": [1]}, "2 steps in column 'completions', but 1 labels"),
+        ("steps", [STEPS], {**STEPS, "labels": None}, "must be a list with a label for each step, got NoneType"),
+        ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, "step 2 contains data.step_separator"),
+        ("steps", [STEPS], {**STEPS, "labels": [1, 7]}, "step 2: a label is true or false"),
+        ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),
+        ("prompts", [{"prompt": "p"}], {"prompt": 7}, "must be text, got int '7'"),
+    ],
+)  # fmt: skip
+def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
+    rows = [*good, bad]
+    with pytest.raises(DataError) as error:
+        load(chars, form, rows).take(len(rows))
+    text = str(error.value)
+    assert f"rows.jsonl, line {len(rows)}: " in text
+    assert message in text
+    assert text.endswith('Correct the row, or set data.bad_rows = "drop" to leave such rows out (counted).')
+
+    data = load(chars, form, rows, bad_rows="drop")
+    taken = data.take(2 * len(good) + 1)  # into the third pass
+    assert [r.index for r in taken] == [*range(len(good)), *range(len(good)), 0]
+    assert (data.bad_rows, data.dropped) == (2, 0)
+    state = json.loads(json.dumps(data.state_dict()))
+    resumed = load(chars, form, rows, bad_rows="drop")
+    resumed.load_state_dict(state)
+    assert resumed.bad_rows == 2
+    assert [r.index for r in resumed.take(3)] == [r.index for r in data.take(3)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([USER, {"role": "assistant", "content": " "}], "message 1 (assistant): the answer is empty"),
+        ([USER], "a conversation must end with the assistant's answer"),
+        ([USER, {"role": "assistant", "content": None}], "content must be text, got 'None'"),
+    ],
+)
+def test_conversations(load, chat, bad, message):
+    rows = [{"messages": [USER, BOT]}, {"messages": bad}]
+    with pytest.raises(DataError) as error:
+        load(chat, "demonstrations", rows).take(2)
+    assert "line 2: " in str(error.value)
+    assert message in str(error.value)
+    data = load(chat, "demonstrations", rows, bad_rows="drop")
+    assert [r.index for r in data.take(2)] == [0, 0]
+    assert data.bad_rows == 1
+
+
+def test_only_answers_that_are_trained_on_must_not_be_empty(load, chat):
+    talk = [USER, {"role": "assistant", "content": " "}, USER, BOT]
+    assert len(load(chat, "demonstrations", [{"messages": talk}]).take(1)) == 1
+    with pytest.raises(DataError, match=r"message 1 \(assistant\): the answer is empty"):
+        load(chat, "demonstrations", [{"messages": talk}], loss_on="assistant").take(1)
+
+
+def test_equal_answers_are_judged_by_their_tokens(load, chat):
+    """A template may trim what differs."""
+    trims = copy.deepcopy(chat)
+    trims.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    pair = {"prompt": "p", "chosen": "yo", "rejected": "yo "}
+    load(chat, "pairs", [pair]).take(1)
+    with pytest.raises(DataError, match="are the same, token by token"):
+        load(trims, "pairs", [pair]).take(1)
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("demonstrations", {"prompt": "p" * 8, "response": "r"}),
+        ("pairs", {"prompt": "p" * 8, "chosen": "a", "rejected": "b"}),
+        ("steps", {"prompt": "p" * 8, "completions": ["a"], "labels": [1]}),
+        ("prompts", {"prompt": "p" * 8}),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_for_the_answer(load, chars, form, row):
+    message = r"line 1: the prompt has 8 tokens; data\.max_tokens = 8 leaves no room to answer\. Shorten the row"
+    with pytest.raises(DataError, match=message):
+        load(chars, form, [row], max_tokens=8).take(1)
+    short = {**row, "prompt": "p"}
+    data = load(chars, form, [row, short], max_tokens=8, too_long="drop")
+    assert [r.index for r in data.take(2)] == [1, 1]
+    assert (data.dropped, data.bad_rows) == (2, 0)
+
+
+def test_each_reason_has_its_own_policy(load, chars):
+    rows = [PAIR, {**PAIR, "rejected": "good"}, {**PAIR, "chosen": "x" * 50}]
+    with pytest.raises(DataError, match="line 3: the row has 52 tokens"):
+        load(chars, "pairs", rows, max_tokens=20, bad_rows="drop").take(3)
+    with pytest.raises(DataError, match="line 2: the chosen and the rejected"):
+        load(chars, "pairs", rows, max_tokens=20, too_long="drop").take(3)
+    data = load(chars, "pairs", rows, max_tokens=20, too_long="drop", bad_rows="drop")
+    assert [r.index for r in data.take(3)] == [0, 0, 0]
+    assert (data.bad_rows, data.dropped) == (2, 2)
+
+
+def test_nothing_left_ends_instead_of_looping(load, chars):
+    data = load(chars, "pairs", [{**PAIR, "rejected": "good"}] * 3, bad_rows="drop")
+    with pytest.raises(
+        DataError, match=r"nothing is left to train on\. The last one: the chosen and the rejected answer"
+    ):
+        data.take(1)
+
+
+def test_evaluation_rows_are_counted_apart(load, chars, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(r) + "\n" for r in (PAIR, {**PAIR, "rejected": "good"}, PAIR)))
+    data = load(chars, "pairs", [PAIR], eval=(SourceSection(path=str(held)),), bad_rows="drop")
+    assert [r.index for r in data.eval_rows()] == [0, 2]
+    assert (data.eval_bad_rows, data.eval_dropped, data.bad_rows) == (1, 0, 0)
+    assert [len(part) for part in data.every_example(2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [({"rejected": "good"}, "0 are too long and 2 bad"), ({"chosen": "x" * 99}, "2 are too long and 0 bad")],
+)
+def test_an_evaluation_without_a_row_is_refused(load, chars, tmp_path, change, counts):
+    """Else a run would train on without ever evaluating."""
+    held = tmp_path / "held.jsonl"
+    held.write_text((json.dumps({**PAIR, **change}) + "\n") * 2)
+    eval_ = (SourceSection(path=str(held)),)
+    data = load(chars, "pairs", [PAIR], eval=eval_, bad_rows="drop", too_long="drop", max_tokens=50)
+    with pytest.raises(DataError, match=f"no row of data.eval is left to evaluate on: {counts}.*The last one: the "):
+        data.eval_rows()
+
+
+# -------------------------------------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize(
+    ("value", "counts"), [(True, "3 rows are labelled true and 0 false"), (0, "0 rows are labelled true and 3 false")]
+)
+def test_labels_of_one_kind_are_refused_at_the_start(load, chars, value, counts):
+    rows = [{**LABELS[0], "label": value}] * 3
+    with pytest.raises(DataError) as error:
+        load(chars, "labels", rows)
+    assert counts in str(error.value)
+    assert "Learning from labels needs both; is 'label' the right column?" in str(error.value)
+
+
+def test_labels_of_both_kinds_may_come_from_two_sources(load, chars, tmp_path):
+    for name, row in zip("ab", LABELS, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sources = tuple(SourceSection(path=str(tmp_path / f"{name}.jsonl")) for name in "ab")
+    TrainData(DataSection(train=sources), chars, "labels", 0)
+    TrainData(DataSection(train=sources, eval=sources[:1]), chars, "labels", 0)  # held-out rows may be of one kind
+    with pytest.raises(DataError, match="labels of one kind only"):
+        TrainData(DataSection(train=sources[:1]), chars, "labels", 0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_every_label_is_looked_at_before_the_run(tmp_path, chars, kind):
+    import datasets
+
+    rows = [{"prompt": "p", "response": "r", "label": v} for v in (1, 0, 2, 1)]
+    path = tmp_path / ("rows" if kind == "saved" else f"rows.{kind}")
+    made = datasets.Dataset.from_list(rows)
+    if kind == "saved":
+        made.save_to_disk(str(path))
+    elif kind == "parquet":
+        made.to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    source = SourceSection(path=str(path))
+    with pytest.raises(
+        DataError, match=r"(line 3|row 2): column 'label': a label is .* got int 2\. Correct it, or set"
+    ):
+        TrainData(DataSection(train=(source,)), chars, "labels", 0)
+    data = TrainData(DataSection(train=(source,), bad_rows="drop", shuffle=False), chars, "labels", 0)
+    assert [r["label"] for r in data.take(3)] == [1, 0, 1]
+    assert data.bad_rows == 1
+    few = SourceSection(path=str(path), max_rows=1)
+    with pytest.raises(DataError, match="1 rows are labelled true and 0 false"):
+        TrainData(DataSection(train=(few,)), chars, "labels", 0)

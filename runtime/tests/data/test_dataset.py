@@ -1,0 +1,173 @@
+"""Training data as a run uses it: what fits, what is dropped and counted, exact resume, clear errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data_section import DataSection, SourceSection
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return SourceSection(path=str(path))
+
+    return make
+
+
+def prompts(n):
+    return [{"prompt": "x" * (i + 1), "answer": str(i), "meta": {"i": [i]}} for i in range(n)]
+
+
+def test_all_columns_reach_the_row(write, chars):
+    data = TrainData(DataSection(train=(write("a.jsonl", prompts(3)),), shuffle=False), chars, "prompts", 0)
+    assert data.take(2)[1].columns == {"prompt": "xx", "answer": "1", "meta": {"i": [1]}}
+    assert data.row("a", 2)["answer"] == "2"
+    assert (data.rows_per_epoch, data.epoch) == (3, 2 / 3)
+
+
+def test_long_rows_are_refused_with_file_and_line(write, chars):
+    source = write("a.jsonl", prompts(5))
+    data = TrainData(DataSection(train=(source,), shuffle=False, max_prompt_tokens=3), chars, "prompts", 0)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4: the prompt has 4 tokens, over data\.max_prompt_tokens = 3"):
+        data.take(5)
+    data = TrainData(DataSection(train=(source,), shuffle=False, max_tokens=5), chars, "prompts", 0)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 5: the prompt has 5 tokens; data\.max_tokens = 5 leaves no"):
+        data.take(5)
+
+
+def test_long_rows_are_dropped_counted_and_resumed_over(write, chars):
+    section = DataSection(train=(write("a.jsonl", prompts(10)),), max_prompt_tokens=4, too_long="drop")
+
+    def fresh():
+        return TrainData(section, chars, "prompts", 1)
+
+    data = fresh()
+    rows = data.take(12)
+    assert len(rows) == 12
+    assert all(len(r["prompt"]) <= 4 for r in rows)
+    assert data.dropped >= 12
+    state = json.loads(json.dumps(data.state_dict()))
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    assert (resumed.dropped, resumed.epoch) == (data.dropped, data.epoch)
+    assert [r.index for r in resumed.take(9)] == [r.index for r in data.take(9)]
+
+
+def answered(section, tokenizer):
+    return TrainData(section, tokenizer, "prompts", 0, answers=True)
+
+
+def test_prompts_with_answers_are_read_as_both(write, chars, chat):
+    rows = [{"question": "ab", "answer": "cde"}]
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cde"}]
+    for tokenizer, source in ((chars, rows), (chat, rows), (chat, [{"messages": talk}])):
+        data = answered(DataSection(train=(write("a.jsonl", source),)), tokenizer)
+        [row] = data.take(1)
+        prompt, answer = data.template.encode_answer(row)
+        sequence = data.template.encode_demonstration(row).sequences[0]
+        assert prompt == data.template.encode_prompt(row)
+        assert answer.ids == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
+        assert answer.ids[-1] in data.template.end_token_ids
+        assert (answer.text, answer.given, answer.finish) == ("cde", True, "stop")
+        assert sequence.ids[: len(prompt.ids + answer.ids)] == prompt.ids + answer.ids
+
+
+def test_prompts_that_need_answers_are_refused_without(write, chars):
+    with pytest.raises(DataError, match=r"(?s)no column 'response'.*learns from the answers of some rows"):
+        answered(DataSection(train=(write("a.jsonl", [{"prompt": "x"}]),)), chars)
+    with pytest.raises(DataError, match=r"texts to continue, without prompts"):
+        answered(DataSection(train=(write("t.jsonl", [{"text": "x"}]),)), chars)
+    rows = [
+        {"prompt": "ab", "response": "cd"},
+        {"prompt": "ab", "response": " "},
+        {"prompt": "ab", "response": "cdefg"},
+    ]
+    section = DataSection(train=(write("b.jsonl", rows),), eval=(write("c.jsonl", [{"prompt": "x"}]),), shuffle=False)
+    data = answered(section, chars)
+    assert len(data.eval_rows()) == 1, "held-out rows are only answered"
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: column 'response': the answer is empty"):
+        data.take(3)
+    drops = section.model_copy(update={"bad_rows": "drop", "too_long": "drop", "max_tokens": 6})
+    data = answered(drops, chars)
+    assert [r.index for r in data.take(2)] == [0, 0]
+    assert (data.bad_rows, data.dropped) == (1, 1)
+
+
+def test_nothing_that_fits_ends_instead_of_looping(write, chars):
+    section = DataSection(train=(write("a.jsonl", prompts(4)[1:]),), max_prompt_tokens=1, too_long="drop")
+    with pytest.raises(DataError, match="nothing is left to train on"):
+        TrainData(section, chars, "prompts", 0).take(1)
+
+
+def test_demonstrations_are_limited_by_the_whole_row(write, chars):
+    rows = [{"prompt": "ab", "response": "c" * n} for n in (1, 5, 9)]
+    section = DataSection(train=(write("a.jsonl", rows),), shuffle=False, max_tokens=8)
+    data = TrainData(section, chars, "demonstrations", 0)
+    examples = data.examples(data.take(2))
+    assert [len(e.sequences[0].ids) for e in examples] == [4, 8]
+    assert [sum(e.sequences[0].loss_mask) for e in examples] == [2, 6]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: the row has 12 tokens, over data\.max_tokens = 8"):
+        data.take(1)
+
+
+def test_a_bad_row_is_named_with_file_and_line(write, chars):
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}]
+    data = TrainData(DataSection(train=(write("a.jsonl", rows),), shuffle=False), chars, "demonstrations", 0)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: column 'response': must be text, got NoneType"):
+        data.take(2)
+
+
+def test_missing_columns_are_named_with_those_present_for_all_sources(write, chars):
+    section = DataSection(
+        train=(write("a.jsonl", [{"promt": "x", "response": "y"}]),), eval=(write("b.jsonl", [{"prompt": "x"}]),)
+    )
+    with pytest.raises(DataError) as error:
+        TrainData(section, chars, "demonstrations", 0)
+    message = str(error.value)
+    assert "a.jsonl) has no column 'prompt'; columns present: promt, response. Did you mean 'promt'?" in message
+    assert "Name the right one with --data.prompt." in message
+    assert "data.eval 'b'" in message
+    assert "has no column 'response'; columns present: prompt. Name the right one with --data.response." in message
+
+
+def test_which_columns_are_required(write, chars, chat):
+    only = write("a.jsonl", [{"text": "x"}])
+    TrainData(DataSection(train=(only,), response="text", loss_on="all"), chars, "demonstrations", 0).take(1)
+    TrainData(DataSection(train=(only,), input_template="{text}"), chars, "prompts", 0).take(1)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = TrainData(DataSection(train=(write("b.jsonl", [{"m": talk}]),), messages="m"), chat, "demonstrations", 0)
+    assert len(data.examples(data.take(1))) == 1
+    assert data.template.encode_prompt(data.row("b", 0)).text == "a"  # for evaluation by rollouts
+    with pytest.raises(DataError, match="has no column 'chosen'"):
+        TrainData(DataSection(train=(only,)), chat, "pairs", 0)
+
+
+def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
+    """A training and an evaluation source may have one name; their rows are never mixed up."""
+    train = write("a.jsonl", [{"prompt": "t", "response": "train"}])
+    held_out = [{"prompt": "e" * (i + 1), "response": "eval"} for i in range(4)]
+    path = write("held/a.jsonl".replace("held/", "held_"), held_out).path
+    section = DataSection(
+        train=(train,), eval=(SourceSection(path=path, name="a"),), max_prompt_tokens=3, too_long="drop", shuffle=False
+    )
+    data = TrainData(section, chars, "demonstrations", 0)
+    taken = data.take(1)
+    rows = data.eval_rows()
+    assert [r["prompt"] for r in rows] == ["e", "ee", "eee"]
+    assert (data.eval_dropped, data.dropped) == (1, 0)
+    data.take(1)
+    assert data.template.decode(data.examples(rows)[0].sequences[0].ids) == "eeval"
+    assert data.template.encode_prompt(taken[0]).text == "t"
+    assert data.template.encode_prompt(rows[0]).text == "e"
+
+
+def test_pairs(write, chars):
+    rows = [{"prompt": "p", "chosen": "g", "rejected": "bb"}]
+    data = TrainData(DataSection(train=(write("a.jsonl", rows),)), chars, "pairs", 0)
+    assert [len(s.ids) for s in data.examples(data.take(1))[0].sequences] == [3, 4]

@@ -1,0 +1,453 @@
+"""Column layouts of the hub: what each is recognised as, what its rows become, what is ambiguous, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf_runtime.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data_section import DataSection, SourceSection
+
+USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+NO = {"role": "assistant", "content": "no"}
+HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}
+HH = "\n\nHuman: hi\n\nAssistant:"
+PRM800K = {
+    "question": {"problem": "1+1?", "ground_truth_answer": "2"},
+    "label": {"steps": [
+        {"completions": [{"text": "Hm.", "rating": 0}, {"text": "Add.", "rating": 1}], "human_completion": None,
+         "chosen_completion": 1},
+        {"completions": [{"text": "x", "rating": -1}], "human_completion": {"text": "By hand.", "rating": None},
+         "chosen_completion": None},
+        {"completions": [{"text": "So.", "rating": 0}], "human_completion": None, "chosen_completion": 0},
+        {"completions": [{"text": "3.", "rating": -1}, {"text": "4.", "rating": -1}], "human_completion": None,
+         "chosen_completion": None},
+    ], "finish_reason": "found_error"},
+}  # fmt: skip
+SHEPHERD = {"input": "1+1? Step 1: Add. ки\nStep 2: It is 3. ки", "label": "1+1? Step 1: Add. +\nStep 2: It is 3. -"}
+
+
+def found(form, row, **options):
+    """({field: column}, conversion) of a source with this first row."""
+    layout = recognise(form, list(row), row, **options)
+    return dict(layout.columns), layout.conversion
+
+
+# ---------------------------------------------------------------------------------- recognised
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "columns", "conversion"),
+    [
+        # this project's own names, and TRL's
+        ("demonstrations", {"prompt": "a", "response": "b", "id": 1}, {"prompt": "prompt", "response": "response"}, ""),
+        ("demonstrations", {"prompt": "a", "completion": "b"}, {"prompt": "prompt", "response": "completion"}, ""),
+        ("demonstrations", {"prompt": [USER], "completion": [BOT]},
+         {"prompt": "prompt", "response": "completion"}, ""),
+        ("demonstrations", {"messages": [USER, BOT], "source": "x"}, {"messages": "messages"}, ""),
+        ("demonstrations", {"text": "a", "meta": {}}, {"text": "text"}, ""),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"},
+         {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
+         {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"chosen": [USER, BOT], "rejected": [USER, NO]}, {"chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO], "messages": [USER, BOT]},
+         {"chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"chosen": HH + " yo", "rejected": HH + " no"},
+         {"chosen": "chosen", "rejected": "rejected"}, "dialogues"),
+        ("labels", {"prompt": "a", "completion": "b", "label": True},
+         {"prompt": "prompt", "response": "completion", "label": "label"}, ""),
+        ("labels", {"messages": [USER, BOT], "label": 0}, {"messages": "messages", "label": "label"}, ""),
+        ("steps", {"prompt": "a", "completions": ["b"], "labels": [True]},
+         {"prompt": "prompt", "steps": "completions", "step_labels": "labels"}, ""),
+        ("prompts", {"prompt": "a", "completion": "b", "question": "c"}, {"prompt": "prompt"}, ""),
+        # OpenRLHF's keys, and the data sets that its scripts name
+        ("demonstrations", {"input": "a", "output": "b"}, {"prompt": "input", "response": "output"}, ""),
+        ("demonstrations", {"id": "1", "system_prompt": "s", "question": "a", "response": "b"},
+         {"system": "system_prompt", "prompt": "question", "response": "response"}, ""),
+        ("labels", {"instruction": "a", "response": "b", "score": 1.0},
+         {"prompt": "instruction", "response": "response", "label": "score"}, ""),
+        ("steps", SHEPHERD | {"task": "GSM8K"}, {"steps": "input", "step_labels": "label"}, "marked_steps"),
+        ("steps", {"input": SHEPHERD["input"], "value": ["+", "-"]},
+         {"steps": "input", "step_labels": "value"}, "marked_steps"),
+        ("prompts", {"input": "a", "answer": "b"}, {"prompt": "input"}, ""),
+        # ShareGPT, alpaca and others
+        ("demonstrations", {"conversations": [HUMAN, GPT], "system": "s"},
+         {"system": "system", "messages": "conversations"}, "turns"),
+        ("labels", {"conversations": [HUMAN, GPT], "is_correct": True},
+         {"messages": "conversations", "label": "is_correct"}, "turns"),
+        ("pairs", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}},
+         {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}, "answers_in_turns"),
+        ("pairs", {"system": "", "question": "a", "chosen": "b", "rejected": "c"},
+         {"system": "system", "prompt": "question", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("demonstrations", {"instruction": "a", "input": "b", "output": "c", "text": "a b c"},
+         {"prompt": "instruction", "context": "input", "response": "output"}, "context"),
+        ("demonstrations", {"instruction": "a", "output": "c"}, {"prompt": "instruction", "response": "output"}, ""),
+        ("demonstrations", {"instruction": "a", "context": "", "response": "c", "category": "qa"},
+         {"prompt": "instruction", "context": "context", "response": "response"}, "context"),
+        ("demonstrations", {"question": "a", "answer": "b"}, {"prompt": "question", "response": "answer"}, ""),
+        ("prompts", {"instruction": "a", "input": "b", "output": "c"},
+         {"prompt": "instruction", "context": "input"}, "context"),
+        ("prompts", {"question": "a", "answer": "b"}, {"prompt": "question"}, ""),
+        ("prompts", {"problem": "a", "solution": "b", "level": "c"}, {"prompt": "problem"}, ""),
+        ("prompts", {"messages": [USER, BOT]}, {"messages": "messages"}, ""),
+        ("prompts", {"conversations": [HUMAN, GPT]}, {"messages": "conversations"}, "turns"),
+        ("steps", {"problem": "a", "steps": [{"text": "b", "rating": 1}, {"text": "c", "rating": -1}]},
+         {"prompt": "problem", "steps": "steps"}, "rated_steps"),
+        ("steps", PRM800K, {"prompt": "question", "steps": "label"}, "prm800k"),
+        ("steps", {"question": "a", "steps": ["b"], "ratings": [0.5]},
+         {"prompt": "question", "steps": "steps", "step_labels": "ratings"}, ""),
+    ],
+)  # fmt: skip
+def test_recognised(form, row, columns, conversion):
+    assert found(form, row, chat=True) == (columns, conversion)
+    conversations = "messages" in columns or (form == "pairs" and "prompt" not in columns and conversion == "")
+    if conversations:
+        with pytest.raises(DataError, match="has conversations, which need a chat template, but none is used"):
+            found(form, row)
+    else:
+        assert found(form, row) == (columns, conversion)
+
+
+def test_what_is_named_wins():
+    row = {"prompt": "a", "q": "b", "response": "c", "r": "d", "messages": [USER, BOT], "ok": True, "label": "x"}
+    demonstrations = {"prompt": "prompt", "response": "response"}
+    assert found("demonstrations", row, chat=True) == (demonstrations, "")
+    assert found("demonstrations", row, chat=True, named={"prompt": "q"}) == ({**demonstrations, "prompt": "q"}, "")
+    assert found("demonstrations", row, named={"response": "r"}) == ({**demonstrations, "response": "r"}, "")
+    assert found("demonstrations", row, chat=True, named={"messages": "messages"}) == ({"messages": "messages"}, "")
+    assert found("labels", row, named={"label": "ok"}) == ({**demonstrations, "label": "ok"}, "")
+    assert found("labels", row)[0]["label"] == "label"  # by its default name, whatever it holds: said row by row
+    # a column that is named and not there is never replaced by another
+    with pytest.raises(
+        DataError,
+        match=r"no column 'answr'; columns present: prompt, answer\. Did you mean 'answer'\? Name .* --data\.response",
+    ):
+        found("demonstrations", {"prompt": "a", "answer": "b"}, named={"response": "answr"})
+    # naming a column keeps its conversion, and takes no further column along
+    row = {"talk": [HUMAN, GPT], "system": "s"}
+    assert found("demonstrations", row, chat=True, named={"messages": "talk"}) == ({"messages": "talk"}, "turns")
+    # whole conversations beside a prompt that is named: taken by its word
+    row = {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]}
+    assert "prompt" in found("pairs", row, chat=True, named={"prompt": "prompt"})[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "ways", "naming"),
+    [
+        ("demonstrations", {"question": "a", "answer": "b", "solution": "c"}, 2, {"response": "solution"}),
+        ("demonstrations", {"prompt": "a", "completion": "b", "messages": [USER, BOT]}, 2, {"messages": "messages"}),
+        ("demonstrations", {"messages": [USER], "conversations": [HUMAN]}, 2, {"messages": "messages"}),
+        ("prompts", {"question": "a", "input": "b"}, 2, {"prompt": "question"}),
+        ("labels", {"prompt": "a", "response": "b", "score": 1, "is_correct": True}, 2, {"label": "score"}),
+        ("pairs", {"question": "a", "query": "b", "chosen": "c", "rejected": "d"}, 2, {"prompt": "query"}),
+    ],
+)
+def test_what_could_be_read_in_several_ways_is_refused(form, row, ways, naming):
+    with pytest.raises(DataError) as error:
+        found(form, row, chat=True)
+    message = str(error.value)
+    assert "can be read in several ways: (1) " in message
+    assert f"({ways}) " in message
+    assert f"({ways + 1}) " not in message
+    assert "Name those to use, e.g. --data." in message
+    columns, _ = found(form, row, chat=True, named=naming)
+    assert naming.items() <= columns.items()
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"),
+    [
+        (
+            "pairs",
+            {"chosen": "a", "rejected": "b"},
+            "has no column 'prompt'; columns present: chosen, rejected. Name the right one with --data.prompt.",
+        ),
+        ("pairs", {"prompt": "a", "chosen": "b"}, "has no column 'rejected'; columns"),
+        ("pairs", {"prompt": "other", "chosen": [USER, BOT], "rejected": [USER, NO]}, "that they do not repeat; name"),
+        ("labels", {"prompt": "a", "response": "b", "score": 7.5}, "has no column 'label';"),
+        ("steps", {"prompt": "a", "steps": [{"text": "b"}]}, "has no column 'completions';"),
+        ("steps", {"prompt": "a", "completions": ["b"]}, "has no column 'labels';"),
+        ("demonstrations", {"prompt": "a"}, "has no column 'response';"),
+    ],
+)
+def test_what_is_not_recognised_says_what_is_missing(form, row, message):
+    with pytest.raises(DataError) as error:
+        found(form, row, chat=True)
+    assert message in str(error.value)
+    assert f"columns present: {', '.join(row)}." in str(error.value) or "repeat" in message
+
+
+# ------------------------------------------------------------------------------------- what rows become
+
+
+@pytest.fixture
+def read(tmp_path):
+    """(data, examples) of rows under a form."""
+
+    def make(tokenizer, form, rows, **fields):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, **fields)
+        data = TrainData(section, tokenizer, form, 0)
+        return data, data.examples(data.take(len(rows)))
+
+    return make
+
+
+def shown(tokenizer, sequence):
+    """Text with what is trained on in brackets."""
+    parts, on = [], False
+    for token, trained in zip(sequence.ids, sequence.loss_mask, strict=True):
+        parts.append("[" if trained and not on else "]" if on and not trained else "")
+        parts.append(tokenizer.decode([token]))
+        on = trained
+    return "".join(parts) + ("]" if on else "")
+
+
+def test_dialogues_as_plain_text(read, chars):
+    data, (example,) = read(chars, "pairs", [{"chosen": HH + " yo", "rejected": HH + " yes"}])
+    assert [shown(chars, s) for s in example.sequences] == [f"{HH}[ yo<eos>]", f"{HH}[ yes<eos>]"]
+    assert data.template.encode_prompt(data.row("rows", 0)).text == HH  # for evaluation by answering
+    assert data.notes == [
+        f"data.train 'rows' ({data.section.train[0].path}) is read as chosen, rejected (Human/Assistant dialogues: "
+        "the prompt is their common front up to '\\n\\nAssistant:')"
+    ]
+
+
+def test_dialogues_as_messages(read, chat):
+    front = "\n\nHuman: hi\n\nAssistant: Yes?\n\nHuman: well\n\nAssistant:"
+    _, (example,) = read(chat, "pairs", [{"chosen": front + " yo ", "rejected": front + " no"}])
+    start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
+    assert [shown(chat, s) for s in example.sequences] == [f"{start}[yo<eos>]", f"{start}[no<eos>]"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        (HH + " a", "\n\nHuman: ho\n\nAssistant: b", "no common front that ends with '\\n\\nAssistant:'"),
+        (HH + " a\n\nHuman: x\n\nAssistant: c", HH + " b", "part before the last answer: chosen goes on with ' a"),
+        (HH, HH + " b", "the answer is empty"),
+        (HH + " a", HH + " a", "the chosen and the rejected answer are the same, token by token"),
+        (HH + " a", 3, "columns 'chosen', 'rejected': rejected must be text, got int 3"),
+    ],
+)
+def test_dialogues_that_cannot_be_pairs(read, chars, chosen, rejected, message):
+    good = {"chosen": HH + " yo", "rejected": HH + " yes"}
+    with pytest.raises(DataError) as error:
+        read(chars, "pairs", [good, {"chosen": chosen, "rejected": rejected}])
+    assert "rows.jsonl, line 2: " in str(error.value)
+    assert message in str(error.value)
+
+
+def test_conversations_with_an_implicit_prompt(read, chat):
+    """TRL's: the prompt is what both share; a prompt column that repeats it changes nothing."""
+    rows = [{"chosen": [USER, BOT], "rejected": [USER, NO]}]
+    _, (plain,) = read(chat, "pairs", rows)
+    data, (beside,) = read(chat, "pairs", [{"prompt": "hi", **rows[0]}])
+    assert [shown(chat, s) for s in plain.sequences] == [
+        "<|user|>hi<eos><|assistant|>[yo<eos>]", "<|user|>hi<eos><|assistant|>[no<eos>]"
+    ]  # fmt: skip
+    assert plain.sequences == beside.sequences
+    assert data.template.encode_prompt(data.row("rows", 0)).text == "hi"
+
+
+def test_conversations_that_part_early(read, chat):
+    more = {"role": "user", "content": "and"}
+    row = {"chosen": [USER, BOT, more, NO], "rejected": [USER, NO, more, BOT]}
+    with pytest.raises(DataError, match="line 1: the chosen and the rejected conversation differ before their last"):
+        read(chat, "pairs", [row])
+    _, (example,) = read(chat, "pairs", [row], loss_on="assistant")
+    assert shown(chat, example.sequences[0]).count("[") == 2
+
+
+def test_turns_alpaca_and_system_messages(read, chat, chars):
+    _, (turns,) = read(chat, "demonstrations", [{"conversations": [HUMAN, GPT], "system": "S"}])
+    assert shown(chat, turns.sequences[0]) == "<|system|>S<eos><|user|>hi<eos><|assistant|>[yo<eos>]"
+    rows = [{"instruction": "do", "input": "x", "output": "y"}, {"instruction": "do", "input": "", "output": "y"}]
+    _, alpaca = read(chat, "demonstrations", rows)
+    assert [shown(chat, e.sequences[0]) for e in alpaca] == [
+        "<|user|>do\n\nx<eos><|assistant|>[y<eos>]", "<|user|>do<eos><|assistant|>[y<eos>]"
+    ]  # fmt: skip
+    rows = [
+        {"system_prompt": "S", "question": "q", "response": "r"},
+        {"system_prompt": "", "question": "q", "response": "r"},
+    ]
+    _, plain = read(chars, "demonstrations", rows)
+    assert [shown(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
+    with pytest.raises(DataError, match="column 'question': the row has a system message of its own and data"):
+        read(chat, "demonstrations", rows[:1], system="T")
+    with pytest.raises(DataError, match="a turn is from 'narrator'; known are human, user, gpt"):
+        read(chat, "demonstrations", [{"conversations": [{"from": "narrator", "value": "x"}, GPT]}])
+
+
+def test_texts_are_continued_as_they_are(read, chat, chars):
+    """Also where the model has a chat template: continued pre-training sees no prompt."""
+    for tokenizer in (chars, chat):
+        _, (example,) = read(tokenizer, "demonstrations", [{"text": "<user>ab"}])
+        assert shown(tokenizer, example.sequences[0]) == "[<user>ab<eos>]"
+    for field in ({"template": "chat"}, {"system": "S"}):
+        with pytest.raises(DataError, match="has texts to continue, which are tokenised as they are; data"):
+            read(chat, "demonstrations", [{"text": "ab"}], **field)
+
+
+def test_steps_of_math_shepherd(read, chars):
+    for labels in ({"label": SHEPHERD["label"]}, {"value": ["+", "-"]}, {"labels": [1.0, 0.0]}):
+        _, (example,) = read(chars, "steps", [{"input": SHEPHERD["input"], **labels}])
+        (sequence,) = example.sequences
+        assert shown(chars, sequence) == "1+1? [Step 1: Add.\nStep 2: It is 3.\n]"
+        assert example.values["steps"] == [(17, 1.0), (34, 0.0)]
+        assert [chars.decode([sequence.ids[at]]) for at, _ in example.values["steps"]] == ["\n", "\n"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "1+1? Step 1: a. ки\nStep 2: b.", "label": ["+", "-"]}, "a step without a mark 'ки' after it: 'S"),
+        ({"input": "1+1? a. ки", "label": "1+1? a. +"}, "no 'Step 1:' before the first mark"),
+        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("Add", "add")}, "step 1: the labels' text"),
+        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"] + " x"}, "the labels' text goes on after"),
+        ({"input": SHEPHERD["input"], "label": SHEPHERD["label"].replace("+\n", "?\n")}, "step 1: a label is"),
+        ({"input": SHEPHERD["input"], "label": ["+"]}, "2 steps in column 'input', but 1 labels in column 'label'"),
+    ],
+)  # fmt: skip
+def test_marked_steps_that_are_refused(read, chars, row, message):
+    with pytest.raises(DataError) as error:
+        read(chars, "steps", [row])
+    assert "line 1: " in str(error.value)
+    assert message in str(error.value)
+
+
+def test_steps_of_prm800k(read, chars):
+    _, (example,) = read(chars, "steps", [PRM800K])
+    (sequence,) = example.sequences
+    assert shown(chars, sequence) == "1+1?[Add.\nBy hand.\nSo.\n3.\n]"
+    assert [label for _, label in example.values["steps"]] == [1.0, 1.0, 1.0, 0.0]  # neutral counts as right
+    lost = json.loads(json.dumps(PRM800K))
+    lost["label"]["steps"][0]["chosen_completion"] = None
+    with pytest.raises(DataError, match="line 1: columns 'question', 'label': step 1: no completion was chosen"):
+        read(chars, "steps", [lost])
+
+
+def test_rated_steps(read, chars):
+    rows = [{"prompt": "Q:", "steps": [{"text": "a", "rating": 0}, {"text": "b", "rating": -1}]},
+            {"prompt": "Q:", "steps": [{"text": "a", "label": 0.25}, {"text": "b", "label": True}]}]  # fmt: skip
+    _, (first, second) = read(chars, "steps", rows)
+    assert [first.values["steps"], second.values["steps"]] == [[(3, 1.0), (5, 0.0)], [(3, 0.25), (5, 1.0)]]
+    with pytest.raises(DataError, match=r"a rating is -1 \(wrong\), 0 \(neutral\) or 1 \(right\), got 2"):
+        read(chars, "steps", [{"prompt": "Q:", "steps": [{"text": "a", "rating": 2}]}])
+
+
+def test_recognised_prompts_reach_the_policy_and_templates(read, chars, chat, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "2+2", "answer": "4"}) + "\n")
+    for tokenizer, field, text in [
+        (chars, {}, "2+2"), (chat, {}, "2+2"), (chars, {"input_template": "Q: {question} A:"}, "Q: 2+2 A:")
+    ]:  # fmt: skip
+        data = TrainData(DataSection(train=(SourceSection(path=str(path)),), **field), tokenizer, "prompts", 0)
+        (row,) = data.take(1)
+        assert row.columns == {"question": "2+2", "answer": "4"}  # rewards see the row as it is
+        assert data.template.encode_prompt(row).text == text
+    _, (example,) = read(chars, "steps", [SHEPHERD], input_template="<{prompt}>\n")  # of the conversion
+    assert shown(chars, example.sequences[0]).startswith("<1+1? >\n[Step 1")
+
+
+def test_each_source_has_its_own_layout(tmp_path, chat):
+    rows = {"a": {"conversations": [HUMAN, GPT]}, "b": {"instruction": "hi", "output": "yo"},
+            "c": {"messages": [USER, BOT]}, "d": {"prompt": "hi", "response": "yo"}}  # fmt: skip
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sources = tuple(SourceSection(path=str(tmp_path / f"{name}.jsonl")) for name in rows)
+    data = TrainData(DataSection(train=sources, shuffle=False), chat, "demonstrations", 0)
+    texts = {shown(chat, e.sequences[0]) for e in data.examples(data.take(4))}
+    assert texts == {"<|user|>hi<eos><|assistant|>[yo<eos>]"}
+    assert [note.split("is read as ")[1] for note in data.notes] == [
+        "messages = 'conversations' (from/value turns as messages)", "prompt = 'instruction', response = 'output'",
+        "messages"
+    ]  # fmt: skip
+
+
+def test_a_layout_crosses_processes(chars):
+    import pickle
+
+    layout = recognise("pairs", ["chosen", "rejected"], {"chosen": HH + " a", "rejected": HH + " b"})
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout == Layout({"chosen": "chosen", "rejected": "rejected"}, "dialogues")
+    assert copy.read({"chosen": HH + " a", "rejected": HH + " b"})["prompt"] == HH
+
+
+def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, chars):
+    """Else a model would learn calls of tools that nobody told it of."""
+    row = {"messages": [USER, BOT], "tools": [{"name": "add"}], "chat_template_kwargs": None}
+    data, _ = read(chat, "demonstrations", [row])
+    (note,) = [n for n in data.notes if "is not given" in n]
+    assert "has the column 'tools' and 'chat_template_kwargs', which the chat template is not given" in note
+    data, _ = read(chars, "demonstrations", [{"prompt": "a", "response": "b", "tools": []}])
+    assert data.notes == []
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "said"),
+    [
+        ("demonstrations", {"conversations": [{"from": ["x"], "value": "x"}, GPT]}, "a turn is from"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": [1]}]}, "a rating is -1"),
+        ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating is -1"),
+        ("steps", {"question": {"problem": "p"}, "label": {"steps": [1]}}, "step 1: must have completions"),
+        *(
+            ("steps", {"question": {"problem": "p"}, "label": {"steps": [step]}}, said)
+            for step, said in (
+                ({"completions": 5}, "step 1: completions must be"),
+                ({"completions": [1], "chosen_completion": 0}, "step 1: completions must be"),
+                ({"completions": [], "chosen_completion": -1}, "step 1: no completion was chosen"),
+                ({"human_completion": "x"}, "step 1: completions must be"),
+            )
+        ),
+    ],
+)
+def test_values_that_are_no_such_thing_make_a_bad_row(tmp_path, chat, form, row, said):
+    """Behind a first row that is as it should be; not a TypeError that ends the run without file and line."""
+    good = {"conversations": {"conversations": [HUMAN, GPT]}, "label": PRM800K}
+    first = good.get([*row][-1], {"prompt": "p", "steps": [{"text": "t", "rating": 1}]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(first) + "\n" + json.dumps(row) + "\n")
+    data = TrainData(DataSection(train=(SourceSection(path=str(path)),), bad_rows="drop"), chat, form, 0)
+    (source,) = data.sources["train"]
+    assert data.judge(source[0]).kind == ""
+    verdict = data.judge(source[1])
+    assert verdict.kind == "bad_rows"
+    assert said in verdict.text
+
+
+def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
+    assert is_turn({"from": "human", "value": "hi"})
+    assert not is_turn("a value from a list")
+    assert is_dialogue("\n\nHuman: hi\n\nAssistant: yes")
+    assert not is_dialogue("He asked:\n\nHuman: hi\n\nAssistant: yes")
+    assert not is_dialogue("Human: hi")
+
+
+def test_the_text_of_a_rated_step_may_be_called_otherwise():
+    steps = [{"content": "a", "rating": 1}, {"step": "b", "label": 0.5}, {"text": "c", "rating": -1}, {"other": "d"}]
+    made = rated_steps({"prompt": "p", "steps": steps}, False)
+    assert made == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
+
+
+def test_prm800k_has_steps_in_its_label():
+    question = {"problem": "p"}
+    assert is_prm800k(question, {"steps": []})
+    assert not is_prm800k(question, {"total_time": 1})
+    for label in ({}, {"steps": None}, {"steps": "a"}):
+        with pytest.raises(DataError, match=r"must have question\.problem and label\.steps"):
+            prm800k({"prompt": question, "steps": label}, False)
+
+
+def test_a_conversation_repeats_a_prompt_of_messages_by_beginning_with_it():
+    other = {"role": "user", "content": "other"}
+    assert repeats([[USER, BOT], [USER, other]], [USER])
+    assert not repeats([[USER, BOT], [other, USER, BOT]], [USER])
+    assert repeats([[USER, BOT], [other, USER, BOT]], USER["content"]), "a text is said anywhere"
+    assert not repeats([[USER, BOT], [other, BOT]], USER["content"])

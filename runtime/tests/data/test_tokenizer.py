@@ -1,0 +1,109 @@
+"""Loading a tokenizer, and what is said where that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from rlhf.errors import ConfigError, DataError, ModelError
+from rlhf.types import Row
+from rlhf_runtime.data.template import Template
+from rlhf_runtime.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
+from rlhf_runtime.data_section import DataSection
+from rlhf_testing.tiny import tiny_tokenizer
+
+
+def refused(path) -> str:
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(str(path))
+    return str(error.value)
+
+
+def test_loads(tmp_path):
+    assert load_tokenizer(str(tiny_tokenizer(tmp_path / "m"))).eos_token == "<eos>"
+
+
+def test_missing_folder_names_those_beside_it(tmp_path):
+    tiny_tokenizer(tmp_path / "model")
+    message = refused(tmp_path / "modle")
+    assert "there is no such folder" in message
+    assert "there are: model." in message
+
+
+def test_folder_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no tokenizer (none of tokenizer.json" in refused(tmp_path)
+
+
+def test_damaged_tokenizer(tmp_path):
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "cannot load the tokenizer of" in refused(tmp_path)
+
+
+def test_no_end_token(tmp_path):
+    tiny_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("eos_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "has no end token" in refused(tmp_path)
+
+
+def test_stop_strings_that_no_text_shows(tmp_path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab<>eos|+", chat_template="default")))
+    check_stops(("eos", "<eo", "\n\n"), tokenizer)
+    for stop, token in (("<eos>", "<eos>"), ("a<|user|>", "<|user|>")):
+        assert Decoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
+        with pytest.raises(ConfigError, match=re.escape(f"{stop!r} holds the special token {token!r}, which")):
+            check_stops((stop,), tokenizer)
+
+
+def test_what_plugins_get_of_a_tokenizer(tmp_path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+")))
+    tokens = tokens_of(tokenizer)
+    assert tokens.encode("ab<eos>") == [3, 4, 1]
+    assert tokens.decode([3, 1, 4]) == "a<eos>b"
+    assert tokens.single("+", "label") == 5
+
+
+@pytest.mark.parametrize(("text", "shown"), [("ba", r"2 \(4 'b', 3 'a'\)"), ("", r"0 \(none\)")])
+def test_a_text_that_is_not_one_token(tmp_path, text, shown):
+    tokens = tokens_of(load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab+"))))
+    with pytest.raises(ConfigError, match=rf"^the label: {text!r} must be one token .* but is {shown}\. Choose"):
+        tokens.single(text, "the label")
+
+
+def test_a_named_chat_template_takes_the_place_of_the_tokenizers_own(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role[0] + '|' + m.content + eos_token }}{% endfor %}", encoding="utf-8"
+    )
+    row = Row({"prompt": "a+b"}, "data", 0)
+    for name, theirs in (("none", None), ("default", "default")):
+        tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path / name, chars="abu|+", chat_template=theirs)))
+        template = Template(tokenizer, DataSection(chat_template=str(file)))
+        assert tokenizer.decode(template.encode_prompt(row).ids) == "u|a+b<eos>"
+        assert tokenizer.chat_template == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"chat_template": "gone.jinja"},
+            r"cannot read '.*gone.jinja'.*It is the path of a file with a Jinja template",
+        ),
+        ({"chat_template": "empty.jinja"}, "empty.jinja is empty"),
+        ({"chat_template": "broken.jinja"}, "unexpected char"),
+        ({"chat_template": "empty.jinja", "template": "plain"}, "does nothing with data.template = 'plain'"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(tmp_path, options, message):
+    (tmp_path / "empty.jinja").write_text(" \n")
+    (tmp_path / "broken.jinja").write_text("{% ? %}")
+    section = DataSection(**{**options, "chat_template": str(tmp_path / options["chat_template"])})
+    with pytest.raises((ConfigError, DataError), match=message):
+        Template(load_tokenizer(str(tiny_tokenizer(tmp_path / "m"))), section).encode_prompt(
+            Row({"prompt": "a"}, "d", 0)
+        )

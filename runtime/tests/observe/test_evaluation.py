@@ -1,0 +1,107 @@
+import itertools
+
+import pytest
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_runtime.observe import evaluation_metrics, pass_at_k
+
+
+def group(rewards, source="a", lengths=None, finish="stop", number=0):
+    row = Row({}, source, number)
+    lengths = lengths or [1] * len(rewards)
+    return Group(
+        row,
+        number,
+        [
+            Trajectory(
+                row,
+                [Turn([1], False), Turn([1] * length, True, finish=finish)],
+                (number, n),
+                reward=reward,
+                status="failed" if reward is None else "ok",
+            )
+            for n, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+        ],
+    )
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)  # 1 - C(3,3)/C(5,3) = 1 - 1/10
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(4, 2, 3) == 1.0  # fewer than 3 wrong answers
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_pass():
+    for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
+        if c <= n and k <= n:
+            subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 3, 1), (2, 1, 3), (2, 1, 0), (0, 0, 1)])
+def test_undefined_pass_at_k_is_refused(n, c, k):
+    with pytest.raises(ValueError, match="is undefined; needs"):
+        pass_at_k(n, c, k)
+
+
+def test_metrics_by_hand():
+    groups = [group([1.0, 0.0, 0.0, 0.0], lengths=[2, 4, 6, 8]), group([1.0, 1.0, 0.5, 0.0], lengths=[1, 1, 1, 1])]
+    assert evaluation_metrics(groups, samples=4) == pytest.approx(
+        {
+            "pass@1": (0.25 + 0.5) / 2,
+            "pass@2": (0.5 + (1 - 1 / 6)) / 2,
+            "pass@4": 1.0,
+            "avg@4": 0.375,
+            "reward": (0.25 + 0.625) / 2,
+            "length": 3.0,
+            "truncated": 0.0,
+            "unscored": 0.0,
+            "prompts": 2.0,
+        }
+    )
+    assert evaluation_metrics(groups, samples=4, threshold=0.5)["avg@4"] == pytest.approx((0.25 + 0.75) / 2)
+    assert "pass@3" in evaluation_metrics([group([1.0, 0.0, 0.0])], samples=3)
+
+
+def test_scores_of_their_own_are_reported_beside_rewards():
+    scored = group([0.0, 1.0, None])
+    scored.trajectories[0].score = 0.75  # e.g. of steps whose values are at their tokens
+    metrics = evaluation_metrics([scored, group([1.0])])
+    assert (metrics["reward"], metrics["score"]) == ((0.5 + 1.0) / 2, (0.875 + 1.0) / 2)
+    scored.trajectories[0].score = 0.0
+    assert "score" not in evaluation_metrics([scored])
+
+
+def test_sources_apart():
+    metrics = evaluation_metrics([group([1.0], "gsm"), group([0.0], "gsm"), group([0.0], "code", finish="length")])
+    assert metrics["pass@1"] == pytest.approx(1 / 3)
+    assert metrics["gsm/pass@1"] == 0.5
+    assert metrics["code/pass@1"] == 0.0
+    assert metrics["code/truncated"] == 1.0
+    assert metrics["truncated"] == pytest.approx(1 / 3)
+    assert "avg@1" not in metrics
+    assert "a/pass@1" not in evaluation_metrics([group([1.0])])  # one source: said once
+
+
+def test_a_failed_answer_is_no_wrong_answer():
+    metrics = evaluation_metrics([group([1.0, None]), group([None, None])], samples=2)
+    assert metrics["pass@1"] == 1.0
+    assert metrics["unscored"] == 0.75
+    assert "pass@2" not in metrics  # no prompt has two scored answers
+    assert metrics["prompts"] == 2.0
+    assert "reward" not in evaluation_metrics([group([None])])
+
+
+def test_a_sample_that_failed_before_it_was_written_has_no_length():
+    some = group([1.0, None, 0.0], lengths=[4, 2, 8])  # the second failed when it was scored: it has a length
+    some.trajectories.append(Trajectory(some.row, [], (0, 3), status="failed"))
+    metrics = evaluation_metrics([some], samples=4)
+    assert metrics["length"] == pytest.approx((4 + 2 + 8) / 3)
+    assert metrics["unscored"] == 0.5
+    some.trajectories = some.trajectories[3:]
+    assert not {"length", "truncated"} & set(evaluation_metrics([some], samples=4))
+
+
+def test_nothing_to_evaluate():
+    assert evaluation_metrics([]) == {"prompts": 0.0}

@@ -1,0 +1,126 @@
+import io
+import re
+
+from rlhf_runtime.observe import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_plain_lines_can_be_parsed_and_are_rate_limited():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(5, stream=out, interval=1.0, clock=clock)
+    for step, seconds in enumerate([2.0, 2.5, 2.6, 4.0, 4.1], start=1):
+        clock.now = seconds
+        progress.step(step, {"reward/mean": step / 8, "policy/loss": 0.5, "time/step": 1.0})
+    progress.close()
+    progress.close()
+    lines = out.getvalue().splitlines()
+    steps = [dict(part.split("=", 1) for part in line.split()) for line in lines[:-1]]
+    assert [s["step"] for s in steps] == ["1/5", "4/5", "5/5"]  # the first, one a second, the last
+    assert steps[0] == {"step": "1/5", "reward": "0.125", "loss": "0.5", "left": "0:00:08"}
+    assert steps[-1]["left"] == "0:00:00"
+    assert lines[-1] == "5 of 5 steps, in 0:00:04 (0.82 s a step); reward 0.125 -> 0.625; loss 0.5 -> 0.5"
+
+
+def test_a_resumed_run_counts_from_its_checkpoint():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(10, stream=out, clock=clock)
+    clock.now = 60.0  # loading the checkpoint
+    progress.begin(8)
+    clock.now = 63.0
+    progress.step(9, {})
+    progress.close()
+    assert out.getvalue().splitlines() == [
+        "step=9/10 left=0:00:03",
+        "9 of 10 steps, 1 of them now, in 0:00:03 (3 s a step)",
+    ]
+
+
+def test_the_line_held_back_is_shown_at_the_end():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(10, stream=out, clock=clock)
+    progress.step(1, {})
+    progress.step(2, {})
+    progress.close()
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step=1/10", "step=2/10", "2"]
+
+
+def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
+    out = io.StringIO()
+    Progress(1, stream=out).note("x " * 100 + "[bold]a[/bold]")
+    assert out.getvalue() == "note: " + "x " * 100 + "[bold]a[/bold]\n"
+    quiet = Progress(3, quiet=True)
+    quiet.step(0, {"reward/mean": 1.0})
+    quiet.step(1, {"reward/mean": 1.0})
+    quiet.note("careful")
+    quiet.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "note: careful\n"
+
+
+def test_what_is_shown_has_several_names():
+    out = io.StringIO()
+    Progress(1, stream=out).step(
+        1, {"policy/kl_old": 0.5, "kl/reference": 0.25, "length/mean": 12.0, "eval/pass@1": 1.0}
+    )
+    assert out.getvalue() == "step=1/1 kl=0.25 kl_old=0.5 length=12 pass@1=1 left=0:00:00\n"
+
+
+def test_the_distance_to_the_policy_before_the_update_is_not_shown_as_that_to_the_reference():
+    out = io.StringIO()
+    Progress(1, stream=out).step(1, {"policy/kl_old": 0.0})
+    assert out.getvalue() == "step=1/1 kl_old=0 left=0:00:00\n"
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    Progress(2, stream=out).note("loading")  # and then the model cannot be loaded: nobody closes it
+    assert out.getvalue() == "note: loading\n"
+
+
+def test_rewards_at_tokens_are_part_of_what_is_shown():
+    """An environment may give all there is at its turns; 0 would be shown for good."""
+    out = io.StringIO()
+    progress = Progress(1, stream=out)
+    progress.step(1, {"reward/mean": 0.0, "reward/steps": 0.75, "reward/total": 0.75})
+    progress.close()
+    assert out.getvalue().splitlines()[0].split()[1] == "reward=0.75"
+
+
+def test_bar_in_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    progress = Progress(2, stream=out)
+    progress.begin(0)
+    progress.step(1, {"reward/mean": 0.25, "policy/loss": float("nan")})
+    progress.note("hello")
+    progress.step(2, {"reward/mean": 0.5})
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "2/2" in text
+    assert "reward 0.5" in text
+    assert "loss nan" in text
+    assert "note: hello" in text
+    assert "reward 0.25 -> 0.5" in text.splitlines()[-1]
+    assert "step=" not in text
+
+
+def test_a_run_without_steps():
+    out = io.StringIO()
+    progress = Progress(0, stream=out)
+    progress.step(0, {"eval/pass@1": 0.5})
+    progress.close()
+    assert out.getvalue().splitlines()[0] == "step=0/0 pass@1=0.5 left=0:00:00"

@@ -1,0 +1,100 @@
+"""The conformance suite of adapters.
+
+::
+
+    from rlhf_testing.adapter import AdapterContract
+
+    class TestMyAdapter(AdapterContract):
+        adapter = MyAdapter
+        files = [("reward", "def their_reward(text): ...", None)]    # kind, source of a foreign file, attribute
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_testing.contract import NAME, Contract, Nonconformance, expect, missing
+
+NATIVE = "from rlhf.interfaces import Reward\n\n\nclass Mine(Reward):\n    name = 'mine'\n"
+UNRELATED = "import math\n\nANSWER = 42\n"
+
+
+class AdapterContract(Contract):
+    """Checks that an adapter knows its files without executing them, and makes components of them."""
+
+    kind = "adapter"
+    adapter: Any = None
+    files: Sequence[tuple[str, str, str | None]] = ()
+    """(kind, source text, attribute or None) of files that this adapter is for."""
+
+    def given(self) -> Sequence[tuple[str, str, str | None]]:
+        if not self.files:
+            raise missing("files = [(kind, source text, attribute), ...] that the adapter is for")
+        return self.files
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_recognises(self) -> None:
+        """It recognises its own files and no others, and executes nothing to find out."""
+        for config in self.grid():
+            about, adapter = self.about(config), self.build(config)
+            for kind in ("reward", "env", "loss"):
+                for text in (NATIVE, UNRELATED, "", "this is not python ("):
+                    got = adapter.recognises(kind, text)
+                    expect(
+                        got is False,
+                        f"{about} recognises({kind!r}) gives {got!r} for a file that is not its own: {text!r}",
+                    )
+            for kind, text, _ in self.given():
+                before = set(sys.modules)
+                try:
+                    got = adapter.recognises(kind, text + "\nraise SystemExit('executed')\n")
+                except SystemExit as error:
+                    raise Nonconformance(f"{about} recognises() executes the file: only look at its text") from error
+                expect(got is True, f"{about} does not recognise its own {kind} file")
+                ours = {m for m in set(sys.modules) - before if m.split(".")[0] != self.cls.__module__.split(".")[0]}
+                expect(not ours, f"{about} recognises() imported {sorted(ours)}: it must only look at the text")
+
+    def test_adapts(self) -> None:
+        """A foreign file becomes a component class of the kind, and what ``importing`` provided is gone afterwards."""
+        from rlhf.interfaces import KINDS
+
+        for config in self.grid():
+            about, adapter = self.about(config), self.build(config)
+            for kind, text, attribute in self.given():
+                before = dict(sys.modules)
+                cls = self._adapt(adapter, kind, text, attribute, about)
+                good = isinstance(cls, type) and issubclass(cls, KINDS[kind])
+                expect(good, f"{about} adapt() must return a subclass of {KINDS[kind].__name__}, got {cls!r}")
+                expect(
+                    cls.name == "" or bool(NAME.fullmatch(cls.name)), f"{about} the adapted class is named {cls.name!r}"
+                )
+                replaced = sorted(m for m in before if sys.modules.get(m) is not before[m])
+                expect(not replaced, f"{about} importing() left {replaced} replaced in sys.modules")
+                cls(cls.Config())
+
+    def test_missing_attribute(self) -> None:
+        """An attribute that the file does not have is refused with a message, never taken for another."""
+        from rlhf.errors import PluginInvalid
+
+        for config in self.grid():
+            about, adapter = self.about(config), self.build(config)
+            for kind, text, _ in self.given():
+                try:
+                    got = self._adapt(adapter, kind, text, "no_such_attribute", about)
+                except PluginInvalid as error:
+                    expect(
+                        "no_such_attribute" in str(error), f"{about} the message does not name the attribute: {error}"
+                    )
+                    continue
+                raise Nonconformance(f"{about} took {got!r} for the attribute 'no_such_attribute', which is not there")
+
+    def _adapt(self, adapter: Any, kind: str, text: str, attribute: str | None, about: str) -> Any:
+        module = types.ModuleType("rlhf_testing_foreign_file")
+        module.__file__ = "foreign_file.py"
+        with adapter.importing():
+            exec(compile(text, "foreign_file.py", "exec"), module.__dict__)  # what loading a file does
+            return adapter.adapt(kind, module, attribute)

@@ -1,0 +1,294 @@
+"""The conformance suite of advantage estimators.
+
+::
+
+    from rlhf_testing.advantage import AdvantageContract
+
+    class TestMyAdvantage(AdvantageContract):
+        advantage = MyAdvantage
+
+        def statement_baseline(self, r_N, group_N, config):        # plain loops, float64
+            return torch.stack([r - r_N[group_N == g].mean() for r, g in zip(r_N, group_N)])
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rlhf.ops.pipeline import lengths
+from torch import Tensor
+
+from rlhf_testing.compare import generators_left_alone, same_bits
+from rlhf_testing.contract import Contract, Nonconformance, expect, missing
+from rlhf_testing.options import check_options
+
+TOLERANCE = 1e-5
+"""Relative to the largest value: float32 sums of a few dozen tokens in another order."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Fabricated input of one estimator: three groups of four trajectories, one of them without any token."""
+
+    r_N: Tensor
+    group_N: Tensor
+    R_NA: Tensor
+    mask_NA: Tensor
+    values_NA: Tensor | None
+    boot_N: Tensor | None
+
+    @property
+    def own_tokens_N(self) -> Tensor:
+        """int64 [N]."""
+        return self.mask_NA.sum(1)
+
+    def rows(self, index: Tensor) -> Credit:
+        """These trajectories, in this order."""
+        values = None if self.values_NA is None else self.values_NA[index]
+        boot = None if self.boot_N is None else self.boot_N[index]
+        return Credit(self.r_N[index], self.group_N[index], self.R_NA[index], self.mask_NA[index], values, boot)
+
+
+def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4) -> Credit:
+    """Rewards of size ``scale`` on tokens and trajectories; ``values`` adds a critic's output."""
+    g = torch.Generator().manual_seed(seed)
+    n, width = 3 * samples, 9
+    lengths_N = torch.randint(1, width + 1, (n,), generator=g)
+    lengths_N[0], lengths_N[1] = 0, width
+    mask_NA = torch.arange(width) < lengths_N[:, None]
+    R_NA = torch.where(mask_NA, scale * torch.randn(n, width, generator=g), torch.zeros(n, width))
+    values_NA = torch.where(mask_NA, scale * torch.randn(n, width, generator=g), torch.zeros(n, width))
+    boot_N = torch.where(torch.arange(n) % 2 == 0, torch.zeros(n), scale * torch.randn(n, generator=g))
+    r_N = scale * torch.randn(n, generator=g, dtype=torch.float64)
+    group_N = torch.arange(3).repeat_interleave(samples) * 7 + 5  # not 0, 1, 2: group numbers count over the run
+    return Credit(r_N, group_N, R_NA, mask_NA, values_NA if values else None, boot_N if values else None)
+
+
+class AdvantageContract(Contract):
+    """Checks ``baseline`` over trajectories and ``returns`` over own action tokens."""
+
+    kind = "advantage"
+    advantage: Any = None
+
+    def cases(self, seed: int = 0, scale: float = 1.0) -> Iterable[tuple[str, Any, Any, Credit]]:
+        for config in self.grid():
+            estimator = self.build(config)
+            least = estimator.group_min
+            count = isinstance(least, int) and not isinstance(least, bool) and least >= 1
+            expect(count, f"{self.about(config)} group_min is {least!r}; allowed is an integer of at least 1")
+            samples = max(4, least)
+            yield self.about(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_shapes(self) -> None:
+        """``baseline`` gives float64 [N], ``returns`` two [N, A]; inputs are left alone; equal calls agree."""
+        for about, _, e, c in self.cases():
+            before = c.rows(torch.arange(len(c.r_N)))
+            with generators_left_alone(about):
+                _baseline(e, c)
+                adv_NA = self._returns(e, c)[0]
+            for name in ("r_N", "group_N", "R_NA", "mask_NA", "values_NA", "boot_N"):
+                old, new = getattr(before, name), getattr(c, name)
+                expect(old is None or same_bits(old, new), f"{about} {name} was changed in place")
+            again = self._returns(e, c)[0]
+            expect(same_bits(adv_NA, again), f"{about} returns() gives other numbers on the second call: keep it pure")
+
+    def test_declared_needs(self) -> None:
+        """``needs_values``, ``normalise`` and ``group_min`` are usable, and enough over the grid of configs."""
+        for about, _, e, c in self.cases():
+            expect(isinstance(e.needs_values, bool), f"{about} needs_values is {e.needs_values!r}, not True or False")
+            allowed = ("none", "center", "whiten")
+            expect(e.normalise in allowed, f"{about} normalise is {e.normalise!r}; allowed are {allowed}")
+            try:
+                self._returns(e, c)
+                if e.needs_values:
+                    e.returns(c.R_NA, c.mask_NA, c.values_NA, None)
+            except Nonconformance:
+                raise
+            except Exception as error:
+                given = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
+                raise Nonconformance(
+                    f"{about} returns() raised {type(error).__name__}: {error} (it was given {given})"
+                ) from error
+
+    def test_masked_positions(self) -> None:
+        """NaN in masked token rewards and values, and more padding, change nothing, bit for bit."""
+        for about, _, e, c in self.cases():
+            clean = self._returns(e, c)
+            nan = torch.full_like(c.R_NA, float("nan"))
+            values = None if c.values_NA is None else torch.where(c.mask_NA, c.values_NA, nan)
+            poisoned = e.returns(torch.where(c.mask_NA, c.R_NA, nan), c.mask_NA, values, c.boot_N)
+            wide = [None if t is None else torch.nn.functional.pad(t, (0, 5)) for t in (c.R_NA, c.values_NA)]
+            padded = e.returns(wide[0], torch.nn.functional.pad(c.mask_NA, (0, 5)), wide[1], c.boot_N)
+            for n, what in enumerate(("advantages", "returns")):
+                own = clean[n][c.mask_NA]
+                expect(
+                    same_bits(own, poisoned[n][c.mask_NA]),
+                    f"{about} NaN at masked positions changes the {what}: take torch.where(mask_NA, x, 0) first, "
+                    "or a function of rlhf.ops.returns (NaN times a mask is NaN)",
+                )
+                expect(
+                    same_bits(own, padded[n][:, : c.R_NA.shape[1]][c.mask_NA]),
+                    f"{about} five more columns of padding change the {what}",
+                )
+
+    def test_order_of_samples(self) -> None:
+        """Permuting the trajectories permutes the credit, and each row of ``returns`` stands alone."""
+        for about, _, e, c in self.cases():
+            order = torch.randperm(len(c.r_N), generator=torch.Generator().manual_seed(1))
+            p = c.rows(order)
+            _close(
+                _baseline(e, c)[order],
+                _baseline(e, p),
+                f"{about} baseline() depends on the order of the trajectories: take the statistic by group_N",
+            )
+            whole, shuffled = self._returns(e, c), self._returns(e, p)
+            alone = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
+            for n, what in enumerate(("advantages", "returns")):
+                m = p.mask_NA
+                _close(
+                    whole[n][order][m], shuffled[n][m], f"{about} the {what} depend on the order of the trajectories"
+                )
+                one = torch.cat([a[n] for a in alone])
+                _close(
+                    whole[n][c.mask_NA],
+                    one[c.mask_NA],
+                    f"{about} the {what} of a trajectory depend on the others in returns(): statistics of the group "
+                    "belong into baseline(), those of the batch into `normalise`",
+                )
+
+    def test_other_groups(self) -> None:
+        """Other rewards in other groups do not move the baseline of this one; a common scale of the batch they may."""
+        for about, _, e, c in self.cases():
+            first_N = c.group_N == c.group_N[0]
+            others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
+            ours, theirs = (_baseline(e, replace(c, r_N=r_N))[first_N] for r_N in (c.r_N, others))
+            scale = (ours @ theirs) / (ours @ ours).clamp(min=1e-30)
+            _close(
+                theirs,
+                scale * ours,
+                f"{about} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
+                "batch: take the statistic by group_N (rlhf.ops.groups); what is of the whole batch is `normalise`",
+            )
+
+    def test_equal_rewards(self) -> None:
+        """Where the estimator has a group baseline (``group_min`` >= 2), equal rewards give no credit at all."""
+        for about, _, e, c in self.cases():
+            if e.group_min < 2:
+                continue
+            for value in (0.0, 1.0, -3.7, 1e4):
+                r_N = torch.full_like(c.r_N, value)
+                got = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
+                expect(
+                    got <= 1e-9 * max(1.0, abs(value)),
+                    f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {got:.3g}, not 0",
+                )
+
+    def test_smallest_group(self) -> None:
+        """In groups of ``group_min`` samples with unequal rewards, some credit is not 0."""
+        for config in self.grid():
+            e, about = self.build(config), self.about(config)
+            r_N = torch.tensor([0.3, 1.0, -0.7, 2.0, 0.1], dtype=torch.float64)[torch.arange(3 * e.group_min) % 5]
+            group_N = torch.arange(3).repeat_interleave(e.group_min)
+            c = replace(fabricated(False, samples=e.group_min), r_N=r_N, group_N=group_N)
+            expect(
+                bool((_baseline(e, c) != 0).any()),
+                f"{about} baseline() gives 0 for every sample of groups of {e.group_min} with the rewards "
+                f"{[round(r, 1) for r in r_N.tolist()]}, and group_min = {e.group_min} calls such groups enough: "
+                f"nothing would be learnt from them. Declare group_min = {e.group_min + 1} or more",
+            )
+
+    def test_finite(self) -> None:
+        """Rewards and values of 1e4, equal rewards, a group of the smallest size and empty trajectories stay finite."""
+        for scale in (1e4, 0.0):
+            for about, _, e, c in self.cases(scale=scale):
+                size = max(1, e.group_min)
+                small = c.rows(torch.arange(size))
+                for part in (c, small):
+                    r_N = _baseline(e, part)
+                    expect(bool(torch.isfinite(r_N).all()), f"{about} baseline() is not finite: {r_N.tolist()}")
+                    for values in self._returns(e, part):
+                        own = values[part.mask_NA]
+                        expect(
+                            bool(torch.isfinite(own).all()), f"{about} returns() is not finite for rewards of {scale}"
+                        )
+
+    def test_options(self) -> None:
+        """Each option that a config sets changes what is declared, the baseline or the returns."""
+
+        def effect(config: Any) -> Any:
+            e = self.build(config)
+            c = fabricated(e.needs_values, samples=max(4, e.group_min))
+            declared = (e.needs_values, e.normalise, e.group_min, e.token_rewards)
+            return declared, _baseline(e, c), [values[c.mask_NA] for values in self._returns(e, c)]
+
+        check_options(self, effect)
+
+    def test_statement(self) -> None:
+        """The estimator equals the author's plain statements."""
+        has_baseline = type(self).statement_baseline is not AdvantageContract.statement_baseline
+        has_returns = type(self).statement_returns is not AdvantageContract.statement_returns
+        if not has_baseline and not has_returns:
+            raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
+        for about, config, e, c in self.cases():
+            if has_baseline:
+                asked = "own_tokens_N" in inspect.signature(self.statement_baseline).parameters
+                own = {"own_tokens_N": c.own_tokens_N} if asked else {}
+                stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
+                _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
+            if has_returns:
+                double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
+                stated_pair = self.statement_returns(c.R_NA.double(), c.mask_NA, double[0], double[1], config)
+                for got, want, what in zip(self._returns(e, c), stated_pair, ("advantages", "returns"), strict=True):
+                    _close(got[c.mask_NA], want[c.mask_NA], f"{about} the {what} differ from the statement")
+
+    def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
+        """float64 [N], as loops over groups. A fourth argument ``own_tokens_N``, where it has one, is int64 [N]."""
+        raise NotImplementedError
+
+    def statement_returns(
+        self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None, config: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages, returns) in float64, as loops over trajectories and tokens."""
+        raise NotImplementedError
+
+    def _returns(self, estimator: Any, c: Credit) -> tuple[Tensor, Tensor]:
+        return _pair(estimator, c, estimator.returns(c.R_NA, c.mask_NA, c.values_NA, c.boot_N))
+
+
+def _baseline(estimator: Any, c: Credit) -> Tensor:
+    """What ``baseline`` gave, as it must be."""
+    r_N = estimator.baseline(c.r_N, c.group_N, **lengths(estimator, c.own_tokens_N))
+    expect(
+        isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
+        f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",
+    )
+    return r_N
+
+
+def _pair(estimator: Any, c: Credit, got: Any) -> tuple[Tensor, Tensor]:
+    """What ``returns`` gave, as it must be."""
+    shape = tuple(c.R_NA.shape)
+    what = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
+    expect(isinstance(got, tuple) and len(got) == 2, f"{what}, got {_shown(got)}")
+    for values in got:
+        right = isinstance(values, Tensor) and tuple(values.shape) == shape and values.is_floating_point()
+        expect(right, f"{what} and a floating type, got {_shown(values)}")
+    return got
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
+    )
+
+
+def _close(a: Tensor, b: Tensor, message: str) -> None:
+    size = max(float(b.abs().max()) if b.numel() else 0.0, 1e-12)
+    apart = float((a.double() - b.double()).abs().max()) / size if a.numel() else 0.0
+    expect(apart <= TOLERANCE, f"{message} (by {apart:.1e} of the largest value, allowed {TOLERANCE:.0e})")

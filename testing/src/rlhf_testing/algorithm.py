@@ -1,0 +1,344 @@
+"""The conformance suite of algorithms.
+
+::
+
+    from rlhf_testing.algorithm import AlgorithmContract
+
+    class TestMine(AlgorithmContract):
+        algorithm = Mine
+        configs = [Mine.Config(), Mine.Config(kl=KLConfig(coef=0.1))]
+
+Runs whole steps on fabricated data, through the tiny models of :class:`rlhf_testing.plain.EmbeddingTrainer`: no
+backend, no download.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from rlhf.ops.batch import Batch
+from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
+from rlhf_runtime.config_errors import describe
+
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards
+from rlhf_testing.algorithm_step import Step, model_step
+from rlhf_testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, norm, same_bits
+from rlhf_testing.contract import Contract, Nonconformance, check_state, expect, knowing_columns
+from rlhf_testing.options import check_options
+
+COLUMNS = '"columns": {NAME}'
+"""How an author gives a column to the rows of this suite."""
+
+
+class AlgorithmContract(Contract):
+    """Checks assemble -> annotations -> credit -> updates -> finish."""
+
+    kind = "algorithm"
+    algorithm: Any = None
+    parts: Mapping[str, Callable[[], Any]] = {}
+    """{slot: what builds the part}; where a slot is absent, the plugin it names, with its defaults."""
+    columns: Mapping[str, Any] = {}
+    """Further columns of the made-up rows: whatever the algorithm reads beside ``prompt`` and ``answer``. Of pairs,
+    ``margin`` is also in ``Example.values``."""
+    steps: int = 2
+    """Steps in which ``updates`` is asked for; more where something starts later (a warm-up)."""
+
+    def build(self, config: Any) -> Any:
+        parts = {name: self._part(name, slot) for name, slot in self.cls.slots.items()}
+        algorithm = self.cls(config, {**parts, **{n: make() for n, make in self.parts.items() if n not in parts}})
+        algorithm.use_tokens(fabricate.TOKENS)
+        return algorithm
+
+    def _part(self, name: str, slot: Any) -> Any:
+        if name in self.parts:
+            return self.parts[name]()
+        from rlhf.plugins import Plugins
+
+        try:
+            cls = Plugins.discover().resolve(slot.kind, slot.use).cls
+        except Exception as error:
+            raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error}") from error
+        try:
+            return cls(cls.Config.model_validate(dict(slot.defaults)))
+        except ValidationError as error:
+            wrong = "; ".join(describe(error, cls.Config, f"slots[{name!r}].defaults", {}))
+            raise Nonconformance(f"{self.about()} {wrong}") from error
+
+    def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
+        """What ``assemble`` is given: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
+        have log-probs only where ``needs().generator_logprobs`` asks for them."""
+        if self.cls.data != "prompts":
+            return fabricate.examples(self.cls.data, seed, columns=self.columns)
+        needs = algorithm.needs()
+        options = {"samples": max(4, needs.group_min), "scored": needs.reward, **options}
+        return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
+
+    def step(self, config: Any, number: int = 0, **options: Any) -> Step:
+        """One whole step but the optimizer's, on fresh data and a fresh algorithm."""
+        algorithm = options.pop("algorithm", None) or self.build(config)
+        data = options.pop("data", None) or self.data(algorithm)
+        try:
+            with knowing_columns("it", COLUMNS):
+                return model_step(algorithm, data, number, **options)
+        except Nonconformance as error:
+            raise Nonconformance(f"{self.about(config)} {error}") from error
+        except Exception as error:
+            raise Nonconformance(f"{self.about(config)} {type(error).__name__}: {error}") from error
+
+    def assemble(self, algorithm: Any, data: list[Any]) -> Batch | None:
+        with knowing_columns(self.about(), COLUMNS):
+            return algorithm.assemble(data)
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_needs(self) -> None:
+        """``needs()`` names each role once, what a role is like exists, and something is trained."""
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            needs = algorithm.needs()
+            expect(isinstance(needs, Needs), f"{about} needs() must return Needs, got {type(needs).__name__}")
+            expect(needs == self.build(config).needs(), f"{about} needs() must be a function of config and parts")
+            names = [r.name for r in needs.roles if isinstance(r, RoleSpec)]
+            expect(len(names) == len(needs.roles) > 0, f"{about} needs().roles must be RoleSpecs, got {needs.roles}")
+            expect(len(set(names)) == len(names), f"{about} needs() names a role twice: {names}")
+            expect(needs.group_min >= 1, f"{about} group_min is {needs.group_min}; it must be at least 1")
+            expect(any(r.trained for r in needs.roles), f"{about} no role is trained: {names}")
+            for role in needs.roles:
+                known = role.head in ("lm", "scalar") or role.head.removeprefix("classes:").isdigit()
+                expect(known, f"{about} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
+                expect(
+                    role.like is None or role.like in names,
+                    f"{about} role {role.name!r} is like {role.like!r}, which is no role: {names}",
+                )
+            frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
+            for each in needs.lent:
+                fine = each.role in frozen and each.to in names
+                expect(fine, f"{about} {each}: lenders are language models that are not trained, {frozen}")
+
+    def test_steps(self) -> None:
+        """Whole steps run with nothing but the declared needs: roles, columns, generator log-probs, group size."""
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            trains = 0
+            for number in range(self.steps):
+                data = self.data(algorithm, seed=number)
+                with generators_left_alone(about):
+                    step = self.step(config, number, algorithm=algorithm, data=data)
+                trains += sum(isinstance(u, Update) for u in step.updates)
+                for name, run in step.runs.items():
+                    bad = finite(run.gradients)
+                    expect(not bad, f"{about} step {number}: the gradient of {name!r} is not finite at {bad}")
+                bad = [k for k, v in {**step.metrics, **step.finished}.items() if not abs(float(v)) < float("inf")]
+                expect(not bad, f"{about} step {number}: the metrics {bad} are not finite numbers")
+            expect(
+                trains > 0,
+                f"{about} no Update in {self.steps} steps: nothing is trained (raise `steps` if it warms up)",
+            )
+
+    def test_smallest_group(self) -> None:
+        """Groups of ``group_min`` samples and equal rewards give finite credit and gradients, or nothing to learn from;
+        groups of ``group_min`` samples with other rewards are enough then."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            smallest = algorithm.needs().group_min
+            data = self.data(algorithm, samples=smallest, equal_rewards=True)
+            if self.assemble(algorithm, data) is None:
+                data = self.data(algorithm, samples=smallest)
+            step = self.step(config, algorithm=algorithm, data=data)
+            for name, values in step.batch.tok.items():
+                ok = not values.is_floating_point() or bool(torch.isfinite(values).all())
+                expect(ok, f"{about} groups of {smallest} with equal rewards: column {name!r} is not finite")
+            bad = [f"{n}: {finite(r.gradients)}" for n, r in step.runs.items() if finite(r.gradients)]
+            expect(not bad, f"{about} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
+
+    def test_rewards_teach(self) -> None:
+        """In groups of ``group_min`` samples, unequal rewards give other credit than equal ones: ``group_min`` is
+        enough to learn from."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, needs = self.about(config), self.build(config).needs()
+            data = self.data(self.build(config), samples=needs.group_min)
+            equal = with_rewards(data, 1.0)
+            if not needs.reward or self.assemble(self.build(config), equal) is None:
+                continue
+            unequal = self.step(config, data=data)
+            made = credited_columns(unequal)
+            if made:
+                expect(
+                    bool(apart(made, credited_columns(self.step(config, data=equal)))),
+                    f"{about} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
+                    f"the credit of equal ones ({', '.join(made)}): nothing is learnt from them. Declare a larger "
+                    "group_min",
+                )
+            else:
+                taught = any(norm(run.gradients) > 0 for run in unequal.runs.values())
+                expect(
+                    taught,
+                    f"{about} groups of {needs.group_min} samples, which needs() calls enough, give no gradient",
+                )
+
+    def test_longer_contexts(self) -> None:
+        """Longer prompts and observations change no credit: it is of the tokens that the policy chose."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, data = self.about(config), self.data(self.build(config))
+            short = self.step(config, data=data)
+            longer = self.step(config, data=with_longer_contexts(data), annotated_as=short.annotated)
+            changed = apart(credited_columns(short), credited_columns(longer))
+            expect(
+                not changed,
+                f"{about} longer prompts and observations change the credit (by {changed}): take statistics over the "
+                'tokens under batch.tok["loss_mask"] only',
+            )
+
+    def test_nothing_to_learn_from(self) -> None:
+        """Samples without a reward (but for ``Needs.reward = False``) and failed samples stay out; when none is left,
+        ``assemble`` returns None."""
+        if self.cls.data != "prompts":
+            return
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            groups: list[Group] = self.data(algorithm)
+            scored = algorithm.needs().reward
+            groups[0].trajectories[0].reward = groups[0].trajectories[0].score = None
+            groups[1].trajectories[-1].status = "failed"
+            groups[1].trajectories[-1].turns = []
+            usable = [[t for t in g.trajectories if t.turns and (t.reward is not None or not scored)] for g in groups]
+            rest = [replace(group, trajectories=own) for group, own in zip(groups, usable, strict=True)]
+            taught = self.step(config, algorithm=algorithm, data=groups).batch.ids_N
+            expect(
+                torch.equal(taught, self.step(config, data=rest).batch.ids_N),
+                f"{about} a failed sample{' or one without a reward' * scored} takes part in the batch",
+            )
+            for group in groups:
+                for trajectory in group.trajectories:
+                    trajectory.reward = trajectory.score = None
+                    trajectory.status = trajectory.status if scored else "failed"
+            got = self.assemble(algorithm, groups)
+            why = "no sample has a reward" if scored else "every sample failed"
+            expect(got is None, f"{about} assemble() must return None when {why}, got {type(got)}")
+
+    def test_options(self) -> None:
+        """Each option that a config sets changes what is needed of the data, what is trained and how often, credit, a
+        gradient, or what exports hold. Another role that is loaded, or another metric, is not enough."""
+
+        def effect(config: Any) -> Any:
+            algorithm, steps = self.build(config), []
+            needs = algorithm.needs()
+            for number in range(self.steps):
+                step = self.step(config, number, algorithm=algorithm, data=self.data(algorithm, seed=number))
+                gradients = {f"{n}/{k}": g for n, run in step.runs.items() for k, g in run.gradients.items() if g.any()}
+                passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
+                copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
+                steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
+            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given), algorithm.model_config()
+
+        check_options(self, effect)
+
+    def test_masked_positions(self) -> None:
+        """NaN in every column at positions that the policy did not choose changes no credit and no gradient."""
+        for config in self.grid():
+            about = self.about(config)
+            clean, poisoned = self.step(config), self.step(config, poison=True)
+            for name, run in clean.runs.items():
+                for parameter, gradient in run.gradients.items():
+                    expect(
+                        same_bits(gradient, poisoned.runs[name].gradients[parameter]),
+                        f"{about} NaN at masked positions changes the gradient of {name!r} at {parameter!r}",
+                    )
+
+    def test_order_of_samples(self) -> None:
+        """Permuting the samples of each group, and the groups, permutes the credit and leaves the gradients alone."""
+        for config in self.grid():
+            about = self.about(config)
+            data = self.data(self.build(config))
+            mixed = [_shuffled(d, n) if isinstance(d, Group) else d for n, d in enumerate(data)][::-1]
+            a, b = self.step(config, data=data), self.step(config, data=mixed)
+            one, two = _by_unit(a.batch, a.credited), _by_unit(b.batch, b.credited)
+            expect(one.keys() == two.keys(), f"{about} another order of the samples makes other units of them")
+            for key, columns in one.items():
+                for name, values in columns.items():
+                    apart = float((values - two[key][name]).abs().max()) if values.numel() else 0.0
+                    expect(
+                        apart <= 1e-5 * max(1.0, float(values.abs().max()) if values.numel() else 0.0),
+                        f"{about} the column {name!r} of a sample depends on the order of the samples (by {apart:.1e})",
+                    )
+            self._same_gradients(about, "in another order", a, b)
+
+    def test_split_invariance(self) -> None:
+        """The gradients of every update do not depend on micro-batches, packing order or ranks."""
+        for config in self.grid():
+            about, whole = self.about(config), self.step(config)
+            for layout in layouts(whole.batch.units):
+                self._same_gradients(about, f"split as {layout!r}", whole, self.step(config, layout=layout))
+
+    def _same_gradients(self, about: str, how: str, a: Step, b: Step) -> None:
+        for name, run in a.runs.items():
+            other = b.runs[name]
+            apart = distance(run.gradients, other.gradients)
+            expect(apart <= GRADIENT, f"{about} the gradient of {name!r} changes by {apart:.1e} {how}")
+            difference = abs(run.total - other.total)
+            expect(
+                difference <= LOSS * max(run.size, 1e-12),
+                f"{about} the loss of {name!r} changes from {run.total:.9g} to {other.total:.9g} {how}",
+            )
+
+    def test_state(self) -> None:
+        """After a step, the state restores a fresh instance: equal needs, annotations, updates and state."""
+        for config in self.grid():
+            about, algorithm, fresh = self.about(config), self.build(config), self.build(config)
+            self.step(config, algorithm=algorithm)
+            check_state(algorithm, fresh, about)
+            for number in range(1, self.steps + 1):
+                for what in ("annotations", "updates"):
+                    a, b = getattr(algorithm, what)(number), getattr(fresh, what)(number)
+                    expect(
+                        a == b, f"{about} after state_dict() and load_state_dict() {what}({number}) differ: {a} and {b}"
+                    )
+
+    def test_updates(self) -> None:
+        """Updates train declared, trained roles with a loss that is a part; snapshots copy declared roles."""
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            roles = {r.name: r for r in algorithm.needs().roles}
+            for number in range(self.steps):
+                for update in self.step(config, number).updates:
+                    if isinstance(update, Snapshot):
+                        unknown = {update.role, update.source} - set(roles)
+                        expect(
+                            not unknown, f"{about} a Snapshot names {sorted(unknown)}, not in needs(): {sorted(roles)}"
+                        )
+                        continue
+                    expect(roles[update.role].trained, f"{about} updates() trains {update.role!r}, declared untrained")
+                    once = update.epochs * update.minibatches == 1
+                    expect(
+                        once or not update.live,
+                        f"{about} the update of {update.role!r} has several optimizer steps, so {dict(update.live)} "
+                        "must be annotated beforehand",
+                    )
+
+
+def _shuffled(group: Group, seed: int) -> Group:
+    trajectories = list(group.trajectories)
+    random.Random(seed).shuffle(trajectories)
+    return replace(group, trajectories=trajectories)
+
+
+def _by_unit(batch: Batch, names: set[str]) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
+    """{tokens of a unit: its values of the columns that credit() made}."""
+    made = {}
+    for u in range(batch.units):
+        one = batch.select([u])
+        columns = {**one.tok, **one.seq, **one.unit}
+        made[tuple(one.ids_N.tolist())] = {n: columns[n].double() for n in sorted(names) if n in columns}
+    return made

@@ -1,0 +1,58 @@
+"""What the suite of algorithms asks of credit: prompts and observations do not change it, rewards do."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+
+from rlhf.ops.batch import Batch
+from rlhf.types import Group
+from torch import Tensor
+
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm_step import Step
+
+
+def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
+    """The same samples after longer prompts and observations; all samples of a group share the longer prompt."""
+    made: list[Group] = copy.deepcopy(list(groups))
+    for group in made:
+        for trajectory in group.trajectories:
+            rng = random.Random(group.trajectories[0].index[0])
+            for turn in trajectory.turns:
+                if not turn.sampled:
+                    turn.ids = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))] + turn.ids
+    return made
+
+
+def with_rewards(groups: Sequence[Group], reward: float) -> list[Group]:
+    """The same samples, all with this reward."""
+    made: list[Group] = copy.deepcopy(list(groups))
+    for trajectory in (t for group in made for t in group.trajectories if t.reward is not None):
+        trajectory.reward = trajectory.score = reward
+        trajectory.rewards = {name: type(result)(reward) for name, result in trajectory.rewards.items()}
+    return made
+
+
+def credited_columns(step: Step) -> dict[str, Tensor]:
+    """{column that ``credit`` made: its values, of token columns those under the loss mask}, in float64."""
+    batch: Batch = step.batch
+    made = {}
+    for name in sorted(step.credited):
+        values = batch.column(name)
+        made[name] = (values[batch.tok["loss_mask"]] if name in batch.tok else values).double()
+    return made
+
+
+def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
+    """{column: largest difference, relative to the larger of its largest value and 1}; infinity where the shapes
+    differ. Columns with a difference above 1e-5 only."""
+    found = {}
+    for name in sorted(a.keys() | b.keys()):
+        one, two = a.get(name), b.get(name)
+        if one is None or two is None or one.shape != two.shape:
+            found[name] = float("inf")
+        elif one.numel():
+            found[name] = float((one - two).abs().max()) / max(1.0, float(one.abs().max()))
+    return {name: size for name, size in found.items() if not size <= 1e-5}

@@ -1,0 +1,179 @@
+"""One step of an algorithm as the controllers run it, on tiny models, keeping every gradient: for the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.trainer import ModelSpec
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.loss_value import finish_sums, over_mask, required_columns
+from rlhf.ops.reduce import weigh
+from rlhf.types import Annotation, Snapshot, Update
+from torch import Tensor
+
+from rlhf_testing.compare import layouts
+from rlhf_testing.contract import Nonconformance, expect
+from rlhf_testing.plain import EmbeddingTrainer
+from rlhf_testing.recording import Recording
+
+
+@dataclass
+class Learned:
+    """One optimizer batch of one update."""
+
+    total: float
+    size: float
+    """``sum |weight * value|``."""
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Step:
+    """What a step produced."""
+
+    batch: Batch
+    annotated: Batch
+    """Before ``credit``."""
+    credited: set[str]
+    """Columns that ``credit`` added."""
+    updates: list[Update | Snapshot]
+    metrics: dict[str, float] = field(default_factory=dict)
+    finished: dict[str, float] = field(default_factory=dict)
+    runs: dict[str, Learned] = field(default_factory=dict)
+    """By role and loss slot."""
+
+
+def model_step(
+    algorithm: Any,
+    data: Sequence[Any],
+    number: int,
+    *,
+    poison: bool = False,
+    layout: str = "",
+    annotated_as: Batch | None = None,
+) -> Step:
+    """Assemble, annotate, credit and take every update's gradient.
+
+    Args:
+        poison: NaN at masked positions of every float token column (outside the mask that an annotation was made over,
+            else outside ``loss_mask``), before credit and before updates.
+        layout: how the optimizer batch is split (:func:`rlhf_testing.compare.layouts`); one micro-batch where empty.
+        annotated_as: take what the models say of each token from this batch, of the same samples after other prompts.
+    """
+    needs = algorithm.needs()
+    trainers = {
+        role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
+    }
+    for each in needs.lent:
+        [head] = _named(trainers, each.role, "needs().lent names", "the roles are").lend_head()
+        _named(trainers, each.to, "needs().lent names", "the roles are").borrow_head(each.role, head)
+    batch = algorithm.assemble(data)
+    expect(
+        isinstance(batch, Batch),
+        f"assemble() returned {type(batch).__name__} for data with something to learn from",
+    )
+    wanted = algorithm.annotations(number)
+    batch = annotate(trainers, batch, wanted, "annotations()")
+    over = {a.column: resolve_head(a.output).over for a in wanted}
+    if annotated_as is not None:
+        batch = same_annotations(batch, annotated_as, over)
+    annotated = batch
+    before = {*batch.tok, *batch.seq, *batch.unit}
+    if poison:
+        batch = poisoned(batch, over)
+    credited = algorithm.credit(batch)
+    pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
+    expect(pair, f"credit() must return (batch, metrics), got {_shown(credited)}")
+    batch, metrics = credited
+    updates = algorithm.updates(number)
+    listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
+    expect(listed, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
+    step = Step(batch, annotated, {*batch.tok, *batch.seq, *batch.unit} - before, list(updates), dict(metrics))
+    for update in step.updates:
+        if isinstance(update, Snapshot):
+            continue
+        loss: Loss = _named(algorithm.parts, update.loss, "updates() names the loss slot", "the parts are")
+        trainer = _named(trainers, update.role, "updates() trains", "needs() declares")
+        learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
+        step.runs[f"{update.role}/{update.loss}"] = learned
+        step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
+    finished = algorithm.finish(number, step.metrics)
+    expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_shown(finished)}")
+    step.finished = dict(finished)
+    return step
+
+
+def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation], who: str) -> Batch:
+    """``column := role's output`` for each; the role must be declared and its view known."""
+    for a in wanted:
+        trainer = _named(trainers, a.role, f"{who} reads the role", "needs() declares")
+        expect(a.view in ("live", "ema", "base"), f"{who} asks for the view {a.view!r}; there are live, ema, base")
+        head = resolve_head(a.output)
+        needed = {"temperature", head.over, *head.columns}
+        values = trainer.forward([batch.only(sorted(needed))], [head])[0][head.name]
+        if head.over == "last_token":
+            batch = batch.with_column("seq", a.column, values)
+        else:
+            batch = batch.with_column("tok", a.column, values, over=head.over)
+    return batch
+
+
+def same_annotations(batch: Batch, other: Batch, over: Mapping[str, str]) -> Batch:
+    """``batch`` with the annotations of ``other``, token by token under the mask each was made over; an annotation over
+    other tokens than the samples' own stays as it is."""
+    for name, mask in over.items():
+        if mask == "last_token":
+            batch = batch.with_column("seq", name, other.seq[name])
+        elif int(batch.tok[mask].sum()) == int(other.tok[mask].sum()):
+            values_N = torch.zeros((batch.tokens, *other.tok[name].shape[1:]), dtype=other.tok[name].dtype)
+            values_N[batch.tok[mask]] = other.tok[name][other.tok[mask]]
+            batch = batch.with_column("tok", name, values_N, over=mask)
+    return batch
+
+
+def learn(
+    trainer: Any, trainers: dict[str, Any], loss: Loss, update: Update, batch: Batch, layout: str
+) -> tuple[Learned, dict[str, float]]:
+    """The gradient of the whole batch as one optimizer step, only the declared columns travelling."""
+    expect(
+        update.minibatches <= batch.units and update.epochs >= 1,
+        f"{update.minibatches} minibatches of {batch.units} units in {update.epochs} epochs cannot be made",
+    )
+    batch = annotate(trainers, batch, loss.prepass(), f"prepass() of loss {loss.name!r}")
+    batch = weigh(loss.prepare(batch), loss.reduce())
+    heads = [resolve_head(o, over_mask(loss)) for o in loss.outputs()]
+    slim = batch.only(required_columns(loss, heads))
+    parts = layouts(batch.units)[layout] if layout else [list(range(batch.units))]
+    trainer.zero_grad()
+    recording = Recording(loss)
+    sums = trainer.accumulate([slim.select(p) for p in parts], recording, update.coef, update.live)
+    gradients = {k: v.clone() for k, v in trainer.gradients().items()}
+    trainer.zero_grad()
+    return Learned(sums["loss"][0], recording.size, gradients), finish_sums(sums)
+
+
+def poisoned(batch: Batch, over: Mapping[str, str]) -> Batch:
+    """NaN at masked positions of every float token column but the temperature's; ``over``: the masks of those columns
+    whose mask is not ``loss_mask``."""
+    tok = {}
+    for name, values in batch.tok.items():
+        mask_N = batch.tok[over.get(name, "loss_mask")]
+        where_N = mask_N.view(-1, *[1] * (values.ndim - 1))
+        spoil = values.is_floating_point() and name != "temperature"
+        tok[name] = torch.where(where_N, values, torch.full_like(values, float("nan"))) if spoil else values
+    return replace(batch, tok=tok)
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+def _named(table: dict[str, Any], name: str, what: str, there: str) -> Any:
+    if name not in table:
+        raise Nonconformance(f"{what} {name!r}, but {there} {sorted(table)}")
+    return table[name]

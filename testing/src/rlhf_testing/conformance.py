@@ -1,0 +1,171 @@
+"""The suites without pytest: what ``rlhf plugins check NAME`` runs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf.errors import PluginInvalid
+from rlhf.plugins.resolved import FILE, IN_PROCESS
+
+from rlhf_testing.contract import Contract
+from rlhf_testing.hearing import DECOY, Hearing
+
+SUITES: dict[str, tuple[str, str]] = {
+    kind: (f"rlhf_testing.{kind}", f"{kind.title()}Contract")
+    for kind in (
+        "algorithm", "advantage", "loss", "rollout", "reward", "env", "trainer", "generator", "launcher", "observer",
+        "adapter",
+    )
+}  # fmt: skip
+"""{kind: (module, class)}; imported when asked for, as most import torch."""
+
+ATTRIBUTE = "conformance"
+"""A component class may hold a mapping of suite attributes under this name: ``{"rows": [...]}``, ``{"columns": ...}``,
+``{"statement": function}``. A test file's suite class sets the same attributes. A file with a reward function holds it
+beside the function."""
+
+
+class Selected(Protocol):
+    """What is checked: a :class:`rlhf.plugins.Resolved`, or anything with these three."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def cls(self) -> type[Any]: ...
+
+
+SECRETS = "secrets"
+"""Name of the check that is made after the others: what they printed and raised holds no secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of one plugin."""
+
+    name: str
+    """Without ``test_``: ``split_invariance``."""
+    passed: bool
+    """Also True for a check that was left out, as the author did not supply what it needs; ``detail`` says what."""
+    detail: str
+    """What the check proves; where it failed, what is wrong; where it was left out, what it needs."""
+    skipped: bool = False
+
+
+def suite(kind: str) -> type[Contract]:
+    """The suite class of a kind. Raises PluginInvalid for an unknown one."""
+    if kind not in SUITES:
+        raise PluginInvalid(f"there is no conformance suite for kind {kind!r}; kinds are {sorted(SUITES)}")
+    module, name = SUITES[kind]
+    return getattr(importlib.import_module(module), name)
+
+
+def check_names(kind: str) -> list[str]:
+    """The names of all checks that :func:`run` does for a kind, in its order."""
+    return [*(_short(name) for name in _methods(suite(kind))), SECRETS]
+
+
+def run(
+    resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, only: str = ""
+) -> list[CheckResult]:
+    """The checks of the kind's suite on ``resolved.cls``, with its default config.
+
+    Args:
+        progress: called after each check.
+        only: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
+
+    Nothing a plugin raises stops the others, and warnings are kept quiet.
+    """
+    contract = suite(resolved.kind)
+    attributes = dict(getattr(resolved.cls, ATTRIBUTE, {}))
+    unknown = sorted(a for a in attributes if not hasattr(contract, a))
+    if unknown:
+        raise PluginInvalid(
+            f"{resolved.kind} {resolved.name!r}: {resolved.cls.__name__}.{ATTRIBUTE} sets {unknown}, which "
+            f"{contract.__name__} does not know; it has {sorted(a for a in dir(contract) if not a.startswith('_'))}"
+        )
+    packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
+    made = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
+    instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
+    results: list[CheckResult] = []
+
+    def report(result: CheckResult) -> None:
+        if only in result.name:
+            results.append(result)
+            progress(result)
+
+    hearing = Hearing()
+    for name in _methods(contract):
+        if only not in _short(name) and only not in SECRETS:  # what every check prints is searched for secrets
+            continue
+        with hearing():
+            result = _run(name, getattr(instance, name), resolved.cls)
+        report(replace(result, detail=hearing.hide(result.detail)))
+    report(_secrets(hearing))
+    return results
+
+
+def _secrets(hearing: Hearing) -> CheckResult:
+    if not hearing.told:
+        return CheckResult(SECRETS, True, "Nothing that is printed or raised holds a secret of the environment.")
+    names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.told))
+    said = f"What it prints or raises shows {names}. Logs are kept and passed on, so no secret may stand in them."
+    return CheckResult(SECRETS, False, said)
+
+
+def _methods(contract: type[Contract]) -> Iterator[str]:
+    """Names of the test methods, those of every component first, then in the order they are written."""
+    seen: set[str] = set()
+    for base in (Contract, *reversed(contract.__mro__)):
+        for name in vars(base):
+            if name.startswith("test_") and name not in seen:
+                seen.add(name)
+                yield name
+
+
+def _short(method: str) -> str:
+    return method.removeprefix("test_")
+
+
+def _first_paragraph(check: Callable[[], None]) -> str:
+    """Of the docstring, on one line and as plain text."""
+    return " ".join((inspect.getdoc(check) or "").partition("\n\n")[0].replace("``", "`").split())
+
+
+def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
+    short = _short(name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check()
+    except unittest.SkipTest as left_out:
+        return CheckResult(short, True, f"{left_out}", skipped=True)
+    except AssertionError as failure:
+        first: BaseException = failure
+        while first.__cause__ is not None:
+            first = first.__cause__
+        place = _place(first, cls) if first is not failure else ""
+        return CheckResult(short, False, (str(failure) or "an assertion without a message failed") + place)
+    except Exception as error:
+        return CheckResult(short, False, f"{type(error).__name__}: {error}{_place(error, cls)}")
+    return CheckResult(short, True, _first_paragraph(check))
+
+
+def _place(error: BaseException, cls: type[Any]) -> str:
+    """Where in the plugin's own code the error was raised: `` (loss.py:12)``; nothing where it was not raised there."""
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

@@ -1,0 +1,252 @@
+"""What the suites of all kinds share: how a check fails, the grid of configs, and the checks of every component.
+
+A suite is a plain class with ``test_`` methods. pytest collects a subclass whose name starts with ``Test``;
+:func:`rlhf_testing.conformance.run` calls the same methods without pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+import re
+import types
+import typing
+import unittest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ValidationError
+from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf_runtime.secret_keys import names_secret
+
+from rlhf_testing.fabricate import NoColumn
+from rlhf_testing.members import misspelled, taken_fields, uncallable
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+_MUTABLE = (list, dict, set, bytearray)
+
+
+class Nonconformance(AssertionError):
+    """A plugin breaks the contract of its kind. The message says which rule, what was got and what to do."""
+
+
+def expect(condition: bool, message: str) -> None:
+    """Fail the check with ``message`` unless ``condition``."""
+    if not condition:
+        raise Nonconformance(message)
+
+
+def missing(what: str) -> unittest.SkipTest:
+    """Raise this where the author did not supply ``what``: pytest and ``rlhf plugins check`` report a skip."""
+    return unittest.SkipTest(f"The check needs what only you can supply: {what}")
+
+
+@contextlib.contextmanager
+def knowing_columns(about: str, give: str) -> Iterator[None]:
+    """Where the plugin reads a column that the made-up rows lack, the failure says how to give it.
+
+    Args:
+        give: the entry of ``conformance`` that holds columns, with NAME in place of the column's name, or EACH in place
+            of all columns where the author's row replaces the made-up one.
+    """
+    try:
+        yield
+    except KeyError as error:
+        lacking = error if isinstance(error, NoColumn) else error.__context__  # Row raises a KeyError of its own
+        if not isinstance(lacking, NoColumn):
+            raise
+        name, present = lacking.args
+        columns = f" (they have {', '.join(present)})" if present else ""
+        needed = ", ".join(f"{json.dumps(column)}: ..." for column in [*present, name])
+        entry = give.replace("NAME", f"{json.dumps(name)}: ...").replace("EACH", needed)
+        raise Nonconformance(
+            f"{about} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Give them "
+            f"an example of it: conformance = {{{entry}}} in the plugin's class (in a "
+            "file with a function: beside the function)"
+        ) from error
+
+
+class Contract:
+    """Base of the suites. ``kind`` names both the kind and the attribute that holds the class under test."""
+
+    kind: ClassVar[str] = ""
+    configs: Sequence[ComponentConfig] = ()
+    """Configs to check, beside each other; where empty, the defaults."""
+    without_effect: Mapping[str, str] = {}
+    """{option, or option = value: why it changes nothing that the suite sees}, for the check ``options`` of algorithms,
+    advantages and losses: ``{"entropy_coef = 0.0": "reports only"}``."""
+    registered: bool = True
+    """False for a class that no installed distribution offers (a single file, an example)."""
+
+    @property
+    def cls(self) -> Any:
+        """The class under test."""
+        found = getattr(type(self), self.kind, None)
+        expect(isinstance(found, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
+        return found
+
+    def grid(self) -> list[Any]:
+        """The configs, the defaults where the author gave none."""
+        if self.configs:
+            return list(self.configs)
+        try:
+            return [self.cls.Config()]
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
+            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({why})") from None
+
+    def build(self, config: Any) -> Any:
+        """One instance, as the runtime builds it."""
+        return self.cls(config)
+
+    def about(self, config: Any = None) -> str:
+        """Who is spoken of, for messages: the class, and what of the config is not at its default."""
+        changed = "" if config is None else ", ".join(not_default(config))
+        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{changed and f' with {changed}'}:"
+
+    # -------------------------------------------------------------------------- checks of every kind
+
+    def test_class(self) -> None:
+        """The class is complete and of its kind, and its name is usable on a command line."""
+        from rlhf.interfaces import KINDS
+
+        cls, base = self.cls, KINDS[self.kind]
+        expect(issubclass(cls, base), f"{cls.__name__} must subclass rlhf.interfaces.{base.__name__}")
+        abstract = sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
+        expect(not abstract, f"{cls.__name__} does not define {abstract}")
+        name = cls.name
+        expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
+        for ours, theirs in misspelled(cls, base):
+            raise Nonconformance(
+                f"{cls.__name__}.{ours} is nothing that kind {self.kind} has, so nobody calls it. Did you mean "
+                f"{theirs!r}?"
+            )
+        for problem in uncallable(cls, base):
+            raise Nonconformance(problem)
+        doc = cls.__dict__.get("__doc__")
+        expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
+
+    def test_entry_point(self) -> None:
+        """The name in the distribution's metadata is the class's name."""
+        if not self.registered:
+            return
+        from importlib_metadata import entry_points
+
+        cls, package = self.cls, self.cls.__module__.split(".")[0]
+        points = [p for p in entry_points(group=f"rlhf.{self.kind}") if p.module.split(".")[0] == package]
+        names = sorted(p.name for p in points)
+        expect(
+            cls.name in names,
+            f"{cls.__name__}.name is {cls.name!r}, but package {package!r} offers {names} in the entry-point group "
+            f"'rlhf.{self.kind}'. Make them equal, then reinstall the distribution.",
+        )
+
+    def test_config(self) -> None:
+        """The config is strict, frozen, documented, and equal after a round trip through JSON."""
+        cls = self.cls.Config
+        expect(issubclass(cls, ComponentConfig), f"{cls.__qualname__} must subclass rlhf.interfaces.ComponentConfig")
+        check_fields(cls)
+        for name, taker in taken_fields(self.cls, self.kind).items():
+            raise Nonconformance(f"{cls.__qualname__}.{name} cannot be set: {taker} takes the name. Choose another")
+        for config in self.grid():
+            check_config(config)
+
+    def test_state_is_json(self) -> None:
+        """``state_dict`` holds JSON values and loads into a fresh instance."""
+        for config in self.grid():
+            check_state(self.build(config), self.build(config), self.about(config))
+
+
+def not_default(config: BaseModel, path: str = "") -> list[str]:
+    """``kl.coef = 0.1`` for each field of a config, nested ones included, that is not at its default."""
+    found = []
+    for name, info in type(config).model_fields.items():
+        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(usual):
+            found += not_default(value, f"{path}{name}.")
+        elif value != usual:
+            found.append(f"{path}{name} = {value!r}")
+    return found
+
+
+def no_number(value: Any) -> str:
+    """Empty for a finite number; else what was got, and what to write."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+        return ""
+    hint = " Write float(...)." if isinstance(value, bool | str) else ""
+    hint = " Write .item()." if hasattr(value, "item") else hint
+    return f"{value!r} ({type(value).__name__}); allowed is a finite number.{hint}"
+
+
+def check_state(component: Component, fresh: Component, about: str) -> None:
+    """The state of ``component`` survives JSON and restores ``fresh``."""
+    state = component.state_dict()
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}; got {state!r}") from error
+    fresh.load_state_dict(json.loads(text))
+    again = json.dumps(fresh.state_dict(), allow_nan=False)
+    expect(again == text, f"{about} state_dict() is {text}, after load_state_dict() into a fresh instance {again}")
+
+
+def check_config(config: Any) -> None:
+    """One config: round trip, frozen, unknown keys refused."""
+    cls, shown = type(config), repr(config)
+    again = cls.model_validate_json(config.model_dump_json())
+    expect(again == config, f"{shown} is {again!r} after a dump and a load")
+    for name in cls.model_fields:
+        try:
+            setattr(config, name, getattr(config, name))
+        except (ValidationError, TypeError, AttributeError):
+            continue
+        raise Nonconformance(f"{cls.__qualname__}.{name} can be set: the config must stay frozen (model_config)")
+    wrong = {**config.model_dump(), "no_such_option": 1}
+    try:
+        cls.model_validate(wrong)
+    except ValidationError as error:
+        refused = any(e["loc"] == ("no_such_option",) and e["type"] == "extra_forbidden" for e in error.errors())
+    else:
+        refused = False
+    expect(refused, f"{cls.__qualname__} accepts the unknown key 'no_such_option': keep extra='forbid'")
+
+
+def check_fields(cls: type[BaseModel], path: str = "") -> None:
+    """Every field documented and of an immutable type, nested configs included."""
+    for name, info in cls.model_fields.items():
+        where = f"{path or cls.__qualname__}.{name}"
+        expect(
+            bool((info.description or "").strip()),
+            f"{where} is not documented: put a string literal below the field; "
+            "the tables and `plugins show` are made of them",
+        )
+        expect(
+            not names_secret(name),
+            f"{where} is called like a secret, and run files, which are copied and logged, hold none: read an "
+            "environment variable, whose name may be an option (api_key_env)",
+        )
+        for part in _parts(info.annotation):
+            if isinstance(part, type) and issubclass(part, _MUTABLE):
+                raise Nonconformance(
+                    f"{where} is a {part.__name__}, which can change under a frozen config; "
+                    "use tuple or frozenset, or Mapping for a table"
+                )
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                expect(issubclass(part, ComponentConfig), f"{where}: {part.__name__} must subclass ComponentConfig")
+                check_fields(part, where)
+
+
+def _parts(annotation: Any) -> Iterable[Any]:
+    """The annotation and everything inside it: ``tuple[list[int], ...]`` gives tuple, list and int."""
+    origin = typing.get_origin(annotation)
+    if origin is None:
+        yield annotation
+        return
+    if origin is not typing.Literal:
+        if origin not in (typing.Union, types.UnionType, typing.Annotated):
+            yield origin
+        for part in typing.get_args(annotation):
+            yield from _parts(part)

@@ -1,0 +1,207 @@
+"""The conformance suite of environments. Imports no torch.
+
+::
+
+    from rlhf_testing.env import EnvContract
+
+    class TestMyEnv(EnvContract):
+        env = MyEnv
+        rows = [{"prompt": "Guess a number.", "limit": 100}]
+        actions = ["50", "75", "nonsense"]
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces.env import Env
+from rlhf.types import EnvStep, Sampling
+
+from rlhf_testing import fabricate
+from rlhf_testing.awaiting import call
+from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns, no_number
+from rlhf_testing.leaks import leaks
+
+Answers = list[Any]
+
+
+class EnvContract(Contract):
+    """Plays whole episodes, twice, and compares what the environment answered."""
+
+    kind = "env"
+    env: Any = None
+    rows: Sequence[Mapping[str, Any]] = ({"prompt": "Begin.", "answer": "4"},)
+    """Data rows: whatever the environment reads must be in them."""
+    actions: Sequence[str] = ("4", "yes", "", "\N{SNOWMAN}", "a longer answer " * 20)
+    """What the policy says, turn by turn, over and over until the episode is done."""
+    max_turns: int = 12
+    """Turns after which an episode is left (the run file's ``env.max_turns`` does the same)."""
+    limit: float = 30.0
+    """Seconds for one call."""
+
+    def row(self, index: int) -> Any:
+        return fabricate.row(self.rows[index], index)
+
+    def open(self, config: Any, index: int, seed: int) -> Episode:
+        return Episode(self, self.about(config), self.build(config), self.row(index), seed)
+
+    def play(self, config: Any, index: int, seed: int, first: int = 0) -> Answers:
+        """A whole episode: the first observation and every step; ``first`` is the action it begins with."""
+        episode = self.open(config, index, seed)
+        for turn in range(self.max_turns):
+            if episode.done:
+                break
+            episode.act(self.actions[(first + turn) % len(self.actions)])
+        episode.close()
+        return episode.answers
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_methods(self) -> None:
+        """``reset``, ``step`` and ``close`` are all ``async def`` or all plain ``def``."""
+        own = {n: getattr(self.cls, n) for n in ("reset", "step", "close")}
+        if own["close"] is Env.close:
+            del own["close"]  # inherited: does nothing, fits both
+        kinds = {n: inspect.iscoroutinefunction(f) for n, f in own.items()}
+        expect(
+            len(set(kinds.values())) <= 1,
+            f"{self.about()} mixes async and plain methods: {kinds}. Async ones run on the event loop, plain ones in a "
+            "worker process: choose one",
+        )
+
+    def test_episodes(self) -> None:
+        """Observations are texts, steps are EnvSteps with finite rewards, whichever action comes first; the row is left
+        alone."""
+        for config in self.grid():
+            for index in range(len(self.rows)):
+                for first in range(len(self.actions)):
+                    self.play(config, index, first % 2, first)
+
+    def test_replay(self) -> None:
+        """Equal row, seed and actions give equal answers, whatever else was drawn or is open beside it."""
+        for config in self.grid():
+            for index in range(len(self.rows)):
+                for seed in (0, 7):
+                    random.seed(1)
+                    first = self.play(config, index, seed)
+                    random.seed(2)
+                    random.random()
+                    second = self.play(config, index, seed)
+                    why = (
+                        "draw from random.Random(seed) of reset(), never from the module's generator or the clock, and "
+                        "keep what an episode remembers on self, never on the class or the module"
+                    )
+                    expect(
+                        first == second,
+                        f"{self.about(config)} row {index}, seed {seed}: two episodes with equal actions differ at "
+                        f"answer {_differs(first, second)}: {why}",
+                    )
+                    beside = self._interleaved(config, index, seed)
+                    expect(
+                        first == beside,
+                        f"{self.about(config)} row {index}, seed {seed}: another episode open beside it changes answer "
+                        f"{_differs(first, beside)}: keep state in the instance, not in the class or module",
+                    )
+
+    def _interleaved(self, config: Any, index: int, seed: int) -> Answers:
+        main, other = self.open(config, index, seed), self.open(config, (index + 1) % len(self.rows), seed + 1)
+        for turn in range(self.max_turns):
+            if not other.done:
+                other.act(self.actions[(turn + 1) % len(self.actions)])
+            if main.done:
+                break
+            main.act(self.actions[turn % len(self.actions)])
+        other.close()
+        main.close()
+        return main.answers
+
+    def test_closes_early(self) -> None:
+        """``close`` works before the first step, in the middle of an episode, and where ``reset`` never ran."""
+        for config in self.grid():
+            self.open(config, 0, 0).close()
+            unused = self.build(config)
+            try:
+                call(unused.close, limit=self.limit)
+            except Exception as error:
+                raise Nonconformance(f"{self.about(config)} close() without reset() raises {error!r}") from error
+
+    def test_gives_everything_back(self) -> None:
+        """After ``close`` nothing that an episode opened is left: no file or connection, no process, no thread. A run
+        opens thousands of episodes, and those of plain environments live in processes that serve one after another."""
+        for config in self.grid():
+            for whole, when in ((True, "an episode that was played to its end"), (False, "one that was left at once")):
+                left = leaks(lambda: self._closed(config, whole))  # noqa: B023
+                expect(
+                    not left,
+                    f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "
+                    "close() gives back what reset() and step() opened",
+                )
+
+    def _closed(self, config: Any, whole: bool) -> Episode:
+        """An episode after its end, still referred to: an object that is forgotten may close its files by itself."""
+        episode = self.open(config, 0, 0)
+        for turn in range(self.max_turns if whole else 0):
+            if episode.done:
+                break
+            episode.act(self.actions[turn % len(self.actions)])
+        episode.close()
+        return episode
+
+
+class Episode:
+    """One environment instance, checked at every answer."""
+
+    def __init__(self, suite: EnvContract, about: str, env: Any, row: Any, seed: int) -> None:
+        self.suite, self.about, self.env, self.row = suite, about, env, row
+        self.before = copy.deepcopy(row)
+        self.done = False
+        self.answers: Answers = [self._call(env.reset, row, seed)]
+        first = self.answers[0]
+        expect(isinstance(first, str), f"{about} reset() must return the first observation as text, got {first!r}")
+
+    def act(self, action: str) -> None:
+        step = self._call(self.env.step, action)
+        about = f"{self.about} the answer to {action[:20]!r}"
+        expect(isinstance(step, EnvStep), f"{about} must be an EnvStep, got {step!r}")
+        expect(isinstance(step.observation, str), f"{about}: the observation is {step.observation!r}, not a text")
+        expect(not (wrong := no_number(step.reward)), f"{about}: the reward is {wrong}")
+        expect(isinstance(step.done, bool), f"{about}: done is {step.done!r}, not True or False. Write bool(...)")
+        expect(
+            step.sampling is None or isinstance(step.sampling, Sampling),
+            f"{about}: sampling is {step.sampling!r}; allowed is None, or a Sampling such as "
+            "dataclasses.replace(self.sampling, max_new_tokens=8)",
+        )
+        try:
+            json.dumps(dict(step.info))
+        except (TypeError, ValueError) as error:
+            raise Nonconformance(f"{about}: info goes into the rollouts file and must be JSON: {error}") from error
+        self.done = step.done
+        self.answers.append(step)
+
+    def close(self) -> None:
+        self._call(self.env.close)
+        expect(self.row == self.before, f"{self.about} the episode changed its data row, which other samples share")
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        start = time.monotonic()
+        with knowing_columns(self.about, '"rows": [{EACH}]'):
+            result = call(method, *arguments, limit=self.suite.limit)
+        took = time.monotonic() - start
+        expect(
+            took <= self.suite.limit,
+            f"{self.about} {method.__name__}() took {took:.1f} s, allowed {self.suite.limit} s",
+        )
+        return result
+
+
+def _differs(a: Answers, b: Answers) -> str:
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return f"{n} ({x!r} and {y!r})"
+    return f"{min(len(a), len(b))} (one episode ended there)"

@@ -1,0 +1,246 @@
+"""Made-up data with seeds: groups of trajectories, tokenised examples, batches and their columns.
+
+The shapes are the awkward ones on purpose: several turns, rewritten contexts, truncated and empty answers, units
+of very different length, and a temperature that changes between turns. Torch is imported only where tensors are made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.interfaces.tokens import Tokens
+from rlhf.types import DataForm, Group, Head, RewardResult, RoleSpec, Row, Trajectory, Turn
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.heads import OutputHead
+    from torch import Tensor
+
+VOCABULARY = 29
+"""Token ids of fabricated data lie in 1 .. VOCABULARY - 1; 0 is the end token of sampled turns."""
+HIDDEN = 8
+"""Size of fabricated hidden states."""
+TOKENS = Tokens(
+    lambda text: [1 + byte % (VOCABULARY - 1) for byte in text.encode()], lambda ids: "".join(chr(96 + i) for i in ids)
+)
+"""A tokenizer of the fabricated vocabulary: one token a byte."""
+
+
+class NoColumn(KeyError):
+    """A made-up row has no such column. ``args``: the column's name, and the names of those that it has."""
+
+
+class Columns(dict[str, Any]):
+    """The columns of a made-up row: a plain dict that raises :class:`NoColumn`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoColumn(name, list(self))
+
+
+def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
+    """One data row; by default with a prompt and an answer."""
+    return Row(Columns(columns or _usual(index)), "fabricated", index)
+
+
+def _usual(index: int) -> dict[str, Any]:
+    return {"prompt": f"What is {index} + 2?", "answer": str(index + 2)}
+
+
+def groups(
+    seed: int = 0,
+    *,
+    count: int = 3,
+    samples: int = 4,
+    logprobs: bool = True,
+    multi_turn: bool = True,
+    equal_rewards: bool = False,
+    scored: bool = True,
+    columns: Mapping[str, Any] | None = None,
+) -> list[Group]:
+    """Scored groups, as a controller hands them to ``Algorithm.assemble``.
+
+    Sample 1 of a group ends truncated, sample 2 (with ``multi_turn``) has three sampled turns, of which the last
+    starts on a rewritten context (``fresh``). No two trajectories have the same tokens.
+
+    Args:
+        logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
+        equal_rewards: every trajectory of a group gets the same reward.
+        scored: False gives no rewards (``Needs.reward``).
+        columns: further columns of every row.
+    """
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        data = row(_usual(number) | dict(columns or {}), number)
+        shared = rng.uniform(-1, 1)
+        trajectories = []
+        for sample in range(samples):
+            turns = _turns(rng, number, sample, logprobs, rounds=3 if multi_turn and sample % 4 == 2 else 1)
+            if sample % 4 == 1:
+                turns[-1].finish = "length"
+            reward = shared if equal_rewards else rng.uniform(-1, 1)
+            trajectories.append(
+                Trajectory(
+                    data,
+                    turns,
+                    (number, sample),
+                    "truncated" if sample % 4 == 1 else "ok",
+                    {"fabricated": RewardResult(reward)} if scored else {},
+                    reward if scored else None,
+                    reward if scored else None,
+                )
+            )
+        made.append(Group(data, number, trajectories))
+    return made
+
+
+def _turns(rng: random.Random, number: int, sample: int, logprobs: bool, rounds: int) -> list[Turn]:
+    prompt_rng = random.Random(number)  # the samples of a group share their prompt
+    prompt = [prompt_rng.randrange(1, VOCABULARY) for _ in range(2 + number % 3)]
+    turns = [Turn(prompt, sampled=False, text="prompt")]
+    for turn in range(rounds):
+        if turn:
+            context = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 4))]
+            turns.append(Turn(context, sampled=False, text="observation", fresh=turn == 2))
+        ids = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(2, 7))] + [0]
+        temperature = (1.0, 0.7, 1.3)[turn]
+        values = [-rng.uniform(0.5, 4.0) for _ in ids] if logprobs else None
+        turns.append(
+            Turn(ids, True, values, ((0, 0),), "stop", temperature, None, text=f"answer {sample}", fresh=False)
+        )
+    return turns
+
+
+def text_group(
+    columns: Mapping[str, Any] | None = None,
+    answers: Sequence[str] = ("4", "the answer is 4", "", "5", "\N{SNOWMAN} " * 50),
+    number: int = 0,
+) -> Group:
+    """An unscored group with the given answers, for rewards: tokens are the UTF-8 bytes of the texts."""
+    data = row(columns, number)
+    prompt = str(data.get("prompt", "prompt"))
+    trajectories = []
+    for sample, answer in enumerate(answers):
+        ids = list(answer.encode())
+        finish = "length" if len(ids) > 200 else "stop"
+        turns = [
+            Turn(list(prompt.encode()), sampled=False, text=prompt),
+            Turn(ids, True, [-1.0] * len(ids), ((0, 0),), finish, text=answer),  # type: ignore[arg-type]
+        ]
+        trajectories.append(Trajectory(data, turns, (number, sample), "truncated" if finish == "length" else "ok"))
+    return Group(data, number, trajectories)
+
+
+def examples(
+    form: DataForm, seed: int = 0, *, count: int = 6, columns: Mapping[str, Any] | None = None
+) -> list[Example]:
+    """Tokenised rows of an offline data form; every prompt has 1 to 5 tokens, every answer 1 to 8.
+
+    Args:
+        columns: further columns of every row; a pair's ``margin`` is in ``Example.values`` too, as ``data.margin`` puts
+            it there.
+    """
+    rng, further = random.Random(seed), dict(columns or {})
+    made = []
+    for index in range(count):
+        prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 5))]
+        sequences = []
+        for role in range(2 if form == "pairs" else 1):
+            answer = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 8))]
+            mask = [False] * len(prompt) + [True] * len(answer)
+            sequences.append(TokenSequence(prompt + answer, mask, role))
+        values: dict[str, Any] = {"label": index % 2 == 0} if form == "labels" else {}
+        if form == "pairs":
+            values = Columns({"margin": float(further["margin"])} if "margin" in further else {})
+        if form == "steps":
+            values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
+        made.append(Example(row(_usual(index) | further, index), sequences, values))
+    return made
+
+
+def batch(
+    seed: int = 0,
+    *,
+    form: DataForm = "prompts",
+    units: int = 6,
+    mask: str = "loss_mask",
+    fresh: bool = True,
+    empty: bool = True,
+) -> Batch:
+    """Units with the token columns ``loss_mask`` (and ``mask``) and ``temperature``.
+
+    Args:
+        form: ``pairs`` gives units of two sequences with roles 0 and 1, everything else trajectories.
+        fresh: every third trajectory is two sequences of one role (a context rewritten half-way).
+        empty: the last unit has no token under the mask.
+    """
+    from rlhf.ops.batch import SequenceData, UnitData, pack
+
+    rng = random.Random(seed)
+    made = []
+    for u in range(units):
+        blank = empty and u == units - 1
+        roles = [0, 1] if form == "pairs" else [0, 0] if fresh and u % 3 == 1 else [0]
+        sequences = []
+        for role in roles:
+            own: list[bool] = [False] * rng.randint(1, 4)
+            for _ in range(rng.randint(1, 2)):
+                own += [not blank] * rng.randint(2, 6) + [False] * rng.randint(0, 2)
+            ids = [rng.randrange(1, VOCABULARY) for _ in own]
+            tok = dict.fromkeys({"loss_mask", mask}, own)
+            sequences.append(SequenceData(ids, {**tok, "temperature": [rng.choice((0.7, 1.0, 1.3))] * len(own)}, role))
+        columns = {"label": u % 2 == 0} if form == "labels" else {}
+        made.append(UnitData(sequences, columns))
+    return pack(made)
+
+
+def values(name: str, size: int, seed: int) -> Tensor:
+    """Float32 [size] for a column or an output, by its name: log-probs lie in -4.5 .. -0.5, entropies in 0.5 .. 2.5,
+    everything else is standard normal. Equal names and seeds give equal values."""
+    import torch
+    from rlhf.seeds import derive_seed
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, f"fabricate/{name}"))
+    if is_logprob(name):
+        return -0.5 - 4 * torch.rand(size, generator=generator)
+    if "entropy" in name:
+        return 0.5 + 2 * torch.rand(size, generator=generator)
+    return torch.randn(size, generator=generator)
+
+
+def output_head(role: str, seed: int) -> OutputHead:
+    """The output head of a role that lends it: [VOCABULARY, HIDDEN]. Equal names and seeds give equal values."""
+    from rlhf.ops.heads import OutputHead
+
+    flat = values(f"{role}/head", VOCABULARY * HIDDEN, seed)
+    return OutputHead(flat.view(VOCABULARY, HIDDEN))
+
+
+def read(
+    role: RoleSpec, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+) -> list[list[Any]]:
+    """What a head gives at these positions (as ``RewardContext.read_role``) of a model whose outputs after a prefix are
+    a fixed function of the role and the prefix: 256 logits of a language model, N of a head ``classes:N``."""
+    import torch
+
+    size = {"lm": 256, "scalar": 1}.get(role.head) or int(role.head.partition(":")[2])
+    found: list[list[Any]] = []
+    for sequence, read in zip(ids, positions, strict=True):
+        if list(read) != sorted(set(read)) or (read and not 0 <= read[0] <= read[-1] < len(sequence)):
+            raise ValueError(
+                f"positions {list(read)} of a sequence of {len(sequence)} tokens: they must increase, inside"
+            )
+        prefixes = [list(sequence[: p + (head.at == "at")]) for p in read]
+        outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]
+        own = torch.tensor([sequence[p] for p in read])
+        found.append(head.fn(torch.stack(outputs), own, {}, head.constants).tolist() if read else [])
+    return found
+
+
+def is_logprob(name: str) -> bool:
+    """Whether a column or output holds log-probs, by its name."""
+    return "logprob" in name or name.startswith("lp")

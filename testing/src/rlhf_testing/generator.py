@@ -1,0 +1,282 @@
+"""The conformance suite of generators.
+
+::
+
+    from rlhf_testing.generator import GeneratorContract
+
+    class TestMyGenerator(GeneratorContract):
+        generator = MyGenerator
+
+The truth is :class:`rlhf_testing.plain.PlainTrainer` on the same weights: one sequence at a time, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.trainer import ModelSpec
+from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
+from torch import Tensor
+
+from rlhf_testing.compare import same_bits
+from rlhf_testing.contract import Contract, expect
+from rlhf_testing.generator_sampling import SamplingChecks
+from rlhf_testing.models import model_path
+from rlhf_testing.plain import PlainTrainer
+
+LOGPROB = 1e-5
+"""Absolute: fp32 log-probs of a cached, batched decode against a forward pass over the whole sequence."""
+TEMPERATURES = (0.7, 1.0, 1.3)
+PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 8))
+"""Equal ones share their prefill; lengths differ."""
+
+
+class Sampled:
+    """A generator with its source of weights and the plain statement of them."""
+
+    def __init__(self, generator: Any, source: PlainTrainer, decode: Any) -> None:
+        self.generator, self.source, self.decode = generator, source, decode
+
+    def turns(self, requests: Sequence[GenerationRequest], about: str) -> list[Turn]:
+        """One turn per request, in request order; each answered exactly once."""
+        got = list(self.generator.generate(requests))
+        order = sorted(n for n, _ in got)
+        expect(
+            order == list(range(len(requests))), f"{about} {len(requests)} requests are answered as {order}, each once"
+        )
+        return [turn for _, turn in sorted(got, key=lambda pair: pair[0])]
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[T, V] of the plain forward pass."""
+        with torch.no_grad():
+            return self.source.logits(torch.tensor(list(ids)))
+
+    def logprobs(self, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:
+        """[T, V] log-probs from which each sampled token was drawn, before any truncation."""
+        rows = self.logits([*prompt, *ids])[len(prompt) - 1 : -1]
+        return torch.log_softmax(rows / temperature, 1)
+
+
+class GeneratorContract(SamplingChecks, Contract):
+    """Log-probs against the reference; seeds, neighbours, stops, budgets; the weights' owner left untouched."""
+
+    kind = "generator"
+    generator: Any = None
+    architectures: Sequence[str] = ("qwen3",)
+    """Model types of transformers to check."""
+    sizes: Mapping[str, int] = {}
+    """Of the tiny models, where the generator's kernels ask for some: ``{"head_dim": 32}``."""
+
+    def path(self, architecture: str = "", seed: int = 0) -> Path:
+        """The folder of the tiny model that :meth:`make` samples from."""
+        return model_path(architecture or self.architectures[0], seed=seed, **self.sizes)
+
+    def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
+        """A loaded generator; override for one that needs more than weights (a model path, a server)."""
+        from transformers import AutoTokenizer
+
+        path = str(self.path(architecture, seed))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), path, dtype="fp32"))
+        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256))
+        sampled = Sampled(generator, source, decode)
+        self.load(sampled, 0)
+        return sampled
+
+    def load(self, sampled: Sampled, version: int) -> Any:
+        """Hand the source's weights over, in the way the generator's capabilities ask for."""
+        if "accept:module" in self.cls.capabilities:
+            return sampled.generator.load(sampled.source, version)
+        sampled.generator.begin_load(version)
+        for bucket in sampled.source.buckets("live", 2**14):
+            sampled.generator.take(bucket)
+        [proof, *_] = sampled.generator.end_load()
+        return proof
+
+    def build(self, config: Any) -> Any:
+        return self.make(config).generator
+
+    def requests(self, sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[GenerationRequest]:
+        return [GenerationRequest(tuple(p), 100 + n, sampling) for n, p in enumerate(prompts)]
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_turns(self) -> None:
+        """Each request is answered once, by a sampled turn that is complete and says which weights chose it."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            sampling = Sampling(max_new_tokens=7, temperature=0.9)
+            for n, turn in enumerate(s.turns(self.requests(sampling), about)):
+                which = f"{about} request {n}"
+                expect(
+                    turn.sampled and 1 <= len(turn.ids) <= 7,
+                    f"{which}: {len(turn.ids)} of at most 7 tokens, sampled={turn.sampled}",
+                )
+                got = None if turn.logprobs is None else len(turn.logprobs)
+                expect(got == len(turn.ids), f"{which}: {len(turn.ids)} tokens and {got} log-probs")
+                expect(
+                    turn.temperature == 0.9, f"{which}: temperature {turn.temperature} is reported, 0.9 was asked for"
+                )
+                expect(
+                    turn.versions == ((0, 0),),
+                    f"{which}: versions {turn.versions}, all tokens are of version 0: ((0, 0),)",
+                )
+                expect(turn.finish in ("stop", "length"), f"{which}: finish is {turn.finish!r}")
+                expect(
+                    turn.text == s.decode(turn.ids),
+                    f"{which}: text {turn.text!r}, its tokens decode to {s.decode(turn.ids)!r}",
+                )
+
+    def test_logprobs(self) -> None:
+        """Log-probs equal those of the reference forward pass at temperatures 0.7, 1 and 1.3."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                about, s = f"{self.about(config)} {architecture}:", self.make(config, architecture=architecture)
+                for temperature in TEMPERATURES:
+                    self._same_logprobs(
+                        s, Sampling(12, temperature, ignore_eos=True), f"{about} temperature {temperature}:"
+                    )
+
+    def test_truncated_sampling(self) -> None:
+        """With top_p, top_k or min_p only allowed tokens are drawn, and log-probs are of what is left, renormalised:
+        the distribution that the tokens were drawn from."""
+        capabilities = self.cls.capabilities
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.5)):
+                if name not in capabilities:
+                    continue
+                sampling = Sampling(12, 1.3, ignore_eos=True, **{name: value})  # type: ignore[arg-type]
+                keep = partial(allowed, name=name, value=value)
+                for request, turn in self._same_logprobs(s, sampling, f"{about} {name} = {value}:", keep):
+                    for position, row in enumerate(s.logprobs(request.ids, turn.ids, 1.3)):
+                        token = turn.ids[position]
+                        expect(
+                            allowed(row, token, name, value),
+                            f"{about} {name} = {value} drew token {token}, outside of it",
+                        )
+
+    def _same_logprobs(
+        self, s: Sampled, sampling: Sampling, about: str, keep: Callable[..., bool] | None = None
+    ) -> list[tuple[GenerationRequest, Turn]]:
+        requests = self.requests(sampling)
+        turns = s.turns(requests, about)
+        for request, turn in zip(requests, turns, strict=True):
+            rows = s.logprobs(request.ids, turn.ids, sampling.temperature)
+            want = rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
+            got = torch.tensor(turn.logprobs)
+            apart = float((got - want).abs().max())
+            if keep is not None:  # at the edge of a truncation rounding decides: the mass left lies between two
+                most, least = (_log_mass(rows, partial(keep, margin=m)) for m in (1.0, -1.0))
+                apart = float(torch.maximum(want - most - got, got - want + least).max())
+            expect(
+                apart <= LOGPROB,
+                f"{about} log-probs differ from the reference forward pass by {apart:.1e} (allowed {LOGPROB:.0e}). "
+                "They are of the distribution that the token was drawn from: after temperature and truncation",
+            )
+        return list(zip(requests, turns, strict=True))
+
+    def test_new_weights(self) -> None:
+        """After new weights, nothing of the old ones is left; ``load`` proves its version."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            sampling = Sampling(8, ignore_eos=True)
+            s.turns(self.requests(sampling), about)
+            other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=5))))
+            s.source.load_weights(other.weights())
+            proof = self.load(s, 3)
+            expect(proof.version == 3, f"{about} load(..., 3) proves version {proof.version}")
+            expect(s.generator.version == 3, f"{about} after load(..., 3) its version is {s.generator.version}")
+            for _, turn in self._same_logprobs(s, sampling, f"{about} after new weights:"):
+                expect(turn.versions == ((0, 3),), f"{about} after load(..., 3) a turn says versions {turn.versions}")
+
+    def test_source_untouched(self) -> None:
+        """Weights, modes, gradients and the global random state of the process stay as they were."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            module = s.source.module
+            module.train()
+            for p in module.parameters():
+                p.grad = torch.ones_like(p)
+            weights = {k: v.clone() for k, v in module.state_dict().items()}
+            modes = [m.training for m in module.modules()]
+            needs = [p.requires_grad for p in module.parameters()]
+            hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+            attention = module.config._attn_implementation
+            state = torch.get_rng_state()
+            s.turns(self.requests(Sampling(6)), about)
+            for name, values in module.state_dict().items():
+                expect(same_bits(values, weights[name]), f"{about} generating changed the weight {name!r}")
+            expect(modes == [m.training for m in module.modules()], f"{about} generating changed train / eval modes")
+            expect(needs == [p.requires_grad for p in module.parameters()], f"{about} generating changed requires_grad")
+            now = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+            expect(hooks == now, f"{about} generating left hooks on the module")
+            expect(module.config._attn_implementation == attention, f"{about} generating left another attention behind")
+            grads = all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
+            expect(grads, f"{about} generating changed accumulated gradients")
+            same = torch.equal(state, torch.get_rng_state())
+            expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
+
+    def test_pause(self) -> None:
+        """Where it can ``pause``: meanwhile nothing is drawn, and after ``resume`` the samples are those of a
+        generator that did not."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            if "pause" not in s.generator.capabilities:
+                continue
+            requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
+            before = [t.ids for t in s.turns(requests, about)]
+            running = s.generator.generate(requests)
+            found = [next(running)]
+            s.generator.pause()
+            try:
+                next(running)
+            except ModelError:
+                s.generator.resume()
+            else:
+                expect(False, f"{about} a paused generator goes on: its iterator raises ModelError until resume()")
+            found += running
+            after = [turn.ids for _, turn in sorted(found, key=lambda pair: pair[0])]
+            expect(after == before, f"{about} samples differ after pause() and resume()")
+
+    def test_sleep(self) -> None:
+        """After ``sleep`` and ``wake`` it samples as before."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            requests = self.requests(Sampling(6))
+            before = [t.ids for t in s.turns(requests, about)]
+            s.generator.sleep()
+            s.generator.wake()
+            expect(
+                [t.ids for t in s.turns(requests, about)] == before, f"{about} samples differ after sleep() and wake()"
+            )
+
+
+def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: float = 1.0) -> bool:
+    """Whether the truncation admits the token; ``margin`` 1 admits what rounding at its edge may admit, -1 only what
+    it must."""
+    p_V, mine = logprobs_V.exp(), float(logprobs_V[token].exp())
+    above = p_V > mine * (1 + 1e-4 * margin)
+    above[token] = False
+    if name == "top_k":
+        return int(above.sum()) < value
+    if name == "min_p":
+        return mine >= value * float(p_V.max()) * (1 - 1e-3 * margin)
+    return float(p_V[above].sum()) < value + 1e-4 * margin
+
+
+def _log_mass(rows: Tensor, keep: Callable[[Tensor, int], bool]) -> Tensor:
+    """Per row of log-probs: the log of the probability that is kept."""
+    kept = torch.tensor([[keep(row, token) for token in range(len(row))] for row in rows])
+    return rows.masked_fill(~kept, float("-inf")).logsumexp(-1)

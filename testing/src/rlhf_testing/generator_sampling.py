@@ -1,0 +1,136 @@
+"""The part of the generator suite about what is drawn and when it ends: seeds, neighbours, distribution, stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rlhf.types import GenerationRequest, Sampling, Turn
+
+from rlhf_testing.contract import expect
+
+PROMPT = (20, 21, 22)
+
+
+class SamplingChecks:
+    """Mixed into :class:`rlhf_testing.generator.GeneratorContract`, which has the four methods named here."""
+
+    make: Any
+    requests: Any
+    grid: Any
+    about: Any
+
+    def test_seeds(self) -> None:
+        """Equal seeds repeat bit for bit in a fresh generator, whatever the global random state; others differ."""
+        for config in self.grid():
+            about = self.about(config)
+            requests = self.requests(Sampling(10, ignore_eos=True))
+            torch.manual_seed(1)
+            first = self.make(config).turns(requests, about)
+            torch.manual_seed(2)
+            second = self.make(config).turns(requests, about)
+            expect(
+                first == second, f"{about} two generators with equal seeds draw differently: seeds belong to requests"
+            )
+            ids = [tuple(t.ids) for t in first]
+            expect(ids[0] != ids[2], f"{about} two samples of one prompt with different seeds are equal: {ids[0]}")
+
+    def test_neighbours(self) -> None:
+        """A request draws the same tokens alone, in a batch, and in any position of it."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            requests = self.requests(Sampling(10, ignore_eos=True))
+            together = s.turns(requests, about)
+            back = s.turns(requests[::-1], about)[::-1]
+            for n, request in enumerate(requests):
+                alone = s.turns([request], about)[0]
+                for what, other in (("alone", alone), ("in reversed order", back[n])):
+                    expect(
+                        other.ids == together[n].ids,
+                        f"{about} request {n} draws {other.ids} {what} and {together[n].ids} in the batch: a sample is "
+                        "a function of its own tokens, seed and sampling",
+                    )
+
+    def test_distribution(self) -> None:
+        """First tokens follow the tempered softmax of the reference (chi-square over eight bins of like mass)."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            for temperature in (0.7, 1.3):
+                sampling = Sampling(1, temperature, ignore_eos=True)
+                requests = [GenerationRequest(PROMPT, seed, sampling) for seed in range(400)]
+                drawn = [t.ids[0] for t in s.turns(requests, about)]
+                p_V = s.logprobs(PROMPT, [0], temperature)[0].exp().double()
+                order = p_V.argsort(descending=True)
+                bin_V = torch.zeros_like(order)
+                bin_V[order] = (p_V[order].cumsum(0) * 8).long().clamp(max=7)
+                want = torch.zeros(8, dtype=torch.float64).index_add(0, bin_V, p_V) * len(drawn)
+                got = torch.bincount(bin_V[torch.tensor(drawn)], minlength=8).double()
+                filled = want > 1
+                chi = float(((got - want)[filled].square() / want[filled]).sum())
+                expect(
+                    chi < 40.0,
+                    f"{about} temperature {temperature}: first tokens do not follow the softmax, chi-square {chi:.0f} "
+                    f"of 7 degrees of freedom (allowed 40; chance 1e-6): drawn {got.tolist()}, "
+                    f"expected {want.round().tolist()}",
+                )
+
+    def test_greedy(self) -> None:
+        """Temperature 0 takes the most likely token each time."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            for request, turn in zip(
+                self.requests(Sampling(8)),
+                s.turns(self.requests(Sampling(8, 0.0, ignore_eos=True)), about),
+                strict=True,
+            ):
+                rows = s.logprobs(request.ids, turn.ids, 1.0)
+                short = rows.max(1).values - rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
+                expect(
+                    float(short.max()) <= 1e-5, f"{about} temperature 0 takes a token that is not the most likely one"
+                )
+
+    def test_budgets(self) -> None:
+        """``max_new_tokens`` is each request's own; using it up finishes as ``length``."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            sampling = Sampling(1, ignore_eos=True)
+            budgets = (1, 5, 2, 9, 3)
+            requests = [
+                replace(r, sampling=replace(sampling, max_new_tokens=n))
+                for r, n in zip(self.requests(sampling), budgets, strict=True)
+            ]
+            for budget, turn in zip(budgets, s.turns(requests, about), strict=True):
+                got = (len(turn.ids), turn.finish)
+                expect(
+                    got == (budget, "length"),
+                    f"{about} max_new_tokens = {budget} gives {got[0]} tokens, finish {got[1]!r}",
+                )
+
+    def test_stops(self) -> None:
+        """End tokens, stop tokens and stop strings end a turn where they first appear, and belong to it."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            free = s.turns([GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True))], about)[0]
+            stop = free.ids[4]
+            until = free.ids[: free.ids.index(stop) + 1]
+            request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop_token_ids=(stop,)))
+            self._ended(s.turns([request], about)[0], until, f"{about} stop_token_ids = ({stop},)")
+            request = GenerationRequest(PROMPT, 7, Sampling(12))
+            ender = self.make(config, eos=(stop,))
+            self._ended(ender.turns([request], about)[0], until, f"{about} end token {stop}")
+            ignored = ender.turns([replace(request, sampling=Sampling(12, ignore_eos=True))], about)[0]
+            expect(ignored.ids == free.ids, f"{about} ignore_eos: the end token {stop} ended the turn: {ignored.ids}")
+            text = next((t for t in (s.decode([i]) for i in free.ids[2:]) if t.strip()), "")
+            if text:
+                count = next(n for n in range(1, 13) if text in s.decode(free.ids[:n]))
+                request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop=(text,)))
+                self._ended(s.turns([request], about)[0], free.ids[:count], f"{about} stop = ({text!r},)")
+
+    def _ended(self, turn: Turn, ids: list[int], about: str) -> None:
+        expect(turn.ids == ids, f"{about} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
+        expect(turn.finish == "stop", f"{about} finishes as {turn.finish!r}, not 'stop'")
+        expect(
+            turn.logprobs is not None and len(turn.logprobs) == len(ids),
+            f"{about} loses the log-prob of its last token",
+        )

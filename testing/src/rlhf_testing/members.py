@@ -1,0 +1,60 @@
+"""A class's members against those of its interface: written nearly alike, called differently, or taken already."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+
+def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
+    """[(a public name that ``cls`` defines, the member of the interface ``base`` that it leaves at its default and that
+    is written nearly so)]: ``step_finish``, where ``step_finished`` is what the runtime calls."""
+    optional = [
+        n
+        for n in dir(base)
+        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
+    ]
+    own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
+    found = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
+    return [(n, match[0]) for n, match in found if match]
+
+
+def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
+    """What is wrong with methods that ``cls`` writes otherwise than the interface ``base``: other arguments, plain
+    where it is awaited, or no property where it is one."""
+    for name in dir(base):
+        theirs, ours = inspect.getattr_static(base, name), inspect.getattr_static(cls, name)
+        if theirs is ours or (name.startswith("_") and name != "__call__"):
+            continue
+        if isinstance(theirs, property) and inspect.isfunction(ours):
+            yield f"{cls.__name__}.{name} is read without a call: put @property above it"
+        if not (inspect.isfunction(theirs) and inspect.isfunction(ours)):
+            continue
+        asked = inspect.signature(theirs)
+        given = [p for p in asked.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        try:
+            inspect.signature(ours).bind(*given)
+        except TypeError as error:
+            yield (
+                f"{cls.__name__}.{name}{_parameters(inspect.signature(ours))} is called as "
+                f"{name}{_parameters(asked)}: {error}"
+            )
+        if inspect.iscoroutinefunction(theirs) and not inspect.iscoroutinefunction(ours):
+            yield f"{cls.__name__}.{name} is awaited: write `async def {name}`"
+
+
+def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
+    """{field of ``cls.Config``: what reads it} of those that the run file's section, or an algorithm's slot, takes."""
+    from rlhf_runtime.runfile import LISTS, SINGLE
+
+    section = {**SINGLE, **LISTS}.get(kind)
+    own = set(section.model_fields) if section is not None else {"use"}
+    taken = dict.fromkeys(own, f"the section of the {kind} itself")
+    taken |= {name: f"the slot {name!r}" for name in getattr(cls, "slots", {})}
+    return {name: taken[name] for name in cls.Config.model_fields if name in taken}
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"

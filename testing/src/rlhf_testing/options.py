@@ -1,0 +1,94 @@
+"""Options that do nothing: each that a config of the grid sets must change what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+
+from rlhf_testing.contract import Contract, expect
+
+
+def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
+    """Fails where ``effect`` of a config equals that of the same config with one option at its default.
+
+    Options named in :attr:`Contract.without_effect` are left out, and so are those that the other options of the config
+    do not allow to be at their defaults, alone or with the rest of their section.
+
+    Args:
+        effect: what a config computes: tensors, numbers and texts in tuples, lists and mappings.
+    """
+    for config in contract.grid():
+        excused = contract.without_effect
+        options = [p for p in set_options(config) if not {p, f"{p} = {_at(config, p)!r}"} & excused.keys()]
+        found = effect(config) if options else None
+        for path in options:
+            plain = without(config, [path])
+            if plain is None:
+                section = path.partition(".")[0]
+                plain = without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
+            expect(
+                plain is None or not alike(found, _effect_or_none(effect, plain)),
+                f"{contract.about(config)} {path} changes nothing: credit, gradients and what is trained are those of "
+                f"its default. Read it, or refuse it in Config where it cannot matter. If it acts elsewhere, or on "
+                f"other data than the suite's, say so: without_effect = {{{path!r}: 'why'}}",
+            )
+
+
+def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
+    """None where the suite's data is not that of this config, which then is another."""
+    try:
+        return effect(config)
+    except Exception:
+        return None
+
+
+def set_options(config: BaseModel, path: str = "") -> list[str]:
+    """``kl.coef`` for each field of a config, nested ones included, that is not at its default."""
+    found = []
+    for name, info in type(config).model_fields.items():
+        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(usual):
+            found += set_options(value, f"{path}{name}.")
+        elif value != usual and not info.is_required():
+            found.append(f"{path}{name}")
+    return found
+
+
+def without(config: BaseModel, paths: list[str]) -> Any | None:
+    """The config with these options at their defaults; None where the others do not allow it."""
+    given = {path: _at(config, path) for path in set_options(config) if path not in paths}
+    given |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
+    nested: dict[str, Any] = {}
+    for path, value in given.items():
+        *sections, name = path.split(".")
+        table = nested
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    try:
+        return type(config).model_validate(nested)
+    except ValidationError:
+        return None
+
+
+def _at(config: BaseModel, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two effects are the same, tensors bit for bit."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        same = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        return same and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,0 +1,248 @@
+"""A trainer written as plainly as possible: the statement that real trainers are compared with.
+
+One sequence at a time, no packing, no chunks, no ranks: each log-prob comes from a forward pass over exactly the
+tokens before it. Slow on purpose. :class:`PlainTrainer` holds a transformers model, :class:`EmbeddingTrainer` a few
+hundred parameters in pure torch, for suites that need gradients through *some* causal model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import OutputHead, resolve_head
+from rlhf.ops.loss_value import add_sums, evaluate, over_mask
+from rlhf.types import Head
+from rlhf_modeling.pretrained import exporting
+from torch import Tensor, nn
+
+from rlhf_testing import fabricate
+
+
+class PlainTrainer(Trainer):
+    """One process, fp32, AdamW without a schedule."""
+
+    name = "plain"
+    capabilities = frozenset({"export:module", "export:tensors", "lend:head"})
+
+    class Config(ComponentConfig):
+        lr: float = 1e-3
+        """Learning rate."""
+
+    def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None:
+        self.config = self.Config() if config is None else config
+        self.spec = spec
+        self.language_model = spec.role.head == "lm"
+        self.module: Any = self.load_module().float()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=self.config.lr)
+        self.borrowed: dict[str, OutputHead] = {}
+
+    # ---------------------------------------------------------------------------------- the model
+
+    @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        """A role that is not trained needs a model that was saved with its head."""
+        from transformers import AutoConfig
+
+        if spec.role.trained or spec.role.head == "lm":
+            return
+        if not any("Classification" in name for name in AutoConfig.from_pretrained(spec.path).architectures or ()):
+            raise ModelError(f"{spec.path!r} has no {spec.role.head!r} head, and {spec.role.name!r} is not trained")
+
+    def load_module(self) -> nn.Module:
+        """The transformers model of the role."""
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        self.check_files(self.spec)
+        if self.language_model:
+            return AutoModelForCausalLM.from_pretrained(self.spec.path, dtype=torch.float32).eval()
+        labels = 1 if self.spec.role.head == "scalar" else int(self.spec.role.head.split(":")[1])
+        auto = AutoModelForSequenceClassification
+        return auto.from_pretrained(self.spec.path, dtype=torch.float32, num_labels=labels).eval()
+
+    def logits(self, ids_T: Tensor) -> Tensor:
+        """[T] -> fp32 [T, V]: what stands after each token (or [T, labels] of a classification head)."""
+        if self.language_model:
+            return self.module(ids_T[None], use_cache=False).logits[0].float()
+        return self.module.score(self.hidden(ids_T)).float()
+
+    def hidden(self, ids_T: Tensor) -> Tensor:
+        """[T] -> fp32 [T, H]: what the output head reads."""
+        base: Any = getattr(self.module, self.module.base_model_prefix)
+        return base(ids_T[None], use_cache=False).last_hidden_state[0].float()
+
+    def output_head(self) -> OutputHead:
+        """Of a language model."""
+        head: Any = self.module.get_output_embeddings()
+        softcap = getattr(self.module.config, "final_logit_softcapping", None)
+        return OutputHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), softcap)
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        yield self.output_head()
+
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        self.borrowed[role] = head
+
+    def outputs(self, micro: Batch, heads: Sequence[Head]) -> dict[str, Tensor]:
+        """{head: [tokens under its mask, ...]}, ``scores`` [B], with gradient."""
+        parts: dict[str, list[Tensor]] = {h.name: [] for h in heads}
+        for b in range(micro.sequences):
+            index = torch.arange(int(micro.starts_B[b]), int(micro.starts_B[b] + micro.lens_B[b]))
+            ids_T = micro.ids_N[index]
+            read = {"logits": self.logits(ids_T)}
+            if any(head.reads == "hidden" for head in heads):
+                read["hidden"] = self.hidden(ids_T)
+            for head in heads:
+                if head.over == "last_token":
+                    at = torch.tensor([len(index) - 1])
+                else:
+                    at = micro.tok[head.over][index].nonzero()[:, 0]
+                source = read[head.reads][at - 1 if head.at == "before" else at]
+                tempered = self.language_model and head.reads == "logits" and head.at == "before"
+                if tempered and "temperature" in micro.tok:
+                    source = source / micro.tok["temperature"][index][at][:, None]
+                columns = {c: micro.tok[c][index][at] for c in head.columns}
+                constants = {**head.constants, **{role: self.borrowed[role] for role in head.lent}}
+                parts[head.name].append(head.fn(source, ids_T[at], columns, constants))
+        return {name: torch.cat(values) for name, values in parts.items()}
+
+    # ------------------------------------------------------------------------- the interface
+
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        """See :meth:`rlhf.interfaces.Trainer.forward`; only the live view exists."""
+        if view != "live":
+            raise ValueError(f"the plain trainer has no view {view!r}, only 'live'")
+        heads, made = [resolve_head(o) for o in outputs], []
+        for micro in micros:
+            with torch.no_grad():
+                found = self.outputs(micro, heads)
+            for head in heads:
+                if head.over != "last_token":
+                    values = found[head.name]
+                    full = values.new_zeros((micro.tokens, *values.shape[1:]))
+                    full[micro.tok[head.over]] = values
+                    found[head.name] = full
+            made.append(found)
+        return made
+
+    def accumulate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        """See :meth:`rlhf.interfaces.Trainer.accumulate`."""
+        wanted = [*loss.outputs(), *live.values()]
+        heads = {h.name: h for h in (resolve_head(o, over_mask(loss)) for o in wanted)}
+        sums = []
+        for micro in micros:
+            total, part = evaluate(loss, micro, self.outputs(micro, list(heads.values())), coef, live)
+            total.backward()
+            sums.append(part)
+        return add_sums(sums)
+
+    def apply(self) -> ApplyResult:
+        """A step of AdamW, left out where the gradient is not finite."""
+        squares = [p.grad.double().square().sum() for p in self.module.parameters() if p.grad is not None]
+        norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        skipped = "" if norm < float("inf") else f"gradient norm is {norm}"
+        if not skipped:
+            self.optimizer.step()
+        self.zero_grad()
+        return ApplyResult(norm, self.config.lr, skipped)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {k: p.grad for k, p in self.module.named_parameters() if p.grad is not None}
+
+    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach().clone()
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            own = dict(self.module.named_parameters())
+            for name, values in weights:
+                own[name].copy_(values)
+
+    def export(self, path: Path, view: str = "live") -> None:
+        from transformers import AutoTokenizer
+
+        with exporting(self.module):
+            self.module.save_pretrained(str(path))
+        AutoTokenizer.from_pretrained(self.spec.path).save_pretrained(str(path))
+
+    def save(self, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(dict(self.weights()), str(path / "weights.safetensors"))
+        state = self.optimizer.state_dict()
+        tensors = {f"{i}/{k}": v for i, values in state["state"].items() for k, v in values.items()}
+        save_file(tensors, str(path / "optimizer.safetensors"))
+        (path / "groups.json").write_text(json.dumps(state["param_groups"]))
+
+    def load(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.load_weights(iter(load_file(str(path / "weights.safetensors")).items()))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, values in load_file(str(path / "optimizer.safetensors")).items():
+            index, key = name.split("/")
+            state.setdefault(int(index), {})[key] = values
+        groups = json.loads((path / "groups.json").read_text())
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class _Embedding(nn.Module):
+    """Causal and as small as it gets: each position sees its own token and the mean of those before it."""
+
+    def __init__(self, vocabulary: int, outputs: int, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.mix = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, outputs)
+
+    def hidden(self, ids_T: Tensor) -> Tensor:
+        own_TH = self.embedding(ids_T)
+        mean_TH = own_TH.cumsum(0) / torch.arange(1, len(ids_T) + 1)[:, None]
+        return torch.tanh(self.mix(torch.cat([own_TH, mean_TH], 1)))
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.head(self.hidden(ids_T))
+
+
+class EmbeddingTrainer(PlainTrainer):
+    """The plain trainer over a tiny model of fabricated tokens; equal seeds give equal weights."""
+
+    name = "embedding"
+    capabilities = frozenset({"export:tensors", "lend:head"})
+
+    def load_module(self) -> nn.Module:
+        outputs = {"lm": fabricate.VOCABULARY, "scalar": 1}.get(self.spec.role.head)
+        if outputs is None:
+            outputs = int(self.spec.role.head.split(":")[1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.spec.seed)
+            return _Embedding(fabricate.VOCABULARY, outputs)
+
+    def logits(self, ids_T: Tensor) -> Tensor:
+        return self.module(ids_T)
+
+    def hidden(self, ids_T: Tensor) -> Tensor:
+        return self.module.hidden(ids_T)
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.module.head.weight.detach(), self.module.head.bias.detach())
+
+    def export(self, path: Path, view: str = "live") -> None:
+        raise NotImplementedError("the embedding model has no Hugging Face format")

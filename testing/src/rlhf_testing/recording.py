@@ -1,0 +1,60 @@
+"""A loss that remembers how much it added up: what a difference of losses is measured against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rlhf.interfaces.loss import Loss
+from rlhf.ops.losses import LossInput
+from rlhf.ops.reduce import WEIGHT
+from rlhf.types import LossOutput
+
+from rlhf_testing.contract import Nonconformance
+
+
+class Passed(dict[str, float]):
+    """Coefficients of an update; one that it does not pass is named."""
+
+    def __missing__(self, name: str) -> float:
+        raise Nonconformance(
+            f"the loss reads the coefficient {name!r}, but the update passes {sorted(self)}: add it to Update.coef "
+            "(in the suite of a loss: coef = {...})"
+        )
+
+
+class Recording:
+    """Stands for ``loss`` in :func:`rlhf.ops.loss_value.evaluate` and in trainers of this process.
+
+    ``size`` is ``sum |weight * value|`` over all terms and micro-batches so far.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.size = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        x.coef = Passed(x.coef)
+        result = self._loss(x)
+        reduces, batch = self._loss.reduce(), x._batch
+        if not isinstance(result, LossOutput) or set(result.terms) != set(reduces):
+            return result  # evaluate() refuses it with the reason
+        for term, values in result.terms.items():
+            if not isinstance(values, torch.Tensor):
+                return result  # evaluate() refuses it
+            if values.dtype in (torch.float16, torch.bfloat16):
+                raise Nonconformance(
+                    f"the term {term!r} comes in {values.dtype}: what the loss reads is float32, and so are its terms"
+                )
+            weight = batch.column(WEIGHT + term)
+            how = reduces[term].how
+            if how == "seq_mean":
+                weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
+            elif how != "unit_mean":
+                weight = weight[batch.tok[reduces[term].over]]
+            if weight.shape == values.shape:  # where not, evaluate() refuses it with the reason
+                self.size += float((weight * values.detach()).abs().sum())
+        return result

@@ -1,0 +1,213 @@
+"""The conformance suite of rewards. Imports no torch.
+
+::
+
+    from rlhf_testing.reward import RewardContract
+
+    class TestMyReward(RewardContract):
+        reward = MyReward
+        cases = [({"answer": "4"}, "it is 4", 1.0), ({"answer": "4"}, "5", 0.0)]   # columns, answer, value
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from rlhf.interfaces import Component, Reward, RewardContext, Tokens
+from rlhf.types import Group, Head, RewardResult, RoleSpec
+
+from rlhf_testing import fabricate
+from rlhf_testing.awaiting import call
+from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns, missing, no_number
+
+Case = tuple[Mapping[str, Any], str, float | None]
+
+
+class RewardContract(Contract):
+    """Checks ``score`` on groups with good, empty, truncated and multi-turn answers."""
+
+    kind = "reward"
+    reward: Any = None
+    cases: Sequence[Case] = ()
+    """(row columns, answer, expected value): the author's own truth."""
+    columns: Mapping[str, Any] = {"prompt": "What is 2 + 2?", "answer": "4"}
+    """The row of the fabricated groups: whatever the reward reads must be in it."""
+    answers: Sequence[str] = ("4", "the answer is 4", "", "five", "\N{SNOWMAN} " * 50)
+    deterministic: bool = True
+    """False for a judge that samples; then nothing is compared between two calls."""
+    credit: Literal["outcome", "step"] = "outcome"
+    """Of the reward's section in the run file."""
+    limit: float = 30.0
+    """Seconds for one group."""
+
+    def groups(self) -> list[Group]:
+        """The fabricated groups: single-turn answers, and one with an observation between two answers."""
+        single = fabricate.text_group(self.columns, self.answers)
+        several = fabricate.text_group(self.columns, self.answers, number=1)
+        for trajectory in several.trajectories:
+            observation = fabricate.text_group({"prompt": "try again"}, [""]).trajectories[0].turns[0]
+            trajectory.turns += [observation, replace(trajectory.turns[1])]
+        return [single, several]
+
+    def ready(self, config: Any) -> Any:
+        """An instance after ``setup``; where ``score`` is plain ``def``, without it, as in a worker. Its roles answer
+        with a fixed number per sequence of tokens, its heads read fixed outputs after each prefix; tokens are the bytes
+        of texts."""
+        reward = self.build(config)
+        if self.in_worker:
+            return reward
+        roles = {r.name: r for r in reward.roles()}
+
+        def declared(role: str) -> RoleSpec:
+            named = sorted(roles)
+            expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {named}")
+            return roles[role]
+
+        async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
+            tokens = all(not isinstance(sequence, str) and all(type(i) is int for i in sequence) for sequence in ids)
+            expect(tokens, f"{self.about(config)} gives role {role!r} {ids!r:.80}, not lists of token ids (Turn.ids)")
+            return [_number(declared(role).name, sequence) for sequence in ids]
+
+        async def read(
+            role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+        ) -> list[list[Any]]:
+            return fabricate.read(declared(role), head, ids, positions)
+
+        tokens = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
+        ask = (score, read) if roles else (None, None)
+        call(reward.setup, RewardContext(ask[0], 0, ask[1], tokens, self.credit), limit=self.limit)
+        return reward
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether ``score`` runs in worker processes."""
+        return not inspect.iscoroutinefunction(self.cls.score)
+
+    def score(self, reward: Any, group: Group) -> list[RewardResult]:
+        try:
+            with knowing_columns(self.about(), '"columns": {EACH}'):
+                return call(reward.score, group, limit=self.limit)
+        except (AttributeError, TypeError) as error:
+            if self.in_worker and isinstance(error, AttributeError) and self.cls.setup is not Reward.setup:
+                why = "score() is plain `def` and runs in a worker process, where setup() is not called"
+            elif not reward.roles() and "'NoneType' object is not callable" in str(error):
+                why = "roles() declares none, and without one RewardContext has neither score_with_role nor read_role"
+            else:
+                raise
+            raise Nonconformance(f"{self.about()} score() raises {type(error).__name__}: {error}. {why}") from error
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_results(self) -> None:
+        """Each trajectory gets one RewardResult, in order; values are finite or None; steps are at sampled tokens."""
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            for group in self.groups():
+                results = self.score(reward, group)
+                expect(
+                    isinstance(results, (list, tuple)) and len(results) == len(group.trajectories),
+                    f"{about} score() must return {len(group.trajectories)} results for that many trajectories, got "
+                    f"{len(results) if isinstance(results, (list, tuple)) else results!r}",
+                )
+                for n, result in enumerate(results):
+                    self._check(f"{about} result {n}", result, group, n)
+
+    def _check(self, about: str, result: Any, group: Group, n: int) -> None:
+        expect(isinstance(result, RewardResult), f"{about} must be a RewardResult, got {result!r}")
+        for name in ("value", "score"):
+            value = getattr(result, name)
+            wrong = "" if value is None else no_number(value)
+            expect(not wrong, f"{about}: {name} is {wrong} None says 'not applicable'")
+        turns = group.trajectories[n].turns
+        for turn, token, value in result.steps:
+            there = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
+            expect(there, f"{about}: a step reward at turn {turn}, token {token}, which the policy did not sample")
+            expect(math.isfinite(value), f"{about}: the step reward at turn {turn}, token {token} is {value!r}")
+        try:
+            json.dumps(result.info)
+        except (TypeError, ValueError) as error:
+            expect(False, f"{about}: info goes into the rollouts file and must be JSON: {error}")
+
+    def test_place(self) -> None:
+        """A plain ``def score``, which runs in worker processes, needs no model and keeps no state."""
+        if not self.in_worker:
+            return
+        why = "but its score() is plain `def`, which runs in several worker processes that have no models and share "
+        why += "nothing; write `async def score`"
+        for config in self.grid():
+            expect(not self.build(config).roles(), f"{self.about(config)} declares roles, {why}")
+        expect(self.cls.state_dict is Component.state_dict, f"{self.about()} has a state_dict, {why}")
+
+    def test_leaves_the_group_alone(self) -> None:
+        """Scoring changes neither the group nor its row."""
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            for group in self.groups():
+                before = copy.deepcopy(group)
+                self.score(reward, group)
+                expect(group == before, f"{about} score() changed the group it was given: rewards only look")
+
+    def test_repeatable(self) -> None:
+        """Equal groups get equal results, also from an instance built again; permuted samples permuted ones."""
+        if not self.deterministic:
+            return
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            for group in self.groups():
+                first = self.score(reward, group)
+                expect(
+                    first == self.score(reward, group) == self.score(self.ready(config), group),
+                    f"{about} two calls or instances score one group differently (a judge: deterministic = False)",
+                )
+                back = replace(group, trajectories=group.trajectories[::-1])
+                expect(
+                    self.score(reward, back)[::-1] == first,
+                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order",
+                )
+
+    def test_every_answer_alone(self) -> None:
+        """A group of one works, whatever the answer (the empty one included)."""
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            for answer in self.answers:
+                group = fabricate.text_group(self.columns, [answer])
+                got = len(self.score(reward, group))
+                expect(got == 1, f"{about} a group of one ({answer[:20]!r}) gets {got} results")
+
+    def test_roles(self) -> None:
+        """Roles are RoleSpecs with a head, untrained, and a function of the config."""
+        for config in self.grid():
+            about, roles = self.about(config), self.build(config).roles()
+            expect(roles == self.build(config).roles(), f"{about} roles() must be a function of the config")
+            for role in roles:
+                expect(isinstance(role, RoleSpec), f"{about} roles() must hold RoleSpecs, got {role!r}")
+                expect(not role.trained, f"{about} role {role.name!r} of a reward cannot be trained")
+
+    def test_cases(self) -> None:
+        """The author's cases get the values they say."""
+        if not self.cases:
+            raise missing("cases = [(row columns, answer, expected value), ...]")
+        for config in self.grid()[:1]:
+            reward = self.ready(config)
+            for columns, answer, expected in self.cases:
+                result = self.score(reward, fabricate.text_group({**self.columns, **columns}, [answer]))[0]
+                same = result.value == expected or (
+                    None not in (result.value, expected) and math.isclose(result.value, expected, abs_tol=1e-6)  # type: ignore[arg-type]
+                )
+                expect(
+                    same,
+                    f"{self.about(config)} {answer!r} gets {result.value!r}, the case says {expected!r} ({columns})",
+                )
+
+
+def _number(role: str, ids: Sequence[int]) -> float:
+    """A fixed number in -1 .. 1 for a role and tokens."""
+    digest = hashlib.sha256(f"{role}/{list(ids)}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**31 - 1.0

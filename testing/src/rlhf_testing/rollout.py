@@ -1,0 +1,292 @@
+"""The conformance suite of rollouts. Imports no torch.
+
+::
+
+    from rlhf_testing.rollout import RolloutContract
+
+    class TestMyRollout(RolloutContract):
+        rollout = MyRollout
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhf.errors import RolloutError
+from rlhf.interfaces.env import Env
+from rlhf.interfaces.rollout import RolloutContext
+from rlhf.types import EnvStep, Row, Sampling, Turn
+
+from rlhf_testing import fabricate
+from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns
+
+
+class ScriptedEnv(Env):
+    """Answers with a text per turn, is done after ``turns``, and raises at turn ``fails_at``. Counts its closings."""
+
+    name = "scripted"
+
+    def __init__(self, turns: int = 3, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.turns, self.fails_at, self.steps, self.closed = turns, fails_at, 0, 0
+
+    async def reset(self, row: Row, seed: int) -> str:
+        return "begin"
+
+    async def step(self, action: str) -> EnvStep:
+        self.steps += 1
+        if self.closed:
+            raise AssertionError("step() after close()")
+        if self.steps == self.fails_at:
+            raise ValueError("the environment breaks here")
+        sampling = Sampling(max_new_tokens=5, temperature=0.5) if self.steps == 1 else None
+        return EnvStep(f"turn {self.steps}", 0.25 * self.steps, self.steps >= self.turns, sampling)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class Call:
+    """One request for a turn: the context it was for, and what came back."""
+
+    context: tuple[int, ...]
+    sampling: Sampling
+    number: int
+    turn: Turn
+
+
+@dataclass
+class ScriptedContext(RolloutContext):
+    """A run's side of a rollout: a byte tokenizer and made-up answers with seeds."""
+
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=6, temperature=0.7))
+    max_tokens: int = 400
+    env_turns: int = 3
+    fails_at: int | None = None
+    calls: list[Call] = field(default_factory=list)
+    envs: list[ScriptedEnv] = field(default_factory=list)
+
+    def encode_prompt(self, row: Row) -> Turn:
+        text = str(row["prompt"])
+        return Turn(list(text.encode()), sampled=False, text=text)
+
+    def encode_observation(self, text: str) -> Turn:
+        return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
+
+    async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        given = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)
+        expect(given, f"ctx.generate() takes the turns so far, a list of Turn, got {turns!r:.60}")
+        start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
+        context = tuple(i for t in turns[start:] for i in t.ids)
+        room = min(sampling.max_new_tokens, self.max_tokens - len(context))
+        if room <= 0:
+            raise RolloutError(f"{len(context)} tokens leave no room within {self.max_tokens}")
+        await asyncio.sleep(0)
+        rng = random.Random(f"{context}/{turn_number}")
+        ids = [rng.randrange(97, 123) for _ in range(rng.randint(1, room))]
+        turn = Turn(
+            ids,
+            True,
+            [-rng.random() for _ in ids],
+            ((0, 0),),
+            "length" if len(ids) == room else "stop",
+            sampling.temperature,
+            text=bytes(ids).decode(),
+        )
+        self.calls.append(
+            Call(context, sampling, turn_number, replace(turn, ids=list(ids), logprobs=list(turn.logprobs or ())))
+        )
+        return turn
+
+    async def open_env(self) -> Env:
+        env = ScriptedEnv(self.env_turns, self.fails_at)
+        self.envs.append(env)
+        return env
+
+    async def finish(self) -> None:
+        """What the core does when the sample ends, however it ended."""
+        for env in self.envs:
+            await env.close()
+
+
+class RolloutContract(Contract):
+    """Runs the rollout against a scripted context and environment."""
+
+    kind = "rollout"
+    rollout: Any = None
+    columns = {"prompt": "What is 2 + 2?", "answer": "4"}
+    """The made-up row: whatever the rollout reads must be in it."""
+    discards: bool = False
+    """True for a rollout that means to drop some of what it samples (best of n, a judge's verdict): what is dropped is
+    neither trained on nor recorded."""
+    limit: float = 30.0
+    """Seconds for one sample."""
+
+    def run(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn] | None, Exception | None]:
+        """(context, turns, error) of one sample; the environment is closed as the core closes it."""
+        context, rollout = ScriptedContext(**options), self.build(config)
+
+        async def sample() -> tuple[list[Turn] | None, Exception | None]:
+            try:
+                row = fabricate.row(self.columns)
+                with knowing_columns("it", '"columns": {EACH}'):
+                    return _turns(await asyncio.wait_for(rollout.run(row, 3, context), self.limit)), None
+            except Exception as error:
+                return None, error
+            finally:
+                await context.finish()
+
+        turns, error = asyncio.run(sample())
+        if isinstance(error, Nonconformance):
+            raise Nonconformance(f"{self.about(config)} {error}") from error
+        if isinstance(error, TimeoutError):
+            raise Nonconformance(f"{self.about(config)} one scripted sample took longer than {self.limit} s")
+        return context, turns, error
+
+    def good(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn]]:
+        context, turns, error = self.run(config, **options)
+        if turns is None:
+            raise Nonconformance(f"{self.about(config)} raised {type(error).__name__}: {error}") from error
+        return context, turns
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_turns(self) -> None:
+        """The first turn is given, sampled turns have one log-prob per token, given ones none."""
+        for config in self.grid():
+            about = self.about(config)
+            _, turns = self.good(config)
+            expect(
+                bool(turns) and not turns[0].sampled and bool(turns[0].ids), f"{about} the first turn must be a prompt"
+            )
+            expect(any(t.sampled for t in turns), f"{about} no turn is sampled: there is nothing to learn from")
+            for n, turn in enumerate(turns):
+                if turn.sampled:
+                    got = None if turn.logprobs is None else len(turn.logprobs)
+                    expect(got == len(turn.ids), f"{about} turn {n} has {len(turn.ids)} tokens and {got} log-probs")
+                else:
+                    expect(turn.logprobs is None, f"{about} turn {n} was not sampled, yet has log-probs")
+
+    def test_token_in_token_out(self) -> None:
+        """Sampled turns are exactly what the generator gave, each on exactly the tokens that now stand before it."""
+        for config in self.grid():
+            about = self.about(config)
+            context, turns = self.good(config)
+            if not self.build(config).needs_generator:
+                expect(not context.calls, f"{about} needs_generator is False, but it generated")
+                continue
+            sampled = [n for n, t in enumerate(turns) if t.sampled]
+            expect(
+                self.discards or len(sampled) == len(context.calls),
+                f"{about} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory: the "
+                "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
+                'conformance = {"discards": True} in its class, or discards = True in its suite',
+            )
+            for n, made in zip(sampled, _kept(turns, sampled, context.calls), strict=True):
+                turn = turns[n]
+                for name in ("ids", "logprobs", "versions", "finish", "temperature"):
+                    got, want = getattr(turn, name), getattr(made.turn, name)
+                    expect(
+                        got == want,
+                        f"{about} turn {n}: {name} is {got!r}, the generator gave {want!r}: "
+                        "sampled text is never tokenised again",
+                    )
+                start = max((i for i in range(n) if turns[i].fresh), default=0)
+                stands = tuple(i for t in turns[start:n] for i in t.ids)
+                expect(
+                    stands == made.context,
+                    f"{about} turn {n} was generated after {len(made.context)} tokens, but {len(stands)} others stand "
+                    "before it in the trajectory: mark a rewritten context with fresh=True",
+                )
+            numbers = [c.number for c in context.calls]
+            expect(
+                len(set(numbers)) == len(numbers),
+                f"{about} turn numbers {numbers} repeat, so turns share their seed: "
+                "ctx.generate(turns, sampling, number)",
+            )
+
+    def test_repeatable(self) -> None:
+        """Equal rows, seeds and answers give equal turns."""
+        for config in self.grid():
+            first, second = self.good(config)[1], self.good(config)[1]
+            expect(first == second, f"{self.about(config)} two runs with equal answers give other turns")
+
+    def test_budget(self) -> None:
+        """The rollout ends where its tokens run out; it neither hangs nor goes beyond ``max_tokens``."""
+        for config in self.grid():
+            about = self.about(config)
+            context, turns, error = self.run(config, max_tokens=24, env_turns=50)
+            if turns is None:
+                expect(
+                    isinstance(error, RolloutError), f"{about} out of tokens it raised {error!r}, not a RolloutError"
+                )
+                continue
+            longest = max((len(c.context) + len(c.turn.ids) for c in context.calls), default=0)
+            expect(longest <= 24, f"{about} {longest} tokens in a context of at most 24")
+
+    def test_env_is_closed_once(self) -> None:
+        """The environment is closed exactly once, by the core: also after an error, which is passed on."""
+        for config in self.grid():
+            about = self.about(config)
+            for fails_at in (None, 1):
+                context, _, error = self.run(config, fails_at=fails_at)
+                for env in context.envs:
+                    when = " after an error" if fails_at else ""
+                    expect(
+                        env.closed == 1,
+                        f"{about} the environment was closed {env.closed} times{when}: leave closing to the core",
+                    )
+                    reached = fails_at is not None and env.steps >= fails_at
+                    expect(not reached or error is not None, f"{about} swallowed an error of the environment")
+            used = bool(self.run(config)[0].envs)
+            declared = bool(self.build(config).needs_env)
+            expect(
+                used == declared, f"{about} needs_env is {declared}, but it {'opens' if used else 'never opens'} one"
+            )
+
+    def test_env_rewards(self) -> None:
+        """What the environment gives for a turn stands on that sampled turn, and only there."""
+        for config in self.grid():
+            about = self.about(config)
+            context, turns = self.good(config)
+            if not context.envs:
+                continue
+            expect(all(t.reward is None for t in turns if not t.sampled), f"{about} a turn not sampled has a reward")
+            got = sum(t.reward or 0.0 for t in turns)
+            want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
+            expect(
+                abs(got - want) < 1e-9,
+                f"{about} the environment gave {want} in all, the turns hold {got}: "
+                "turn.reward = step.reward, on the turn that was answered",
+            )
+
+
+def _turns(given: Any) -> list[Turn]:
+    """What ``run`` returned, as it must be."""
+    turns = list(given) if isinstance(given, list | tuple) else []
+    for value in turns:
+        if inspect.iscoroutine(value):
+            value.close()
+            raise Nonconformance("run() returned what ctx.generate() gave without awaiting it: await ctx.generate(...)")
+    if not turns or not all(isinstance(turn, Turn) for turn in turns):
+        shown = f"{[type(t).__name__ for t in turns]}" if turns else f"{type(given).__name__} {given!r:.60}"
+        raise Nonconformance(
+            f"run() must return the sample's turns, a list of Turn that starts with its prompt; got {shown}"
+        )
+    return turns
+
+
+def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
+    """The call that each sampled turn came from: the first, in their order, that gave these tokens."""
+    left, found = list(calls), []
+    for n in sampled:
+        same = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]
+        found.append(same[0] if same else left[0])
+        left.remove(found[-1])
+    return found

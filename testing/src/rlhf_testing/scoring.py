@@ -1,0 +1,49 @@
+"""Runs a reward as a run would: its own worker process where it is plain ``def``, deadline, checks and sums."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from rlhf.interfaces import ReadRole, ScoreWithRole, Tokens
+from rlhf.plugins import Plugins
+from rlhf.types import Group
+from rlhf_runtime.controller.scoring import ActiveReward, Scorer
+
+
+def score_groups(
+    ref: str,
+    *groups: Group,
+    options: dict[str, Any] | None = None,
+    deadline: float = 10.0,
+    score_with_role: ScoreWithRole | None = None,
+    read_role: ReadRole | None = None,
+    tokens: Tokens | None = None,
+    credit: Literal["outcome", "step"] = "outcome",
+    plugins: Plugins | None = None,
+) -> None:
+    """Fill ``rewards``, ``reward``, ``score``, ``status`` and ``error`` of the groups' trajectories, one group after
+    another.
+
+    Args:
+        ref: a reference, as in a run file: a plugin's name or ``file:reward.py``.
+        options: the reward's own options.
+        deadline: seconds for one group; a plain ``def`` reward is killed then.
+        score_with_role, read_role, tokens: stand for the run's models and tokenizer, for rewards that declare a role.
+        credit: of the reward's section.
+        plugins: where ``ref`` is looked up; by default what is installed.
+    """
+    resolved = (plugins or Plugins.discover()).resolve("reward", ref)
+    config = resolved.cls.Config.model_validate({**resolved.options, **(options or {})})
+    active = ActiveReward(resolved.name, resolved, resolved.cls(config), config, deadline=deadline, credit=credit)
+    scorer = Scorer([active], score_with_role=score_with_role, read_role=read_role, tokens=tokens, workers=1)
+    asyncio.run(_score(scorer, groups))
+
+
+async def _score(scorer: Scorer, groups: tuple[Group, ...]) -> None:
+    try:
+        await scorer.setup()
+        for group in groups:
+            await scorer.score(group)
+    finally:
+        scorer.close()

@@ -1,0 +1,262 @@
+"""The conformance suite of trainers.
+
+::
+
+    from rlhf_testing.trainer import TrainerContract
+
+    class TestMyTrainer(TrainerContract):
+        trainer = MyTrainer
+        architectures = ("qwen3", "llama")
+
+Everything is compared with :class:`rlhf_testing.plain.PlainTrainer`, in fp32, on tiny models made on the spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.trainer import ModelSpec
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.loss_value import finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.types import RoleSpec
+from torch import Tensor
+
+from rlhf_testing import fabricate
+from rlhf_testing.compare import GRADIENT, distance, layouts, same_bits
+from rlhf_testing.contract import Contract, expect
+from rlhf_testing.models import model_path
+from rlhf_testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
+from rlhf_testing.plain import PlainTrainer
+from rlhf_testing.suite_losses import MARGIN, LentLoss, ScoreLoss, TokenLoss, ValueLoss
+from rlhf_testing.trainer_state import TrainerStateChecks
+
+OUTPUT = 1e-5
+"""Absolute, on log-probs, entropies and values of size 1: fp32 matrix products in another order."""
+
+HEADS: tuple[tuple[str, tuple[Any, ...], type[Loss]], ...] = (
+    ("lm", ("logprobs", "entropy", MARGIN, "hidden"), TokenLoss),
+    ("scalar", ("values", "scores", "hidden"), ValueLoss),
+)
+"""(head, outputs to compare, loss to train with)."""
+
+TRAINED: tuple[tuple[str, type[Loss]], ...] = (("lm", TokenLoss), ("scalar", ValueLoss), ("scalar", ScoreLoss))
+"""(head, loss) whose gradients are compared."""
+
+
+class TrainerContract(TrainerStateChecks, Contract):
+    """Forward and backward against one sequence at a time; state, weights and export."""
+
+    kind = "trainer"
+    trainer: Any = None
+    architectures: Sequence[str] = ("qwen3",)
+    """Model types of transformers to check."""
+
+    def make(
+        self, config: Any, *, head: str = "lm", trained: bool = True, path: Path | None = None, **spec: Any
+    ) -> Any:
+        """One trainer of one rank on a tiny model; override for a runtime that needs more around it."""
+        architecture = spec.pop("architecture", self.architectures[0])
+        path = path or model_path(architecture, head)
+        options = {"dtype": "fp32", "seed": 3, "total_updates": 10, **spec}
+        return self.cls(config, ModelSpec(RoleSpec("policy", head, trained), str(path), **options))
+
+    def plain(self, head: str = "lm", path: Path | None = None, architecture: str = "") -> PlainTrainer:
+        path = path or model_path(architecture or self.architectures[0], head)
+        return PlainTrainer(None, ModelSpec(RoleSpec("policy", head, True), str(path)))
+
+    def build(self, config: Any) -> Any:
+        return self.make(config)
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_forward(self) -> None:
+        """Outputs equal those of one sequence at a time, at each token's own temperature; zero where masked."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                for head, outputs, _ in HEADS:
+                    about = f"{self.about(config)} {architecture} with head {head!r}:"
+                    batch = columns(fabricate.batch(1))
+                    plain = self.plain(head, architecture=architecture).forward([batch], outputs)[0]
+                    got = self.make(config, head=head, trained=False, architecture=architecture).forward(
+                        [batch], outputs
+                    )
+                    expect(len(got) == 1, f"{about} forward() of one micro-batch gives {len(got)} results")
+                    for name, want in plain.items():
+                        same_output(got[0][name], want, f"{about} {name!r}")
+                    for output in outputs:
+                        h = resolve_head(output)
+                        if h.over == "last_token":
+                            continue
+                        masked = got[0][h.name][~batch.tok[h.over]]
+                        expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
+
+    def test_frozen_head(self) -> None:
+        """A role that is not trained and needs a scalar head is refused a language model, by ``check_files`` and by the
+        constructor: its head would be random."""
+        path = model_path(self.architectures[0], "lm")
+        spec = ModelSpec(RoleSpec("policy", "scalar"), str(path))
+        ways = {
+            "check_files()": lambda config: self.cls.check_files(spec),
+            "the constructor": lambda config: self.make(config, head="scalar", trained=False, path=path),
+        }
+        for config in self.grid():
+            for name, way in ways.items():
+                try:
+                    way(config)
+                except ModelError:
+                    continue
+                expect(False, f"{self.about(config)} {name} takes a language model for a scalar role that is not "
+                              "trained: its head would be random. Raise ModelError")  # fmt: skip
+
+    def test_packing(self) -> None:
+        """Sequences do not see each other: packed together, alone and in any order they give the same outputs."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                about = f"{self.about(config)} {architecture}:"
+                trainer = self.make(config, trained=False, architecture=architecture)
+                batch = columns(fabricate.batch(2, units=5))
+                whole = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
+                packed = batch.with_column("tok", "whole", whole, over=None)
+                for layout, parts in layouts(batch.units).items():
+                    micros = [batch.select(p) for p in parts]
+                    for part, got in zip(parts, trainer.forward(micros, ("logprobs",)), strict=True):
+                        want = packed.select(part).tok["whole"]
+                        same_output(got["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
+
+    def test_gradients(self) -> None:
+        """Gradients and losses equal those of one sequence at a time, and ADD over micro-batches and calls."""
+        for config in self.grid():
+            for architecture in self.architectures:
+                for head, loss in TRAINED:
+                    about = f"{self.about(config)} {architecture}, {loss.name}:"
+                    batch, made = optimizer_batch(loss()), loss()
+                    whole = [list(range(batch.units))]
+                    want, want_sums, size = learned(self.plain(head, architecture=architecture), batch, made, [whole])
+                    trainer = self.make(config, head=head, architecture=architecture)
+                    ways = {name: [parts] for name, parts in layouts(batch.units).items()}
+                    ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [whole]}
+                    for way, calls in ways.items():
+                        got, sums, _ = learned(trainer, batch, made, calls)
+                        full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                        base = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
+                        apart = distance(full, base)
+                        expect(
+                            apart <= GRADIENT,
+                            f"{about} {way}: the gradient differs from the plain one by {apart:.1e} "
+                            f"(allowed {GRADIENT:.0e}). Gradients add: no mean over micro-batches, calls or ranks",
+                        )
+                        for name, value in want_sums.items():
+                            expect(
+                                abs(sums.get(name, float("nan")) - value) <= 1e-5 * max(size, abs(value)),
+                                f"{about} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
+                            )
+
+    def test_lent_head(self) -> None:
+        """A role computes with the output head of another model, wider and with a head of its own, from the hidden
+        states that the other gave (capability ``lend:head``)."""
+        if "lend:head" not in self.cls.capabilities:
+            return
+        for config in self.grid():
+            for architecture in self.architectures:
+                about, loss = f"{self.about(config)} {architecture}, {LentLoss.name}:", LentLoss()
+                path = model_path(architecture, seed=7, hidden=48, tied=False)
+                trainer = self.make(config, architecture=architecture)
+                lender = self.make(config, path=path, trained=False)
+                plain, plain_lender = self.plain(architecture=architecture), self.plain(path=path)
+                base = fabricate.batch(4)
+                results = []
+                for of, source in ((plain, plain_lender), (trainer, lender)):
+                    hidden = source.forward([base], ("hidden",))[0]["hidden"]
+                    batch = weigh(base.with_column("tok", "lent_hidden", hidden), loss.reduce())
+                    for head in source.lend_head():
+                        of.borrow_head("lender", head)
+                    calls = [[[u] for u in range(base.units)], [list(range(base.units))]]
+                    results.append(learned(of, batch, loss, [calls[of is plain]]))
+                (want, want_sums, _), (got, sums, _) = results
+                expect(
+                    abs(sums["loss"] - want_sums["loss"]) <= 1e-5 * abs(want_sums["loss"]),
+                    f"{about} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
+                )
+                full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                silent = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
+                apart = distance(full, silent)
+                expect(apart <= GRADIENT, f"{about} the gradient differs from the plain one by {apart:.1e}")
+
+    def test_masked_positions(self) -> None:
+        """NaN in the columns at masked positions changes no output and no gradient, bit for bit."""
+        for config in self.grid():
+            about, loss = self.about(config), TokenLoss()
+            batch, trainer = optimizer_batch(loss), self.make(config)
+            poisoned = batch
+            for name, values in batch.tok.items():
+                if values.is_floating_point():
+                    nan = torch.where(batch.tok["loss_mask"], values, torch.full_like(values, float("nan")))
+                    poisoned = replace(poisoned, tok={**poisoned.tok, name: nan})
+            whole = [[list(range(batch.units))]]
+            clean, sums, _ = learned(trainer, batch, loss, whole)
+            spoilt, spoilt_sums, _ = learned(trainer, poisoned, loss, whole)
+            expect(sums == spoilt_sums, f"{about} NaN at masked positions changes the sums: {sums} and {spoilt_sums}")
+            for name, gradient in clean.items():
+                expect(
+                    same_bits(gradient, spoilt[name]),
+                    f"{about} NaN at masked positions changes the gradient of {name!r}",
+                )
+            a, b = (trainer.forward([x], ("logprobs",))[0]["logprobs"] for x in (batch, poisoned))
+            expect(same_bits(a, b), f"{about} NaN at masked positions changes the log-probs")
+
+    def test_every_parameter_learns(self) -> None:
+        """A gradient that is not zero reaches every parameter."""
+        for config in self.grid():
+            for head, _, loss in HEADS:
+                batch = optimizer_batch(loss())
+                got, _, _ = learned(self.make(config, head=head), batch, loss(), [[list(range(batch.units))]])
+                plain, _, _ = learned(self.plain(head), batch, loss(), [[list(range(batch.units))]])
+                silent = sorted(n for n, g in plain.items() if bool(g.any()) and not (n in got and bool(got[n].any())))
+                expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
+
+    def test_evaluates_without_dropout(self) -> None:
+        """A model with dropout has none in ``evaluate``: the loss is that of what ``forward`` gives."""
+        loss = TokenLoss()
+        path = model_path(self.architectures[0], attention_dropout=0.5)
+        plain = self.plain(path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
+        for config in self.grid():
+            got = self.make(config, path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
+            want, found = finish_sums(plain)["loss"], finish_sums(got)["loss"]
+            expect(
+                abs(found - want) <= 1e-5 * max(1.0, abs(want)),
+                f"{self.about(config)} evaluate() of a model with dropout says {found}, without dropout it is {want}",
+            )
+
+    def test_evaluate(self) -> None:
+        """``evaluate`` gives the sums of ``accumulate`` and leaves weights and gradients as they are."""
+        for config in self.grid():
+            about, loss = self.about(config), TokenLoss()
+            batch, trainer = optimizer_batch(loss), self.make(config)
+            before = {k: v.clone() for k, v in trainer.weights()}
+            slim = slim_batch(batch, loss)
+            sums = finish_sums(trainer.evaluate([slim], loss, {}, {}))
+            for name, now in trainer.weights():
+                expect(same_bits(before[name], now), f"{about} evaluate() changed the weight {name!r}")
+            _, want, _ = learned(trainer, batch, loss, [[list(range(batch.units))]])
+            for name, value in want.items():
+                expect(
+                    abs(sums[name] - value) <= 1e-5 * max(1.0, abs(value)),
+                    f"{about} evaluate() says {name} = {sums[name]}, accumulate() {value}",
+                )
+
+
+def same_output(got: Tensor, want: Tensor, about: str) -> None:
+    """Equal shape, fp32 on the CPU, equal within :data:`OUTPUT`."""
+    expect(got.shape == want.shape, f"{about} has shape {tuple(got.shape)}, it must be {tuple(want.shape)}")
+    expect(got.dtype == torch.float32 and got.device.type == "cpu", f"{about} must be fp32 on the CPU, got {got.dtype}")
+    apart = float((got - want).abs().max()) if want.numel() else 0.0
+    expect(
+        apart <= OUTPUT * max(1.0, float(want.abs().max())), f"{about} differs by {apart:.1e} (allowed {OUTPUT:.0e})"
+    )

@@ -1,0 +1,237 @@
+"""The part of the trainer suite that is about steps and what survives them: state, weights, export, skipped steps."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_testing import fabricate
+from rlhf_testing.compare import same_bits
+from rlhf_testing.contract import expect
+from rlhf_testing.optimizer_batch import columns, optimizer_batch, slim_batch
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss
+
+PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+"""First bytes of pickles, and of the zip archives in which torch.save hides them."""
+
+
+class TrainerStateChecks:
+    """Mixed into :class:`rlhf_testing.trainer.TrainerContract`, which has the four methods named here."""
+
+    make: Any
+    plain: Any
+    grid: Any
+    about: Any
+
+    def test_step(self) -> None:
+        """``apply`` changes the weights, reports a finite norm and forgets the gradients; runs repeat bit for bit."""
+        for config in self.grid():
+            about = self.about(config)
+            trainer, twin = self.make(config), self.make(config)
+            before = held(trainer)
+            results = [step(t, n) for n in range(2) for t in (trainer, twin)]
+            expect(
+                results[0] == results[1] and results[2] == results[3],
+                f"{about} two equal trainers report other steps: {results}",
+            )
+            expect(
+                not results[0].skipped and 0 < results[0].grad_norm < float("inf"),
+                f"{about} the first step gives {results[0]}",
+            )
+            same_weights(held(trainer), held(twin), f"{about} two equal trainers, after two equal steps:")
+            moved = [n for n, v in held(trainer).items() if not same_bits(v, before[n])]
+            expect(
+                bool(moved),
+                f"{about} two steps changed no weight (learning rate {results[0].lr}, then {results[2].lr})",
+            )
+            expect(
+                all(not bool(g.any()) for g in trainer.gradients().values()),
+                f"{about} gradients are still there after apply(): the next step would add to them",
+            )
+
+    def test_state(self) -> None:
+        """``save`` and ``load`` are exact: the next step after a restore equals the uninterrupted one, bit for bit."""
+        for config in self.grid():
+            about, trainer = self.about(config), self.make(config)
+            for number in range(2):
+                step(trainer, number)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "state"
+                path.mkdir()
+                trainer.save(path)
+                for file in path.rglob("*"):
+                    pickled = file.is_file() and file.read_bytes()[:4].startswith(PICKLES)
+                    expect(not pickled, f"{about} save() writes a pickle ({file.name}): use safetensors and JSON")
+                fresh = self.make(config, seed=3)
+                step(fresh, 7)  # not what was saved: load() must overwrite all of it
+                fresh.load(path)
+            same_weights(held(trainer), held(fresh), f"{about} after save() and load():")
+            for number in (2, 3):
+                a, b = step(trainer, number), step(fresh, number)
+                expect(a == b, f"{about} step {number} reports {a}, after save() and load() {b}")
+                same_weights(held(trainer), held(fresh), f"{about} step {number} after save() and load():")
+
+    def test_skipped_step(self) -> None:
+        """A gradient that is not finite skips the step, says why, and leaves no trace in weights or optimizer."""
+        for config in self.grid():
+            for loss in (InfiniteLoss(), InfiniteGradient()):
+                about = f"{self.about(config)} with {loss.name}:"
+                trainer, twin = self.make(config), self.make(config)
+                for t in (trainer, twin):
+                    step(t, 0)
+                before = held(trainer)
+                result = step(trainer, 1, loss)
+                expect(bool(result.skipped), f"{about} apply() must skip the step and say why, got {result}")
+                same_weights(before, held(trainer), f"{about} a skipped step")
+                clean = [bool(torch.isfinite(g).all()) for g in trainer.gradients().values()]
+                expect(all(clean), f"{about} gradients that are not finite survive the skipped step")
+                after = step(trainer, 2)
+                expect(not after.skipped, f"{about} the step after a skipped one is skipped too: {after}")
+                finite = all(bool(torch.isfinite(v).all()) for v in held(trainer).values())
+                expect(finite, f"{about} weights are not finite after the step that follows a skipped one")
+
+    def test_skip_updates(self) -> None:
+        """After ``skip_updates`` the learning rate is the one that as many steps would have led to."""
+        for config in self.grid():
+            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            step(trainer, 0), step(twin, 0)
+            trainer.skip_updates(2)
+            for _ in range(2):
+                step(twin, 1, InfiniteLoss())  # skipped, and counted
+            a, b = step(trainer, 2), step(twin, 2)
+            expect(a.lr == b.lr, f"{about} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
+            same_weights(held(trainer), held(twin), f"{about} after skip_updates(2) and a step:")
+
+    def test_offload(self) -> None:
+        """Between ``offload`` and ``reload`` a trainer still scores and gives its weights; the next step is the same as
+        without them."""
+        for config in self.grid():
+            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            step(trainer, 0), step(twin, 0)
+            trainer.offload()
+            outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, twin)]
+            expect(same_bits(*outputs), f"{about} after offload() log-probs differ")
+            same_weights(held(trainer), held(twin), f"{about} after offload():")
+            trainer.reload()
+            a, b = step(trainer, 1), step(twin, 1)
+            expect(a == b, f"{about} after offload() and reload() a step reports {a}, without them {b}")
+            same_weights(held(trainer), held(twin), f"{about} after offload(), reload() and a step:")
+
+    def test_zero_grad(self) -> None:
+        """``zero_grad`` forgets: a step after it equals one that never saw the forgotten gradients."""
+        for config in self.grid():
+            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            accumulate(trainer, 5)
+            trainer.zero_grad()
+            a, b = step(trainer, 0), step(twin, 0)
+            expect(a == b, f"{about} after zero_grad() a step reports {a}, without the forgotten gradients {b}")
+            same_weights(held(trainer), held(twin), f"{about} after zero_grad():")
+
+    def test_weights(self) -> None:
+        """``weights`` names Hugging Face parameters, each once, in a fixed order; ``load_weights`` takes them over."""
+        for config in self.grid():
+            about, trainer = self.about(config), self.make(config)
+            names = [n for n, _ in trainer.weights()]
+            expect(len(set(names)) == len(names) > 0, f"{about} weights() names a tensor twice or nothing: {names}")
+            expect(names == [n for n, _ in trainer.weights()], f"{about} weights() changes its order")
+            known = set(self.plain().module.state_dict())
+            expect(
+                set(names) <= known, f"{about} weights() names {sorted(set(names) - known)}, unknown to transformers"
+            )
+            step(trainer, 0)
+            other = self.make(config, trained=False)
+            other.load_weights(iter(held(trainer).items()))
+            same_weights(held(trainer), held(other), f"{about} after load_weights():")
+            outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, other)]
+            expect(same_bits(*outputs), f"{about} equal weights give other log-probs: something was not loaded")
+
+    def test_export(self) -> None:
+        """``export`` writes safetensors with a tokenizer; transformers loads it and computes the same log-probs."""
+        for config in self.grid():
+            about, trainer = self.about(config), self.make(config)
+            step(trainer, 0)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "model"
+                trainer.export(path)
+                expect(bool(list(path.glob("*.safetensors"))), f"{about} export() writes no *.safetensors")
+                expect(not list(path.glob("*.bin")), f"{about} export() writes pickles (*.bin)")
+                try:
+                    from transformers import AutoTokenizer
+
+                    AutoTokenizer.from_pretrained(str(path))
+                    plain = self.plain(path=path)
+                except Exception as error:
+                    expect(
+                        False, f"{about} transformers cannot load what export() wrote: {type(error).__name__}: {error}"
+                    )
+                want = plain.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
+            got = trainer.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
+            apart = float((got - want).abs().max())
+            expect(apart <= 1e-5, f"{about} the exported model's log-probs differ by {apart:.1e}")
+
+    def test_views(self) -> None:
+        """A view that the trainer does not have is refused, never answered with the live weights."""
+        for config in self.grid():
+            try:
+                self.make(config, trained=False).forward([batch_of(1)], ("logprobs",), "no_such_view")
+            except Exception as error:
+                expect(
+                    "no_such_view" in str(error), f"{self.about(config)} the message does not name the view: {error}"
+                )
+            else:
+                expect(False, f"{self.about(config)} forward() answers for the view 'no_such_view', which is not there")
+
+    def test_wear(self) -> None:
+        """Between ``wear(view)`` and ``wear("live")`` the trainer is that view; afterwards nothing has changed."""
+        for config in self.grid():
+            trainer, twin = self.make(config), self.make(config)
+            step(trainer, 0), step(twin, 0)
+            batch = [batch_of(1)]
+            for view in (v for v in trainer.views if v != "live"):
+                about = f"{self.about(config)} wear({view!r}):"
+                weights = {n: t.detach().cpu().clone() for n, t in trainer.weights(view)}
+                values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
+                trainer.wear(view)
+                same_weights(weights, held(trainer), f"{about} weights() of what is worn:")
+                for asked in ("live", view):
+                    got = trainer.forward(batch, ("logprobs",), asked)[0]["logprobs"]
+                    expect(same_bits(got, values), f"{about} log-probs of the view {asked!r} are not those of {view!r}")
+                trainer.wear("live")
+                same_weights(held(trainer), held(twin), f"{about} after wear('live'):")
+            a, b = step(trainer, 1), step(twin, 1)
+            expect(a == b, f"{self.about(config)} a step after wear('live') reports {a}, without it {b}")
+            same_weights(held(trainer), held(twin), f"{self.about(config)} a step after wear('live'):")
+
+
+def batch_of(seed: int) -> Any:
+    return columns(fabricate.batch(seed))
+
+
+def accumulate(trainer: Any, number: int, loss: Any = None) -> None:
+    """Gradients of one fabricated optimizer batch in two micro-batches."""
+    loss = loss or TokenLoss()
+    batch = slim_batch(optimizer_batch(loss, seed=number), loss)
+    half = batch.units // 2
+    trainer.accumulate([batch.select(range(half)), batch.select(range(half, batch.units))], loss, {}, {})
+
+
+def step(trainer: Any, number: int, loss: Any = None) -> Any:
+    """One optimizer step on the fabricated batch of that number."""
+    accumulate(trainer, number, loss)
+    return trainer.apply()
+
+
+def held(trainer: Any) -> dict[str, Tensor]:
+    """A copy of the live weights."""
+    return {name: values.detach().cpu().clone() for name, values in trainer.weights()}
+
+
+def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], about: str) -> None:
+    """Equal names and bits."""
+    expect(a.keys() == b.keys(), f"{about} other tensors: {sorted(a.keys() ^ b.keys())}")
+    changed = [name for name in a if not same_bits(a[name], b[name])]
+    expect(not changed, f"{about} {len(changed)} of {len(a)} tensors differ in their bits, {changed[:3]}")

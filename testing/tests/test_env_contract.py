@@ -1,0 +1,237 @@
+"""The environment suite passes well-made environments and names the rule that a broken one breaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import threading
+
+import pytest
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+from rlhf_testing.contract import Nonconformance
+from rlhf_testing.env import EnvContract
+
+
+class Echo(Env):
+    """The complete example of the interface."""
+
+    name = "echo"
+
+    async def reset(self, row, seed):
+        return "Say 'yes'."
+
+    async def step(self, action):
+        return EnvStep(reward=float(action == "yes"), done=True)
+
+
+class TestEcho(EnvContract):
+    env = Echo
+    registered = False
+
+
+class Dice(Env):
+    """Plain methods, several turns, random by its seed."""
+
+    name = "dice"
+
+    def reset(self, row, seed):
+        self.random = random.Random(seed)
+        self.left = 3
+        return f"{row['prompt']} {self.random.randint(1, 6)}"
+
+    def step(self, action):
+        self.left -= 1
+        return EnvStep(str(self.random.randint(1, 6)), 0.5, self.left == 0)
+
+    def close(self):
+        return None
+
+
+class TestDice(EnvContract):
+    env = Dice
+    registered = False
+    rows = [{"prompt": "Roll."}, {"prompt": "Roll again."}]
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+class IgnoresSeed(Dice):
+    """Draws from the module's generator."""
+
+    def step(self, action):
+        self.left -= 1
+        return EnvStep(str(random.randint(1, 10**6)), 0.5, self.left == 0)
+
+
+class SharesState(Dice):
+    """Keeps its turns in the class."""
+
+    turns: list[int] = []
+
+    def step(self, action):
+        self.turns.append(1)
+        self.left -= 1
+        return EnvStep(str(len(self.turns)), 0.5, self.left == 0)
+
+    def reset(self, row, seed):
+        self.turns.clear()
+        return super().reset(row, seed)
+
+
+class NaNReward(Echo):
+    """NaN."""
+
+    async def step(self, action):
+        return EnvStep(reward=float("nan"), done=True)
+
+
+class Tuple(Echo):
+    """Returns a tuple."""
+
+    async def step(self, action):
+        return "observation", 0.0, True
+
+
+class EditsRow(Echo):
+    """Writes into the data row."""
+
+    async def reset(self, row, seed):
+        row.columns["answer"] = "changed"
+        return ""
+
+
+class Mixed(Echo):
+    """Async and plain methods."""
+
+    def close(self):
+        return None
+
+
+class CloseNeedsReset(Dice):
+    """close() reads what reset() made."""
+
+    def close(self):
+        self.random.seed(0)
+
+
+class ForgetsFile(Echo):
+    """A file of its own, and no close()."""
+
+    async def reset(self, row, seed):
+        self.log = open(os.devnull, "w")  # noqa: SIM115
+        return ""
+
+
+class ForgetsProcess(Dice):
+    """A calculator that nobody ends."""
+
+    def reset(self, row, seed):
+        self.calculator = subprocess.Popen(["sleep", "60"])
+        Started.append(self.calculator)
+        return super().reset(row, seed)
+
+
+class ForgetsToWait(ForgetsProcess):
+    """It ends the process, and leaves it behind as a zombie."""
+
+    def close(self):
+        if hasattr(self, "calculator"):
+            self.calculator.kill()
+            os.waitid(os.P_PID, self.calculator.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+
+
+class ForgetsThread(Dice):
+    """A thread that waits for good, opened by the first step only."""
+
+    def step(self, action):
+        if not hasattr(self, "thread"):
+            self.thread = threading.Thread(target=Released.wait, args=(60,), name="ticker", daemon=True)
+            self.thread.start()
+        return super().step(action)
+
+
+Started: list[subprocess.Popen] = []
+Released = threading.Event()
+
+
+class Holds(Dice):
+    """All three, given back."""
+
+    shared: list = []
+    """What the first episode opens for all: kept on purpose."""
+
+    def reset(self, row, seed):
+        if not self.shared:
+            self.shared.append(open(os.devnull))  # noqa: SIM115
+        self.over = threading.Event()
+        self.log = open(os.devnull, "w")  # noqa: SIM115
+        self.process = subprocess.Popen(["sleep", "60"])
+        self.thread = threading.Thread(target=self.over.wait, args=(60,))
+        self.thread.start()
+        return super().reset(row, seed)
+
+    def close(self):
+        if hasattr(self, "log"):
+            self.log.close()
+            self.process.kill()
+            self.process.wait()
+            self.over.set()
+            self.thread.join()
+
+
+class TestHolds(EnvContract):
+    env = Holds
+    registered = False
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (ForgetsFile, "there is left after close.*open files: /dev/null"),
+        (ForgetsProcess, "child processes: sleep"),
+        (ForgetsToWait, r"child processes: .* \(ended, not waited for\)"),
+        (ForgetsThread, "played to its end there is left .* threads: ticker"),
+    ],
+)
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="this system does not list a process's files and children"
+)
+def test_what_an_episode_forgets_to_give_back_is_named(made, message):
+    Released.clear()
+    try:
+        with pytest.raises(Nonconformance, match=message):
+            suite(made).test_gives_everything_back()
+    finally:
+        Released.set()
+        for process in Started:
+            process.kill()
+            process.wait()
+        Started.clear()
+
+
+def suite(made, **attributes):
+    return type("Broken", (EnvContract,), {"env": made, "registered": False, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "message"),
+    [
+        (IgnoresSeed, "test_replay", "two episodes with equal actions differ"),
+        (SharesState, "test_replay", "another episode open beside it"),
+        (NaNReward, "test_episodes", "the reward is nan"),
+        (Tuple, "test_episodes", "must be an EnvStep"),
+        (EditsRow, "test_episodes", "changed its data row"),
+        (Mixed, "test_methods", "mixes async and plain"),
+        (CloseNeedsReset, "test_closes_early", "without reset"),
+    ],
+)
+def test_broken_env_fails_the_right_check(made, check, message):
+    with pytest.raises(Nonconformance, match=message):
+        getattr(suite(made), check)()
+
+
+def test_good_env_close_is_reported():
+    suite(Dice).test_closes_early()

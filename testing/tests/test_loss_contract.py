@@ -1,0 +1,285 @@
+"""The loss suite passes well-made losses and names the rule that a broken one breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.interfaces import ComponentConfig, Loss
+from rlhf.types import Head, LossOutput, Reduce
+from rlhf_testing.contract import Nonconformance
+from rlhf_testing.loss import LossContract
+
+
+class NLL(Loss):
+    """The complete example of the interface."""
+
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]})
+
+
+class TestNLL(LossContract):
+    loss = NLL
+    registered = False
+
+    def statement(self, x_BT):
+        return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.sum()
+
+
+class Surrogate(Loss):
+    """Two terms, a bounded ratio, a metric and a column of its own."""
+
+    name = "surrogate"
+
+    class Config(ComponentConfig):
+        entropy: float = 0.01
+        """Weight of the bonus."""
+        limit: float = 20.0
+        """Bound of the log-ratio."""
+
+    def outputs(self):
+        return ("logprobs", "entropy") if self.config.entropy else ("logprobs",)
+
+    def columns(self):
+        return ("advantages", "old_logprobs")
+
+    def reduce(self):
+        terms = {"policy": Reduce("seq_mean_token_mean")}
+        return terms | ({"bonus": Reduce("token_mean", coef=-self.config.entropy)} if self.config.entropy else {})
+
+    def __call__(self, x):
+        ratio = (x["logprobs"] - x["old_logprobs"]).clamp(-self.config.limit, self.config.limit).exp()
+        terms = {"policy": -ratio * x["advantages"]}
+        if self.config.entropy:
+            terms["bonus"] = x["entropy"]
+        return LossOutput(terms, {"ratio": ("token", ratio)})
+
+
+class TestSurrogate(LossContract):
+    loss = Surrogate
+    registered = False
+    configs = [Surrogate.Config(), Surrogate.Config(entropy=0.0)]
+
+    def statement(self, x_BT):
+        m, c = x_BT.mask_BT, x_BT.config
+        ratio = (x_BT["logprobs"] - x_BT["old_logprobs"]).clamp(-c.limit, c.limit).exp()
+        live = m.any(1)
+        policy = (-(ratio * x_BT["advantages"] * m).sum(1)[live] / m.sum(1)[live]).mean()
+        return policy - (c.entropy * (x_BT["entropy"] * m).sum() / m.sum() if c.entropy else 0.0)
+
+
+class Preference(Loss):
+    """Values per unit, from the sums of two sequences."""
+
+    name = "preference"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"preference": Reduce("unit_mean")}
+
+    def __call__(self, x):
+        sums = x.sum_per_sequence(x["logprobs"])
+        margin = x.of_role(sums, 0) - x.of_role(sums, 1)
+        return LossOutput({"preference": -torch.nn.functional.logsigmoid(margin)}, {"margin": ("unit", margin)})
+
+
+class TestPreference(LossContract):
+    loss = Preference
+    registered = False
+    data = "pairs"
+
+    def statement(self, x_BT):
+        sums = (x_BT["logprobs"] * x_BT.mask_BT).sum(1)
+        per_unit = -torch.nn.functional.logsigmoid(sums[x_BT.role_B == 0] - sums[x_BT.role_B == 1])
+        live = x_BT.mask_BT.any(1)[x_BT.role_B == 0]
+        return per_unit[live].mean()
+
+
+class ScoreGap(Loss):
+    """Reads a score per sequence."""
+
+    name = "score_gap"
+
+    def outputs(self):
+        return ("scores",)
+
+    def reduce(self):
+        return {"gap": Reduce("seq_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"gap": x["scores"].square()})
+
+
+class TestScoreGap(LossContract):
+    loss = ScoreGap
+    registered = False
+    data = "demonstrations"
+
+
+def _top(logits_CV, ids_C, columns, constants):
+    return torch.logsumexp(logits_CV, 1) - columns["target"]
+
+
+class Distance(Loss):
+    """Reads a head of its own, with a column."""
+
+    name = "distance"
+
+    def outputs(self):
+        return (Head("top", _top, columns=("target",)),)
+
+    def reduce(self):
+        return {"distance": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"distance": x["top"].square()})
+
+
+class TestDistance(LossContract):
+    loss = Distance
+    registered = False
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+def suite(made, **attributes):
+    return type("Broken", (LossContract,), {"loss": made, "registered": False, **attributes})()
+
+
+class PerMicroBatch(NLL):
+    """Divides by the tokens of its own micro-batch."""
+
+    def __call__(self, x):
+        values = -x["logprobs"]
+        return LossOutput({"nll": values / x.tokens * 10})
+
+
+class OwnMean(NLL):
+    """Returns a scalar."""
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"].mean()})
+
+
+class IgnoresMask(NLL):
+    """Reads tokens that the mask hides."""
+
+    def columns(self):
+        return ("bonus",)
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"] + 0.0 * x["logprobs"] + x._batch.tok["bonus"].sum()})
+
+
+class OrderStatistic(NLL):
+    """prepare() depends on the packing order."""
+
+    def columns(self):
+        return ("bonus",)
+
+    def prepare(self, batch):
+        return batch.with_column("tok", "bonus", batch.tok["bonus"] * torch.arange(batch.tokens))
+
+    def __call__(self, x):
+        return LossOutput({"nll": x["logprobs"] * x["bonus"]})
+
+
+class Undeclared(NLL):
+    """Reads a column for one config only, and does not declare it."""
+
+    class Config(ComponentConfig):
+        weighted: bool = False
+        """Multiply by the advantage."""
+
+    def __call__(self, x):
+        weight = x["advantages"] if self.config.weighted else 1.0
+        return LossOutput({"nll": -x["logprobs"] * weight})
+
+
+class Unbounded(Surrogate):
+    """exp() of an unbounded log-ratio."""
+
+    def __call__(self, x):
+        ratio = (x["logprobs"] - x["old_logprobs"]).exp()
+        return LossOutput({"policy": -ratio * x["advantages"], "bonus": x["entropy"]})
+
+
+class Detached(NLL):
+    """No gradient."""
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"].detach()})
+
+
+class BatchMetric(NLL):
+    """A metric that depends on the micro-batch."""
+
+    def __call__(self, x):
+        values = -x["logprobs"]
+        share = torch.full_like(values, 1.0 / max(x.tokens, 1))
+        return LossOutput({"nll": values}, {"share": ("token", share)})
+
+
+class Stateful(NLL):
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return LossOutput({"nll": -x["logprobs"] * self.calls})
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "message"),
+    [
+        (PerMicroBatch, "test_split_invariance", "declare reduce"),
+        (OrderStatistic, "test_split_invariance", "reversed packing order"),
+        (IgnoresMask, "test_masked_positions", "NaN at masked positions changes the loss"),
+        (Unbounded, "test_finite", "not finite|loss is"),
+        (Detached, "test_gradient_reaches", "no gradient reaches"),
+        (BatchMetric, "test_split_invariance", "metric 'share'"),
+        (Stateful, "test_declared_needs", "different values"),
+    ],
+)
+def test_broken_loss_fails_the_right_check(made, check, message):
+    with pytest.raises(Nonconformance, match=message):
+        getattr(suite(made), check)()
+
+
+def test_scalar_instead_of_values_is_refused():
+    with pytest.raises(TrainingError, match="needs"):
+        suite(OwnMean).test_split_invariance()
+
+
+def test_undeclared_column_is_found_only_by_the_grid():
+    suite(Undeclared).test_declared_needs()
+    grid = [Undeclared.Config(), Undeclared.Config(weighted=True)]
+    with pytest.raises(TrainingError, match="reads 'advantages', which it does not declare"):
+        suite(Undeclared, configs=grid).test_declared_needs()
+
+
+def test_wrong_statement_is_noticed():
+    def statement(self, x_BT):
+        return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.numel()
+
+    with pytest.raises(Nonconformance, match="the statement says"):
+        suite(NLL, statement=statement).test_statement()
+
+
+def test_missing_statement_is_a_skip_that_says_so():
+    import unittest
+
+    with pytest.raises(unittest.SkipTest, match="statement"):
+        suite(NLL).test_statement()

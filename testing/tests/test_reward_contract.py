@@ -1,0 +1,189 @@
+"""The reward suite passes well-made rewards and names the rule that a broken one breaks."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult, RoleSpec
+from rlhf_testing.contract import Nonconformance
+from rlhf_testing.reward import RewardContract
+
+
+class Brevity(Reward):
+    """The complete example of the interface."""
+
+    name = "brevity"
+
+    async def score(self, group):
+        return [RewardResult(-float(len(t.answer))) for t in group.trajectories]
+
+
+class TestBrevity(RewardContract):
+    reward = Brevity
+    registered = False
+    cases = [({}, "four", -4.0), ({}, "", 0.0)]
+
+
+class Judged(Reward):
+    """Plain ``def``, with a role, ``None`` for empty answers, siblings and step rewards."""
+
+    name = "judged"
+
+    def roles(self):
+        return (RoleSpec("judge", head="scalar", like="policy"),)
+
+    async def setup(self, context):
+        self.ask = context.score_with_role
+
+    async def score(self, group):
+        values = await self.ask("judge", [[i for turn in t.turns for i in turn.ids] for t in group.trajectories])
+        best = max(values)
+        return [
+            RewardResult(None if not t.answer else v - best, steps=((1, 0, v),) if t.turns[1].ids else ())
+            for t, v in zip(group.trajectories, values, strict=True)
+        ]
+
+
+class TestJudged(RewardContract):
+    reward = Judged
+    registered = False
+
+
+class Plain(Reward):
+    """Not async."""
+
+    name = "plain"
+
+    def score(self, group):
+        return [RewardResult(float(group.row["answer"] in t.answer)) for t in group.trajectories]
+
+
+class TestPlain(RewardContract):
+    reward = Plain
+    registered = False
+    columns = {"prompt": "2 + 2", "answer": "4"}
+    cases = [({"answer": "7"}, "it is 7", 1.0), ({"answer": "7"}, "it is 8", 0.0)]
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+class OneShort(Brevity):
+    """One result too few."""
+
+    async def score(self, group):
+        return (await super().score(group))[:-1]
+
+
+class NotANumber(Brevity):
+    """NaN."""
+
+    async def score(self, group):
+        return [RewardResult(float("nan")) for _ in group.trajectories]
+
+
+class Floats(Brevity):
+    """Bare numbers."""
+
+    async def score(self, group):
+        return [0.0 for _ in group.trajectories]
+
+
+class Edits(Brevity):
+    """Strips the answers in place."""
+
+    async def score(self, group):
+        for trajectory in group.trajectories:
+            trajectory.turns[-1].text = trajectory.turns[-1].text[:1]
+        return await super().score(group)
+
+
+class Dice(Brevity):
+    """Random."""
+
+    async def score(self, group):
+        return [RewardResult(random.random()) for _ in group.trajectories]
+
+
+class Reversed(Brevity):
+    """Results in another order."""
+
+    async def score(self, group):
+        return sorted(await super().score(group), key=lambda r: r.value)
+
+
+class EmptyFails(Brevity):
+    """Divides by the answer's length."""
+
+    async def score(self, group):
+        return [RewardResult(1.0 / len(t.answer)) for t in group.trajectories]
+
+
+class StepOnPrompt(Brevity):
+    """A step reward where nothing was sampled."""
+
+    async def score(self, group):
+        return [RewardResult(0.0, steps=((0, 0, 1.0),)) for _ in group.trajectories]
+
+
+class Secret(Judged):
+    """Uses a role that it does not declare."""
+
+    async def score(self, group):
+        await self.ask("teacher", [[1]])
+        return await super().score(group)
+
+
+class Hangs(Brevity):
+    """Never returns."""
+
+    async def score(self, group):
+        import asyncio
+
+        await asyncio.sleep(60)
+
+
+def suite(made, **attributes):
+    return type("Broken", (RewardContract,), {"reward": made, "registered": False, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "message"),
+    [
+        (OneShort, "test_results", "must return 5 results"),
+        (NotANumber, "test_results", "value is nan"),
+        (Floats, "test_results", "must be a RewardResult"),
+        (Edits, "test_leaves_the_group_alone", "changed the group"),
+        (Dice, "test_repeatable", "score one group differently"),
+        (Reversed, "test_repeatable", "one result per trajectory, in order"),
+        (StepOnPrompt, "test_results", "which the policy did not sample"),
+        (Secret, "test_results", "does not declare"),
+    ],
+)
+def test_broken_reward_fails_the_right_check(made, check, message):
+    with pytest.raises(Nonconformance, match=message):
+        getattr(suite(made), check)()
+
+
+def test_empty_answer_must_not_raise():
+    with pytest.raises(ZeroDivisionError):
+        suite(EmptyFails).test_every_answer_alone()
+
+
+def test_hanging_reward_is_stopped():
+    with pytest.raises(Nonconformance, match="took longer than"):
+        suite(Hangs, limit=0.1).test_results()
+
+
+def test_wrong_case_is_noticed():
+    with pytest.raises(Nonconformance, match="the case says 5"):
+        suite(Brevity, cases=[({}, "four", 5.0)]).test_cases()
+
+
+def test_reward_and_env_suites_import_no_torch():
+    code = "import sys, rlhf_testing.reward, rlhf_testing.env, rlhf_testing.rollout; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

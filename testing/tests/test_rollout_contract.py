@@ -1,0 +1,179 @@
+"""The rollout suite passes well-made rollouts and names the rule that a broken one breaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import RolloutError
+from rlhf.interfaces import Rollout
+from rlhf.types import Turn
+from rlhf_testing.contract import Nonconformance
+from rlhf_testing.rollout import RolloutContract
+
+
+class SingleTurn(Rollout):
+    """The complete example of the interface."""
+
+    name = "single_turn"
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        return [prompt, await ctx.generate([prompt], ctx.sampling)]
+
+
+class TestSingleTurn(RolloutContract):
+    rollout = SingleTurn
+    registered = False
+
+
+class Episode(Rollout):
+    """Several turns."""
+
+    name = "episode"
+    needs_env = True
+
+    async def run(self, row, seed, ctx):
+        env = await ctx.open_env()
+        turns = [*ctx.encode_opening(row, await env.reset(row, seed))]
+        number = 0
+        while True:
+            turn = await ctx.generate(list(turns), ctx.sampling, number)
+            step = await env.step(turn.text)
+            turns.append(replace(turn, reward=step.reward))
+            if step.done:
+                return turns
+            observation = ctx.encode_observation(step.observation)
+            if sum(len(t.ids) for t in [*turns, observation]) >= ctx.max_tokens:
+                return turns
+            turns.append(observation)
+            number += 1
+
+
+class TestEpisode(RolloutContract):
+    rollout = Episode
+    registered = False
+
+
+class Rewrites(Episode):
+    """Answers twice, the second time on a context of its own."""
+
+    needs_env = False
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        first = await ctx.generate([prompt], ctx.sampling, 0)
+        short = Turn(list(b"short"), sampled=False, fresh=True)
+        second = await ctx.generate([prompt, first, short], ctx.sampling, 1)
+        return [prompt, first, short, second]
+
+
+class TestRewrites(RolloutContract):
+    rollout = Rewrites
+    registered = False
+
+
+# ------------------------------------------------------------------------------- broken on purpose
+
+
+class Retokenises(SingleTurn):
+    """Encodes the answer's text again."""
+
+    async def run(self, row, seed, ctx):
+        prompt, turn = await super().run(row, seed, ctx)
+        ids = list((turn.text + " ").encode())
+        return [prompt, replace(turn, ids=ids, logprobs=[0.0] * len(ids))]
+
+
+class NoLogprobs(SingleTurn):
+    """Loses the log-probs."""
+
+    async def run(self, row, seed, ctx):
+        prompt, turn = await super().run(row, seed, ctx)
+        return [prompt, replace(turn, logprobs=None)]
+
+
+class ClosesItself(Episode):
+    """Closes the environment as well."""
+
+    async def run(self, row, seed, ctx):
+        turns = await super().run(row, seed, ctx)
+        await ctx.envs[0].close()
+        return turns
+
+
+class Swallows(Episode):
+    """Makes a zero of an error."""
+
+    async def run(self, row, seed, ctx):
+        try:
+            return await super().run(row, seed, ctx)
+        except ValueError:
+            return await SingleTurn().run(row, seed, ctx)
+
+
+class ForgetsFresh(Rewrites):
+    """Rewrites the context without saying so."""
+
+    async def run(self, row, seed, ctx):
+        turns = await super().run(row, seed, ctx)
+        turns[2].fresh = False
+        return turns
+
+
+class OneSeed(Episode):
+    """Every turn has the same number."""
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        one = await ctx.generate([prompt], ctx.sampling)
+        return [prompt, one, await ctx.generate([prompt, one], ctx.sampling)]
+
+
+class Undeclared(Episode):
+    """Opens an environment without declaring it."""
+
+    needs_env = False
+
+
+class DropsRewards(Episode):
+    """Leaves the environment's rewards out."""
+
+    async def run(self, row, seed, ctx):
+        return [replace(t, reward=None) for t in await super().run(row, seed, ctx)]
+
+
+class Wasteful(SingleTurn):
+    """Raises something of its own when the budget is used up."""
+
+    async def run(self, row, seed, ctx):
+        turns = [ctx.encode_prompt(row)]
+        for number in range(50):
+            try:
+                turns.append(await ctx.generate(turns, ctx.sampling, number))
+            except RolloutError as error:
+                raise KeyError("no room") from error
+        return turns
+
+
+def suite(made, **attributes):
+    return type("Broken", (RolloutContract,), {"rollout": made, "registered": False, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("made", "check", "message"),
+    [
+        (Retokenises, "test_token_in_token_out", "never tokenised again"),
+        (NoLogprobs, "test_turns", "None log-probs"),
+        (ClosesItself, "test_env_is_closed_once", "closed 2 times"),
+        (Swallows, "test_env_is_closed_once", "swallowed an error"),
+        (ForgetsFresh, "test_token_in_token_out", "fresh=True"),
+        (OneSeed, "test_token_in_token_out", "share their seed"),
+        (Undeclared, "test_env_is_closed_once", "needs_env is False, but it opens"),
+        (DropsRewards, "test_env_rewards", "the turns hold 0.0"),
+        (Wasteful, "test_budget", "not a RolloutError"),
+    ],
+)
+def test_broken_rollout_fails_the_right_check(made, check, message):
+    with pytest.raises(Nonconformance, match=message):
+        getattr(suite(made), check)()
