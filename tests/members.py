@@ -51,6 +51,11 @@ class Member:
         return [Requirement(text) for extra in extras.values() for text in extra]
 
     @property
+    def ours(self) -> list[Member]:
+        """Those requirements that are distributions of this repository."""
+        return ours(self.requirements)
+
+    @property
     def entry_points(self) -> list[tuple[str, str, str]]:
         """(kind, name, module)."""
         groups = self.project.get("entry-points", {})
