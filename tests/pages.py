@@ -17,7 +17,7 @@ def pages() -> list[Path]:
     """Every hand-written or generated page that a reader meets."""
     outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     members = [*ROOT.glob("core/*.md"), *ROOT.glob("cli/*.md"), *ROOT.glob("plugins/*/*/README.md")]
-    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md"), *ROOT.glob("benchmarks/**/README.md")]
+    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md"), *ROOT.glob("benchmarks/**/*.md")]
     return sorted([*outer, *DOCS.rglob("*.md"), *members, *others])
 
 

@@ -10,7 +10,7 @@ from rlhf_testing.tiny_sizes import NOT_BUILT, OVERRIDES, VARIANTS
 
 from tests.pages import DOCS
 
-sys.path.insert(0, str(DOCS))
+sys.path.insert(0, str(DOCS / "reference"))
 from one_architecture import CLOSE, measure
 
 TRAINED = [

@@ -1,4 +1,4 @@
-"""The placements that `docs/cluster.md` shows can be had, on as many devices as it says."""
+"""The placements that `docs/how-to/cluster.md` shows can be had, on as many devices as it says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_runtime.runfile import RunFile
 
 from tests.pages import DOCS, blocks
 
-EXAMPLES = [b for b in blocks(DOCS / "cluster.md", "toml") if "[placement" in b.text]
+EXAMPLES = [b for b in blocks(DOCS / "how-to/cluster.md", "toml") if "[placement" in b.text]
 ROLES = ["policy", "critic", "reference", "reward_model"]
 
 

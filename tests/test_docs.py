@@ -113,7 +113,7 @@ def execute(page: Path, shell: Shell) -> str:
 
 @pytest.mark.slow
 def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
-    execute(DOCS / "writing-a-plugin.md", shell)
+    execute(DOCS / "tutorial/first-algorithm.md", shell)
     code, said = shell.line("rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other")
     assert code == 2
     assert "algorithm.advantage.q (flag --algorithm.advantage.q): unknown key" in said
@@ -122,12 +122,12 @@ def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
 
 @pytest.mark.slow
 def test_what_an_author_supplies_to_the_suites_works_as_its_page_says(shell):
-    output = execute(DOCS / "conformance.md", shell)
+    output = execute(DOCS / "reference/conformance.md", shell)
     assert output.count("0 failed and 0 were left out.") == 4, output
 
 
 def test_the_attributes_of_the_conformance_page_are_those_of_the_suites():
-    [listed] = [t for t in tables(DOCS / "conformance.md") if t.header == ("suite", "attributes")]
+    [listed] = [t for t in tables(DOCS / "reference/conformance.md") if t.header == ("suite", "attributes")]
     for row in listed.rows:
         kind = row["suite"] if row["suite"] in conformance.SUITES else "reward"
         names = re.findall(r"(?:^|, )`([a-z_]+)", row["attributes"])
@@ -181,14 +181,14 @@ def test_python_blocks_compile(page):
 
 
 def test_the_run_file_page_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("docs_run_file_reference", DOCS / "run_file_reference.py")
+    spec = importlib.util.spec_from_file_location("docs_reference_run_file", DOCS / "reference/run_file.py")
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    assert read(reference.PAGE) == reference.page(), "run: python docs/run_file_reference.py"
+    assert read(reference.PAGE) == reference.page(), "run: python docs/reference/run_file.py"
 
 
 def test_the_run_file_page_documents_every_field():
-    text = read(DOCS / "run-file.md").partition("## Reference")[2]
+    text = read(DOCS / "reference/run-file.md").partition("## Reference")[2]
     assert {f"[{name}" for name in RunFile.model_fields} <= {
         line.removeprefix("### `").replace("[[", "[").split("]")[0].split(".")[0]
         for line in text.splitlines()
@@ -206,7 +206,7 @@ def test_the_messages_of_the_run_file_page_are_real(tmp_path, capsys, monkeypatc
         '[run]\nsed = 3\n[algorithm]\nuse = "grpo"\n[algorithm.loss]\nclip_high = 0.28\n[data]\nbatch_size = "16"\n'
     )
     assert main(["train", "run.toml", "--dry-run"]) == 2
-    [block] = blocks(DOCS / "run-file.md", "text")
+    [block] = blocks(DOCS / "reference/run-file.md", "text")
     assert capsys.readouterr().err == block.text
 
 
@@ -337,7 +337,7 @@ def own(annotation: object, rest: list[str]) -> bool:
 
 
 EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
-"""Options of the plugin that docs/writing-a-plugin.md makes."""
+"""Options of the plugin that docs/tutorial/first-algorithm.md makes."""
 
 
 @cache

@@ -85,7 +85,7 @@ def test_every_check_of_the_doctor_is_on_its_page():
     )
     named = {
         name
-        for table in tables(ROOT / "docs/doctor.md")
+        for table in tables(ROOT / "docs/how-to/doctor.md")
         for row in table.rows
         for name in re.findall("`([^`]+)`", row["check"])
     }

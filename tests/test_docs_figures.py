@@ -46,7 +46,7 @@ def made(report: Any, preferences: Any) -> set[str]:
 
 
 def test_the_tables_of_benchmarks_are_made_of_the_results(script):
-    rows = written(DOCS / "benchmarks.md")
+    rows = written(BENCHMARKS / "measurements.md")
     assert len(rows) > 50
     known = made(script("report"), script("preferences"))
     assert [row for row in rows if re.sub(r" +", " ", row) not in known] == []
@@ -57,7 +57,7 @@ def test_the_table_of_the_plan_is_that_of_its_results():
     kept = {
         (round(r["predicted"] / MIB), round(r["measured"] / MIB)) for r in RESULTS["2026-11-22-xeon-plan.json"]["rows"]
     }
-    [table] = [t for t in tables(DOCS / "plan.md") if "measured" in t.header]
+    [table] = [t for t in tables(DOCS / "how-to/plan.md") if "measured" in t.header]
     assert len(table.rows) > 30
     for row in table.rows:
         planned, measured = int(row["planned"]), int(row["measured"])
@@ -68,5 +68,5 @@ def test_the_table_of_the_plan_is_that_of_its_results():
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_every_kept_result_is_linked_from_a_page(name):
-    pages = [*DOCS.glob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
-    assert any(f"benchmarks/results/{name}" in page.read_text(encoding="utf-8") for page in pages)
+    pages = [*DOCS.rglob("*.md"), *BENCHMARKS.glob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
+    assert any(f"results/{name}" in page.read_text(encoding="utf-8") for page in pages)

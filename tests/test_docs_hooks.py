@@ -1,4 +1,4 @@
-"""The pages in docs/hooks say what the code says."""
+"""The pages in docs/reference/hooks say what the code says."""
 
 import importlib.util
 import json
@@ -16,8 +16,10 @@ from rlhf_runtime.data_section import DataSection, SourceSection
 from rlhf_testing.tiny import tiny_tokenizer
 from transformers import AutoTokenizer
 
-FOLDER = Path(__file__).parent.parent / "docs" / "hooks"
-SPEC = importlib.util.spec_from_file_location("docs_hooks_reference", FOLDER / "reference.py")
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+FOLDER = DOCS / "reference/hooks"
+SPEC = importlib.util.spec_from_file_location("docs_reference_hooks", FOLDER.parent / "hooks.py")
 reference = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(reference)
 
@@ -29,7 +31,7 @@ def test_there_is_a_page_for_every_hook_and_for_nothing_else():
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_the_page_is_what_the_code_says(name):
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-    assert text == reference.page(name), "run: python docs/hooks/reference.py"
+    assert text == reference.page(name), "run: python docs/reference/hooks.py"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,8 +99,7 @@ def imported(source: str) -> set[tuple[str, str]]:
 def test_what_algorithms_are_built_from_has_all_that_authors_import():
     text = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^##+ `([\w.]+)`$", text, re.MULTILINE))
-    root = FOLDER.parent.parent
-    sources = [*root.glob("plugins/algorithms/*/src/**/*.py"), *root.glob("cli/**/*.template"), *root.glob("docs/*.md")]
+    sources = [*ROOT.glob("plugins/algorithms/*/src/**/*.py"), *ROOT.glob("cli/**/*.template"), *DOCS.rglob("*.md")]
     used = set().union(*(imported(path.read_text(encoding="utf-8")) for path in sources))
     used = {f"{module}.{name}" for module, name in used if module in reference.BUILDING}
     assert len(used) > 15
@@ -106,11 +107,11 @@ def test_what_algorithms_are_built_from_has_all_that_authors_import():
     assert set(reference.BUILDING) <= headings
 
 
-@pytest.mark.parametrize("page", sorted(p.relative_to(FOLDER.parent) for p in FOLDER.parent.rglob("*.md")), ids=str)
+@pytest.mark.parametrize("page", sorted(p.relative_to(DOCS) for p in DOCS.rglob("*.md")), ids=str)
 def test_links_to_the_types_lead_somewhere(page):
     headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)
     anchors = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
-    wanted = re.findall(r"types\.md#([a-z0-9_-]+)\)", (FOLDER.parent / page).read_text(encoding="utf-8"))
+    wanted = re.findall(r"types\.md#([a-z0-9_-]+)\)", (DOCS / page).read_text(encoding="utf-8"))
     assert [anchor for anchor in wanted if anchor not in anchors] == []
 
 

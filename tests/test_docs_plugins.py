@@ -1,4 +1,4 @@
-"""docs/plugins.md: its example works, its table is the grammar, its links lead somewhere."""
+"""docs/how-to/plugins.md: its example works, its table is the grammar, its links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from rlhf.plugins import Plugins, parse_reference
 from rlhf.plugins.entry import KINDS
 from rlhf_cli.scaffold import write_plugin
 
-PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
+PAGE = Path(__file__).parent.parent / "docs/how-to/plugins.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
@@ -47,5 +47,5 @@ def test_every_reference_in_the_table_parses():
 
 def test_every_kind_is_linked_and_every_link_exists():
     links = re.findall(r"\]\(([^)]+)\)", TEXT)
-    assert {f"hooks/{kind}.md" for kind in KINDS} <= set(links)
+    assert {f"../reference/hooks/{kind}.md" for kind in KINDS} <= set(links)
     assert [link for link in links if not (PAGE.parent / link).exists()] == []

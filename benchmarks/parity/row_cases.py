@@ -77,7 +77,7 @@ class RowCase:
     ours_template: str | None = None
     """Where our tokenizer has another template than TRL's (one without marks)."""
     differs: int = 0
-    """Number of the stated difference (docs/numerics.md, "Rows and tokens"); 0: token by token the same."""
+    """Number of the stated difference (docs/concepts/numerics.md, "Rows and tokens"); 0: token by token the same."""
     max_tokens: int = MAX_TOKENS
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/parity/run.py [--trl-python PATH] [--cases NAME ...] [--result FILE] [--record]
 
-Prints the table of docs/numerics.md and exits with 1 where a case is further apart than 1e-4 of the loss.
+Prints the table of docs/concepts/numerics.md and exits with 1 where a case is further apart than 1e-4 of the loss.
 """
 
 from __future__ import annotations

@@ -145,6 +145,6 @@ def test_help_is_quick_and_imports_no_torch():
 
 
 def test_the_page_names_every_check():
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/doctor.md").read_text()
     missing = [name for name in INSTALLATION if f"| `{name}` |" not in page]
     assert missing == []

@@ -31,7 +31,7 @@ class Algorithm(Component):
     """Lives on the driver, may keep state. The controllers ask these methods in this order, once a step.
 
     The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is the page
-    ``docs/writing-a-plugin.md``; base classes that algorithms
+    ``docs/tutorial/first-algorithm.md``; base classes that algorithms
     share are in the library ``rlhf_algorithms``.
     """
 

@@ -11,7 +11,7 @@ from rlhf.types.needs import DataForm, Lent, Needs, OnlineShape, RoleSpec
 from rlhf.types.rows import Row
 from rlhf.types.trajectories import Finish, Group, RewardResult, Status, Trajectory, Turn
 
-__all__ = [  # noqa: RUF022 - the order in which a reader meets them, and that of their page in docs/hooks
+__all__ = [  # noqa: RUF022 - the order in which a reader meets them, and that of their page in docs/reference
     "Row", "Finish", "Turn", "RewardResult", "Status", "Trajectory", "Group",
     "Sampling", "GenerationRequest", "EnvStep",
     "DataForm", "RoleSpec", "Lent", "Needs", "OnlineShape",

@@ -90,7 +90,7 @@ def linear(layer: Any, x_NI: Tensor) -> Tensor:
 
     peft's own forward makes three more tensors as large as the output. They are freed at once, but the adapter's small
     inner output, made between them, stays for the backward pass: in a CPU's heap it cuts the holes that they leave, and
-    the next tensor of that size needs new memory (docs/plan.md has what that took).
+    the next tensor of that size needs new memory (docs/how-to/plan.md has what that took).
     """
     if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
         return layer(x_NI)  # one with a forward of its own does something to what goes in or comes out

@@ -133,7 +133,7 @@ class PackedTrainer(Trainer):
         )
 
     def token_budget(self) -> int:
-        """bf16 gains by larger matrices; in fp32 they only cost memory (docs/benchmarks.md has the shapes)."""
+        """bf16 gains by larger matrices; in fp32 they only cost memory (benchmarks/measurements.md has the shapes)."""
         return 4096 if self.precision.bf16 else 2048
 
     # ------------------------------------------------------------------------------------- forward

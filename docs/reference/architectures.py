@@ -1,11 +1,11 @@
-"""Which architectures of transformers are trained rightly, and how: ``python docs/architectures.py``.
+"""Which architectures of transformers are trained rightly, and how: ``python docs/reference/architectures.py``.
 
 Every type that is a causal language model is made tiny and random (:mod:`rlhf_testing.tiny_architectures`), loaded as
 the trained role of a trainer, and compared with transformers alone: the same weights in a module of their own, its own
 attention (``eager``), one sequence at a time, no cache. ``--write`` writes ``architectures.md``.
 
-    python docs/architectures.py                        # all types and variants: some minutes
-    python docs/architectures.py --only lfm2,mamba2 -v   # some of them, with the tracebacks of their errors
+    python docs/reference/architectures.py                        # all types and variants: some minutes
+    python docs/reference/architectures.py --only lfm2,mamba2 -v   # some of them, with the tracebacks of their errors
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     """Markdown: what is trained how, and what is refused for which reason."""
     out = [
         "# Architectures",
-        "<!-- Written by docs/architectures.py: do not edit. -->",
+        "<!-- Written by docs/reference/architectures.py: do not edit. -->",
         f"The {len(causal_types())} types of causal language models in transformers {__version__}, and some options of "
         "their configs. Each was made tiny and random and compared with transformers alone: log-probs and gradients of "
         "several sequences, short and beyond the model's window, with and without common prefixes; fp32, on a CPU. "
