@@ -17,7 +17,7 @@ from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelErro
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.group import _store
+from rlhf_plugin_deepspeed.process_group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
@@ -367,7 +367,7 @@ def test_what_a_rank_holds(folder):
         moments = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
         assert moments / parameters == pytest.approx(facts.optimizer_bytes, rel=0.01)
         assert (facts.average_bytes > 0) == (one.average is not None)
-        stepped = {f.owner.untyped_storage().data_ptr() for f in one.shards.flats}
+        stepped = {f.owner.untyped_storage().data_ptr() for f in one.partition.flats}
         if stage == 3:
             optimizer = one.zero.optimizer
             computed = {g.untyped_storage().data_ptr() for g in optimizer.fp16_partitioned_groups_flat}
@@ -404,7 +404,7 @@ def test_what_a_rank_holds_of_muon(folder, stage):
 TAKES_NOTHING_ALONG = """
 import sys
 import torch
-from rlhf_plugin_deepspeed.group import import_deepspeed
+from rlhf_plugin_deepspeed.process_group import import_deepspeed
 
 import_deepspeed(torch.device("cpu"))
 assert "mlflow" not in sys.modules

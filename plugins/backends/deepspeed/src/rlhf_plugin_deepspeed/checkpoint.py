@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rlhf.errors import CheckpointError, ConfigError
@@ -11,51 +11,51 @@ from rlhf_modeling import state
 from rlhf_modeling.precision import Precision
 from torch import Tensor
 
-from rlhf_plugin_deepspeed import files
-from rlhf_plugin_deepspeed.group import barrier
-
-if TYPE_CHECKING:
-    from rlhf_plugin_deepspeed.held import DividedModel
+from rlhf_plugin_deepspeed import checkpoint_files
+from rlhf_plugin_deepspeed.process_group import barrier
+from rlhf_plugin_deepspeed.sharded_trainer import ShardedTrainer
 
 
-def save(trainer: DividedModel, path: Path) -> None:
+def save(trainer: ShardedTrainer, path: Path) -> None:
     """``rank-R-of-N.safetensors`` per rank and, once all of them are there, ``trainer.json``."""
-    spec, shards = trainer.spec, trainer.shards
+    spec, partition = trainer.spec, trainer.partition
     path.mkdir(parents=True, exist_ok=True)
-    kinds: dict[str, dict[int, Tensor]] = {files.WEIGHT: {i: flat.data for i, flat in enumerate(shards.flats)}}
+    kinds: dict[str, dict[int, Tensor]] = {
+        checkpoint_files.WEIGHT: {i: flat.data for i, flat in enumerate(partition.flats)}
+    }
     scalars: dict[str, dict[int, float]] = {}
     if trainer.average is not None:
-        kinds[files.AVERAGE] = dict(enumerate(trainer.average.tensors))
-    for index, flat in enumerate(shards.flats):
+        kinds[checkpoint_files.AVERAGE] = dict(enumerate(trainer.average.tensors))
+    for index, flat in enumerate(partition.flats):
         for key, value in _optimizer_state(trainer, flat.owner).items():
             if value.numel() == flat.owner.numel():
-                kinds.setdefault(files.OPTIMIZER + key, {})[index] = value.view(-1)
+                kinds.setdefault(checkpoint_files.OPTIMIZER + key, {})[index] = value.view(-1)
             else:
                 scalars.setdefault(key, {})[index] = float(value)
-    pieces = files.own(shards, trainer.division)
-    files.write(path, pieces, kinds, scalars, trainer.division, spec.rank, spec.world_size)
+    pieces = checkpoint_files.own(partition, trainer.split)
+    checkpoint_files.write(path, pieces, kinds, scalars, trainer.split, spec.rank, spec.world_size)
     barrier()
     if spec.rank == 0:
         state.write(path, {}, _facts(trainer))
     barrier()
 
 
-def load(trainer: DividedModel, path: Path) -> None:
+def load(trainer: ShardedTrainer, path: Path) -> None:
     """Restore what :func:`save` wrote, on this number of ranks or another, in this stage or another, divided into as
     many parts or others."""
     facts = state.read_facts(path)
     _check(trainer, facts, path)
-    shards = trainer.shards
+    partition = trainer.partition
     shapes = {name: trainer.tensors.shapes[name] for name in trainer.parameters}
-    saved = files.SavedState(path, facts["ranks"], shapes, trainer.division)
-    saved.check(files.WEIGHT)
-    saved.restore(files.WEIGHT, shards.flats, [flat.data for flat in shards.flats])
+    saved = checkpoint_files.SavedState(path, facts["ranks"], shapes, trainer.split)
+    saved.check(checkpoint_files.WEIGHT)
+    saved.restore(checkpoint_files.WEIGHT, partition.flats, [flat.data for flat in partition.flats])
     if trainer.average is not None:
-        saved.check(files.AVERAGE)
-        saved.restore(files.AVERAGE, shards.flats, trainer.average.tensors)
+        saved.check(checkpoint_files.AVERAGE)
+        saved.restore(checkpoint_files.AVERAGE, partition.flats, trainer.average.tensors)
     if trainer.base is not None:
         _restore_optimizer(trainer, saved)
-    shards.publish()
+    partition.publish()
     trainer.updates, trainer.skipped, trainer._coverage = facts["updates"], facts["skipped"], facts["coverage"]
     if trainer.spec.dtype == "auto" and facts["precision"] != trainer.precision.name:
         name = facts["precision"]
@@ -64,13 +64,13 @@ def load(trainer: DividedModel, path: Path) -> None:
     barrier()
 
 
-def _facts(trainer: DividedModel) -> dict[str, Any]:
+def _facts(trainer: ShardedTrainer) -> dict[str, Any]:
     return {
         "role": trainer.spec.role.name,
         "trained": trainer.spec.role.trained,
         "ranks": trainer.spec.world_size,
         "stage": trainer.config.stage,
-        "tensor_parallel": trainer.grid.parts,
+        "tensor_parallel": trainer.topology.parts,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
         "updates": trainer.updates,
@@ -83,12 +83,12 @@ def _facts(trainer: DividedModel) -> dict[str, Any]:
     }
 
 
-def _lora(trainer: DividedModel) -> dict[str, Any] | None:
+def _lora(trainer: ShardedTrainer) -> dict[str, Any] | None:
     """The adapters' options; a checkpoint holds the adapters only, and the model is read from its own path."""
     return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
-def _check(trainer: DividedModel, facts: dict[str, Any], path: Path) -> None:
+def _check(trainer: ShardedTrainer, facts: dict[str, Any], path: Path) -> None:
     if not isinstance(facts.get("ranks"), int):
         raise CheckpointError(
             f"{str(path)!r} was not saved by trainer 'deepspeed': its {state.FACTS} names no number of ranks"
@@ -106,18 +106,18 @@ def _check(trainer: DividedModel, facts: dict[str, Any], path: Path) -> None:
         )
 
 
-def _optimizer_state(trainer: DividedModel, owner: Tensor) -> dict[str, Tensor]:
+def _optimizer_state(trainer: ShardedTrainer, owner: Tensor) -> dict[str, Tensor]:
     if trainer.base is None:
         return {}
     return {key: value for key, value in trainer.base.state.get(owner, {}).items() if isinstance(value, Tensor)}
 
 
-def _restore_optimizer(trainer: DividedModel, saved: files.SavedState) -> None:
+def _restore_optimizer(trainer: ShardedTrainer, saved: checkpoint_files.SavedState) -> None:
     assert trainer.base is not None
     optimizer = trainer.base
     optimizer.state.clear()
-    kinds = sorted(kind for kind in saved.kinds() if kind.startswith(files.OPTIMIZER))
-    for flat in trainer.shards.flats:
+    kinds = sorted(kind for kind in saved.kinds() if kind.startswith(checkpoint_files.OPTIMIZER))
+    for flat in trainer.partition.flats:
         names = [piece.name for piece in flat.pieces]
         restored: dict[str, Any] = {}
         for kind in kinds:
@@ -125,7 +125,7 @@ def _restore_optimizer(trainer: DividedModel, saved: files.SavedState) -> None:
                 continue  # never stepped, or by the optimizer's other half
             target = torch.zeros_like(flat.data)
             saved.restore(kind, [flat], [target])
-            restored[kind.removeprefix(files.OPTIMIZER)] = target.view_as(flat.owner)
+            restored[kind.removeprefix(checkpoint_files.OPTIMIZER)] = target.view_as(flat.owner)
         for key, by_name in saved.scalars().items():
             values = [by_name[n] for n in names if n in by_name]
             if values:

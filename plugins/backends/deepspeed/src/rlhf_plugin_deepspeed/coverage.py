@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 from rlhf.weights.fingerprint import fingerprint
 
-from rlhf_plugin_deepspeed.group import largest
-from rlhf_plugin_deepspeed.shards import Shards
+from rlhf_plugin_deepspeed.process_group import largest
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
 class Coverage:
     """Made before the step, read after it. ``names``: of all trained parameters, in the order of the report."""
 
-    def __init__(self, shards: Shards, names: Sequence[str], device: torch.device) -> None:
-        self.shards, self.names, self.device = shards, list(names), device
+    def __init__(self, partition: ZeroPartition, names: Sequence[str], device: torch.device) -> None:
+        self.partition, self.names, self.device = partition, list(names), device
         self._row = {name: n for n, name in enumerate(self.names)}
         self._reached = [False] * len(self.names)
-        for index in range(len(shards.flats)):
-            for piece, gradient in shards.piece_gradients(index):
+        for index in range(len(partition.flats)):
+            for piece, gradient in partition.piece_gradients(index):
                 self._reached[self._row[piece.name]] |= bool(gradient.any())
         self._before = self._fingerprints()
 
@@ -38,6 +38,6 @@ class Coverage:
     def _fingerprints(self) -> dict[str, str]:
         return {
             piece.name: fingerprint(flat.data[piece.offset : piece.offset + piece.numel])
-            for flat in self.shards.flats
+            for flat in self.partition.flats
             for piece in flat.pieces
         }

@@ -1,7 +1,8 @@
 """DeepSpeed's engine as this trainer drives it: gradients are sums over ranks; a step is taken or thrown away whole.
 
-While micro-batches come, the engine never thinks that one is the last: nobody knows before :meth:`Zero.reduce`, which
-finishes what each stage has left to do (0 and 1: the reduction itself; 2 and 3 reduced in every backward).
+During accumulation the engine is told that no micro-batch is the last one, because only :meth:`ZeroEngine.reduce`
+knows. That call finishes the reduction: stages 0 and 1 do all of it there; stages 2 and 3
+reduced in every backward pass.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ from rlhf.errors import TrainingError
 from torch import Tensor, nn
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.grid import Grid
-from rlhf_plugin_deepspeed.group import import_deepspeed, quiet, second_copies
-from rlhf_plugin_deepspeed.model import ShardedModel, sparing_linear
+from rlhf_plugin_deepspeed.engine_module import EngineModule, sparing_linear
+from rlhf_plugin_deepspeed.process_group import import_deepspeed, quiet, second_copies
+from rlhf_plugin_deepspeed.topology import Topology
 
 
-class Zero:
+class ZeroEngine:
     """One model under one engine. ``optimizer`` is None for a role that is not trained (stage 3 only)."""
 
     def __init__(
         self,
-        model: ShardedModel,
+        model: EngineModule,
         optimizer: torch.optim.Optimizer | None,
         config: DeepSpeedTrainerConfig,
-        grid: Grid,
+        topology: Topology,
         device: torch.device,
     ) -> None:
         deepspeed = import_deepspeed(device)
-        self.model, self.stage, self.grid = model, config.stage, grid
+        self.model, self.stage, self.topology = model, config.stage, topology
         self.base_optimizer = optimizer
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
         elements = sum(_numel(p) for p in model.parameters())
-        with quiet(), second_copies(config.hpz_partition_size, config.timeout), grid.told():
+        with quiet(), second_copies(config.hpz_partition_size, config.timeout), topology.told():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
                 config=engine_config(config, elements),
-                mpu=grid.mpu,
+                mpu=topology.mpu,
                 dist_init_required=False,
             )
         self.optimizer: Any = self.engine.optimizer
@@ -63,7 +64,7 @@ class Zero:
         if self.stage == 3:
             pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
         else:
-            own = [parts[self.grid.replica] for parts in optimizer.parallel_partitioned_bit16_groups]
+            own = [parts[self.topology.replica] for parts in optimizer.parallel_partitioned_bit16_groups]
             pairs = zip(optimizer.single_partition_of_fp32_groups, own, strict=True)
         for stepped, computed in pairs:
             stepped.data = computed.data
@@ -80,17 +81,17 @@ class Zero:
         if self.reduced:
             raise TrainingError("gradients were read: apply() or zero_grad() must come before the next accumulate()")
         with sparing_linear(bf16 and self.stage == 3):
-            self.engine.backward(total * self.grid.replicas, scale_wrt_gas=False)
+            self.engine.backward(total * self.topology.replicas, scale_wrt_gas=False)
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas, once, after the last micro-batch."""
         if self.reduced:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        with self.grid.told():
+        with self.topology.told():
             if self.stage >= 2:
                 self.optimizer.finalize_gradient_accumulation_boundary()
-            elif self.stage == 1 or self.grid.replicas > 1:
+            elif self.stage == 1 or self.topology.replicas > 1:
                 for parameter in self._trained():
                     if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
                         parameter.grad = torch.zeros_like(parameter)
@@ -99,7 +100,7 @@ class Zero:
 
     def step(self) -> None:
         """Step with the reduced gradients and forget them."""
-        with self.grid.told():
+        with self.topology.told():
             self.engine.step()
         self._fresh()
 

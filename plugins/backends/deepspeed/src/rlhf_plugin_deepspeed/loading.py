@@ -18,11 +18,11 @@ from rlhf_modeling.model import draw_head, load_model
 from rlhf_modeling.probe import probe
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.division import Division
 from rlhf_plugin_deepspeed.engine import engine_config
-from rlhf_plugin_deepspeed.grid import Grid
-from rlhf_plugin_deepspeed.group import quiet, second_copies
-from rlhf_plugin_deepspeed.layers import divide
+from rlhf_plugin_deepspeed.parallel_layers import divide
+from rlhf_plugin_deepspeed.process_group import quiet, second_copies
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.topology import Topology
 
 
 class _Zero3:
@@ -50,14 +50,14 @@ def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
 
 
 def load(
-    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any, grid: Grid
-) -> tuple[LoadedModel, Division]:
+    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any, topology: Topology
+) -> tuple[LoadedModel, TensorSplit]:
     """The model as this rank holds it."""
     if config.stage == 3:
-        return load_divided(spec, device, config, deepspeed), Division(grid)
-    if grid.parts > 1:
-        return load_part(spec, device, config, grid)
-    return load_model(spec, device, _adapters(spec, config), kernels=config.kernels), Division(grid)
+        return load_divided(spec, device, config, deepspeed), TensorSplit(topology)
+    if topology.parts > 1:
+        return load_part(spec, device, config, topology)
+    return load_model(spec, device, _adapters(spec, config), kernels=config.kernels), TensorSplit(topology)
 
 
 def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | None:
@@ -65,8 +65,8 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 
 
 def load_part(
-    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, grid: Grid
-) -> tuple[LoadedModel, Division]:
+    spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
+) -> tuple[LoadedModel, TensorSplit]:
     """:func:`rlhf_modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
     host = torch.device("cpu")
     loaded = load_model(spec, host, divided=True)
@@ -78,10 +78,10 @@ def load_part(
         loaded.module.eval()
     if config.kernels == "own" or device.type == "cpu":  # on the host "auto" would fuse them for a GPU too
         use_kernels(loaded, config.kernels if config.kernels != "liger" else "none")
-    division = divide(loaded, grid, device)
+    split = divide(loaded, topology, device)
     if config.kernels == "liger":
         use_kernels(loaded, "liger")
-    return loaded, division
+    return loaded, split
 
 
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:

@@ -9,7 +9,7 @@ from rlhf.interfaces.memory import Sharding
 from rlhf_modeling.sharding import sharding as of_one_rank
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.grid import check_parts
+from rlhf_plugin_deepspeed.topology import check_parts
 
 FP32 = 4.0
 COPIES = 3

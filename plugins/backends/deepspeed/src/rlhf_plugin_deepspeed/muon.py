@@ -19,8 +19,8 @@ from rlhf_modeling.muon import OrthogonalAdamW
 from torch import Tensor
 from torch.optim import _muon
 
-from rlhf_plugin_deepspeed.division import Division
-from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.zero_partition import Flat, Piece, ZeroPartition
 
 COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
 MOMENTUM = "momentum_buffer"
@@ -31,13 +31,13 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
 
     :meth:`bind` comes before the first step."""
 
-    def bind(self, shards: Shards, shapes: Mapping[str, torch.Size], division: Division) -> None:
+    def bind(self, partition: ZeroPartition, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
         """``shapes``: of whole parameters."""
-        self._shards, self._shapes, self._division = shards, shapes, division
+        self._partition, self._shapes, self._split = partition, shapes, split
 
     def muon_step(self, group: dict[str, Any]) -> None:
         owners = {id(p) for p in group["params"]}
-        flats = [flat for flat in self._shards.flats if id(flat.owner) in owners]
+        flats = [flat for flat in self._partition.flats if id(flat.owner) in owners]
         updates: dict[str, tuple[Flat, Piece, Tensor]] = {}
         for flat in flats:
             if flat.owner.grad is None:
@@ -61,19 +61,19 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
                 if size > 1:
                     dist.broadcast(whole[at], src=at)
                 if name in updates:
-                    held = self._division.own(name, whole[at].view(self._shapes[name])).reshape(-1)
+                    held = self._split.own(name, whole[at].view(self._shapes[name])).reshape(-1)
                     self._apply(*updates[name][:2], held, group)
 
     def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
         """[numel] the update of the whole matrix, on rank ``to``."""
-        device = own[2].device if own is not None else self._shards.flats[0].owner.device
-        division, replicated = self._division, self._shards.replicated
+        device = own[2].device if own is not None else self._partition.flats[0].owner.device
+        split, replicated = self._split, self._partition.replicated
         whole = torch.zeros(self._shapes[name], device=device)
-        everywhere = replicated and division.grid.parts == 1
-        spare = replicated and division.grid.replica > 0  # another replica's ranks hold the same
-        if own is not None and (everywhere or (division.counts(name) and not spare)):
+        everywhere = replicated and split.topology.parts == 1
+        spare = replicated and split.topology.replica > 0  # another replica's ranks hold the same
+        if own is not None and (everywhere or (split.counts(name) and not spare)):
             _, piece, update = own
-            held = division.own(name, whole)
+            held = split.own(name, whole)
             part = torch.zeros(held.numel(), device=device)
             part[piece.start : piece.start + piece.numel] = update
             held.copy_(part.view(held.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +25,17 @@ from rlhf_modeling.schedule import Schedule
 from torch import Tensor
 from transformers import AutoConfig
 
-from rlhf_plugin_deepspeed import memory
-from rlhf_plugin_deepspeed.average import Average
+from rlhf_plugin_deepspeed import checkpoint, memory
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.coverage import Coverage
-from rlhf_plugin_deepspeed.engine import Zero
-from rlhf_plugin_deepspeed.grid import Grid, check_parts
-from rlhf_plugin_deepspeed.group import (
+from rlhf_plugin_deepspeed.engine import ZeroEngine
+from rlhf_plugin_deepspeed.engine_module import EngineModule
+from rlhf_plugin_deepspeed.loading import load
+from rlhf_plugin_deepspeed.muon import DividedOrthogonalAdamW
+from rlhf_plugin_deepspeed.named_tensors import NamedTensors
+from rlhf_plugin_deepspeed.optimizer import build_optimizer
+from rlhf_plugin_deepspeed.parallel_layers import check_sizes
+from rlhf_plugin_deepspeed.process_group import (
     collective,
     first_text,
     import_deepspeed,
@@ -39,17 +44,13 @@ from rlhf_plugin_deepspeed.group import (
     reduce_to_first,
     total,
 )
-from rlhf_plugin_deepspeed.held import DividedModel
-from rlhf_plugin_deepspeed.layers import check_sizes
-from rlhf_plugin_deepspeed.loading import load
-from rlhf_plugin_deepspeed.model import ShardedModel
-from rlhf_plugin_deepspeed.muon import DividedOrthogonalAdamW
-from rlhf_plugin_deepspeed.optimizer import build_optimizer
-from rlhf_plugin_deepspeed.shards import Shards, scale
-from rlhf_plugin_deepspeed.tensors import Tensors
+from rlhf_plugin_deepspeed.sharded_ema import ShardedEma
+from rlhf_plugin_deepspeed.sharded_trainer import ShardedTrainer
+from rlhf_plugin_deepspeed.topology import Topology, check_parts
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition, scale
 
 
-class DeepSpeedTrainer(DividedModel):
+class DeepSpeedTrainer(ShardedTrainer):
     """fp32 weights under ZeRO 0-3, AdamW; bf16 is autocast on top, as with the trainer ``torch``, whose numbers it
     gives on any number of ranks. Roles that are not trained hold weights and nothing else, in stage 3 a part each."""
 
@@ -95,12 +96,12 @@ class DeepSpeedTrainer(DividedModel):
         self.check(self.config, spec, device.type)
         deepspeed = import_deepspeed(device)
         join(spec, device, self.config.timeout)
-        self.grid = Grid(spec, self.config.tensor_parallel, self.config.timeout)
+        self.topology = Topology(spec, self.config.tensor_parallel, self.config.timeout)
         with collective(spec, "__init__", self.config.timeout):
-            loaded, self.division = load(spec, device, self.config, deepspeed, self.grid)
+            loaded, self.split = load(spec, device, self.config, deepspeed, self.topology)
         self.prepare(loaded, spec, device)
-        self.tensors = Tensors(self.module, self.division)
-        self.packed = ShardedModel(loaded, self.config)
+        self.tensors = NamedTensors(self.module, self.split)
+        self.packed = EngineModule(loaded, self.config)
         self._values: dict[str, Tensor] = {}  # outputs of the micro-batch at work
         with self._guard("__init__"):
             if trained:
@@ -108,7 +109,7 @@ class DeepSpeedTrainer(DividedModel):
                 outside = {id(p) for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()}
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
             if trained or divided:
-                self.zero = Zero(self.packed, self.base, self.config, self.grid, device)
+                self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device)
             if divided:
                 probe(loaded, spec)
                 self.require_packing()
@@ -119,17 +120,19 @@ class DeepSpeedTrainer(DividedModel):
             if divided and self.config.kernels == "liger":  # now that weights are gathered where they are used
                 check_liger(loaded, use_liger(self.module))
             names = {p: name for name, p in self.parameters.items()}
-            self.shards = Shards(self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained)
+            self.partition = ZeroPartition(
+                self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained
+            )
         if isinstance(self.base, DividedOrthogonalAdamW):
-            self.base.bind(self.shards, self.tensors.shapes, self.division)
+            self.base.bind(self.partition, self.tensors.shapes, self.split)
         if trained and self.config.ema_decay is not None:
-            self.average = Average(self.shards, self.config.ema_decay)
+            self.average = ShardedEma(self.partition, self.config.ema_decay)
 
     def _most_calls(self, calls: int) -> int:
         return int(largest(torch.tensor([calls], device=self.device))[0])
 
     def facts(self) -> TrainerFacts:
-        return replace(super().facts(), ranks_per_share=self.grid.parts)
+        return replace(super().facts(), ranks_per_share=self.topology.parts)
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -185,7 +188,7 @@ class DeepSpeedTrainer(DividedModel):
         if skipped:
             self.zero.discard()
             return norm, skipped
-        seen = Coverage(self.shards, list(self.parameters), self.device) if self._without_coverage else None
+        seen = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
         set_rates(self.base, self.config.lr, factor)
         self.zero.step()
         if seen is not None:
@@ -197,17 +200,17 @@ class DeepSpeedTrainer(DividedModel):
     def _finish_gradients(self) -> tuple[float, str]:
         """Reduce and clip; (the global norm before, why the step must not be taken), the same on every rank."""
         self._reduce()
-        indices = range(len(self.shards.flats))
-        local = sum(self.division.squares(self.shards, i) for i in indices)
+        indices = range(len(self.partition.flats))
+        local = sum(self.split.squares(self.partition, i) for i in indices)
         facts = torch.tensor([local, float(bool(self._bad_loss))], dtype=torch.float64, device=self.device)
         squares, bad = total(facts).tolist()
-        norm = math.sqrt(squares / self.grid.replicas if self.shards.replicated else squares)
+        norm = math.sqrt(squares / self.topology.replicas if self.partition.replicated else squares)
         if bad:
             return norm, first_text(self._bad_loss)
         if not math.isfinite(norm):
             return norm, f"non-finite gradient (norm {norm})"
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
-            parts = [g for i in indices for g in self.shards.gradients(i)]
+            parts = [g for i in indices for g in self.partition.gradients(i)]
             scale(parts, self.config.max_grad_norm / (norm + 1e-6))
         return norm, ""
 
@@ -215,7 +218,7 @@ class DeepSpeedTrainer(DividedModel):
         assert self.zero is not None
         if not self.zero.reduced:
             self.zero.reduce()
-            self.division.agree(self.shards)
+            self.split.agree(self.partition)
 
     def zero_grad(self) -> None:
         self._bad_loss, self._micros = "", 0
@@ -229,13 +232,15 @@ class DeepSpeedTrainer(DividedModel):
         with self._guard("gradients"):
             if self.zero is not None and self._micros:
                 self._reduce()
-            own = {p.name: (p, g) for i in range(len(self.shards.flats)) for p, g in self.shards.piece_gradients(i)}
+            own = {
+                p.name: (p, g) for i in range(len(self.partition.flats)) for p, g in self.partition.piece_gradients(i)
+            }
             for name, shape in shapes.items():
                 whole = torch.zeros(shape, device=self.device)
-                replicated = self.shards.replicated and self.grid.replica
-                if name in own and self.division.counts(name) and not replicated:
+                replicated = self.partition.replicated and self.topology.replica
+                if name in own and self.split.counts(name) and not replicated:
                     piece, gradient = own[name]
-                    held = self.division.own(name, whole)
+                    held = self.split.own(name, whole)
                     part = torch.zeros(held.numel(), device=self.device)
                     part[piece.start : piece.start + piece.numel] = gradient
                     held.copy_(part.view(held.shape))
@@ -243,3 +248,13 @@ class DeepSpeedTrainer(DividedModel):
                 if self.spec.rank == 0:
                     found[name] = whole.cpu()
         return found
+
+    # --------------------------------------------------------------------------------------- state
+
+    def save(self, path: Path) -> None:
+        with self._guard("save"):
+            checkpoint.save(self, Path(path))
+
+    def load(self, path: Path) -> None:
+        with self._guard("load"):
+            checkpoint.load(self, Path(path))

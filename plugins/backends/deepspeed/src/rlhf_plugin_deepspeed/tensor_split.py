@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_plugin_deepspeed.grid import Grid
-from rlhf_plugin_deepspeed.shards import Shards
+from rlhf_plugin_deepspeed.topology import Topology
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
-class Division:
-    """Of one model over the ranks of a replica; without arguments every parameter is whole.
+class TensorSplit:
+    """How one model is divided over the ranks of a replica; without arguments every parameter is whole.
 
     Args:
         dims: {divided parameter: the dimension along which its equal parts lie}, in the order of the replica's ranks.
@@ -21,8 +21,8 @@ class Division:
             that are whole are equal on all ranks of a replica.
     """
 
-    def __init__(self, grid: Grid, dims: Mapping[str, int] | None = None, partial: Iterable[str] = ()) -> None:
-        self.grid, self.dims, self.partial = grid, dict(dims or {}), frozenset(partial)
+    def __init__(self, topology: Topology, dims: Mapping[str, int] | None = None, partial: Iterable[str] = ()) -> None:
+        self.topology, self.dims, self.partial = topology, dict(dims or {}), frozenset(partial)
 
     def dim(self, name: str) -> int | None:
         return self.dims.get(name)
@@ -32,18 +32,18 @@ class Division:
         if name not in self.dims:
             return held
         sizes = list(held)
-        sizes[self.dims[name]] *= self.grid.parts
+        sizes[self.dims[name]] *= self.topology.parts
         return torch.Size(sizes)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part, a view."""
         if name not in self.dims:
             return whole
-        return whole.chunk(self.grid.parts, self.dims[name])[self.grid.part]
+        return whole.chunk(self.topology.parts, self.dims[name])[self.topology.part]
 
     def counts(self, name: str) -> bool:
         """Whether this rank speaks for the parameter: for its part of it, or for all ranks of its replica."""
-        return name in self.dims or self.grid.part == 0
+        return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
     def whole(self, name: str, held: Tensor) -> Tensor:
@@ -51,31 +51,31 @@ class Division:
         if name not in self.dims:
             return held
         held = held.detach().contiguous()
-        parts = [torch.empty_like(held) for _ in range(self.grid.parts)]
-        dist.all_gather(parts, held, group=self.grid.group)
+        parts = [torch.empty_like(held) for _ in range(self.topology.parts)]
+        dist.all_gather(parts, held, group=self.topology.group)
         return torch.cat(parts, self.dims[name])
 
     # ----------------------------------------------------------------------------------- gradients
 
     @torch.no_grad()
-    def agree(self, shards: Shards) -> None:
+    def agree(self, partition: ZeroPartition) -> None:
         """After the gradients were summed over the replicas: sum up those that are parts of a sum, and give all ranks
         of a replica the same ones of what is whole. These are equal already where kernels always add in one order; a
         GPU's do not, and ranks that step apart would be noticed too late."""
-        if self.grid.parts == 1:
+        if self.topology.parts == 1:
             return
-        for index in range(len(shards.flats)):
-            for piece, views in shards.views(index):
+        for index in range(len(partition.flats)):
+            for piece, views in partition.views(index):
                 for view in views if piece.name not in self.dims else ():
                     if piece.name in self.partial:
-                        dist.all_reduce(view, group=self.grid.group)
+                        dist.all_reduce(view, group=self.topology.group)
                     else:
-                        dist.broadcast(view, self.grid.first, group=self.grid.group)
+                        dist.broadcast(view, self.topology.first, group=self.topology.group)
 
-    def squares(self, shards: Shards, index: int) -> float:
+    def squares(self, partition: ZeroPartition, index: int) -> float:
         """The sum of squares of a flat's gradient, where what is whole on the ranks of a replica counts on one."""
-        if self.grid.parts == 1:
-            parts = shards.gradients(index)
+        if self.topology.parts == 1:
+            parts = partition.gradients(index)
             return float(torch.nn.utils.get_total_norm(parts)) ** 2 if parts else 0.0
-        views = [v for piece, found in shards.views(index) if self.counts(piece.name) for v in found]
+        views = [v for piece, found in partition.views(index) if self.counts(piece.name) for v in found]
         return float(torch.nn.utils.get_total_norm(views)) ** 2 if views else 0.0

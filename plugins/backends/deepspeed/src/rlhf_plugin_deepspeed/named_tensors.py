@@ -12,22 +12,22 @@ from rlhf_modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_plugin_deepspeed.division import Division
-from rlhf_plugin_deepspeed.shards import Shards
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 BASE = ".base_layer.weight"
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
-class Tensors:
+class NamedTensors:
     """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already, by their
-    elements (stage 3) or into parts (``division``).
+    elements (stage 3) or into parts (``split``).
 
     Others see them under the names of the architecture's checkpoints, without adapters.
     """
 
-    def __init__(self, module: PreTrainedModel, division: Division) -> None:
-        self.module, self.division = module, division
+    def __init__(self, module: PreTrainedModel, split: TensorSplit) -> None:
+        self.module, self.split = module, split
         self.objects: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -35,7 +35,7 @@ class Tensors:
                 seen.add(id(tensor))
                 self.objects[name] = tensor
         self.shapes = {
-            name: division.shape(name, torch.Size(getattr(t, "ds_shape", t.shape))) for name, t in self.objects.items()
+            name: split.shape(name, torch.Size(getattr(t, "ds_shape", t.shape))) for name, t in self.objects.items()
         }
         """Of whole tensors."""
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
@@ -70,7 +70,7 @@ class Tensors:
         self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """The same under the module's names."""
-        if self.division.dims:
+        if self.split.dims:
             for name in self._model() if near else ():
                 whole = self._put_together(name, merge)
                 if first:
@@ -91,7 +91,7 @@ class Tensors:
         """From the parts of a replica's ranks, which call it together."""
 
         def whole(of: str) -> Tensor:
-            return self.division.whole(of, self.objects[of].detach())
+            return self.split.whole(of, self.objects[of].detach())
 
         owner = name.removesuffix(BASE)
         if owner == name or not merge:
@@ -119,15 +119,15 @@ class Tensors:
         yield names
 
     @torch.no_grad()
-    def overwrite(self, given: Mapping[str, Tensor], shards: Shards, where: str) -> None:
-        """Copy whole tensors into the model, in ``shards`` the pieces that this rank owns.
+    def overwrite(self, given: Mapping[str, Tensor], partition: ZeroPartition, where: str) -> None:
+        """Copy whole tensors into the model, in ``partition`` the pieces that this rank owns.
 
         Raises CheckpointError, with nothing changed, where names or shapes differ.
         """
         given = self._published.restore(given, where)
-        for flat in shards.flats:
+        for flat in partition.flats:
             for piece in flat.pieces:
-                values = self.division.own(piece.name, given[piece.name]).reshape(-1)[
+                values = self.split.own(piece.name, given[piece.name]).reshape(-1)[
                     piece.start : piece.start + piece.numel
                 ]
                 flat.data[piece.offset : piece.offset + piece.numel].copy_(values)

@@ -40,7 +40,7 @@ class Flat:
         return self.owner.detach().view(-1)
 
 
-class Shards:
+class ZeroPartition:
     """The rank's share of a role's parameters.
 
     Args:

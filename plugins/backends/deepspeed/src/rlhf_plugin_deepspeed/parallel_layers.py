@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from rlhf_plugin_deepspeed.division import Division
-from rlhf_plugin_deepspeed.grid import Grid
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.topology import Topology
 
 LAYERS = frozenset(
     {
@@ -101,10 +101,10 @@ class Part(nn.Module):
     """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. The bias of one
     with some inputs is not added: it belongs to the sum."""
 
-    def __init__(self, whole: nn.Linear, dim: int, grid: Grid) -> None:
+    def __init__(self, whole: nn.Linear, dim: int, topology: Topology) -> None:
         super().__init__()
-        self.weight = _part(whole.weight, dim, grid)
-        self.bias = whole.bias if dim or whole.bias is None else _part(whole.bias, 0, grid)
+        self.weight = _part(whole.weight, dim, topology)
+        self.bias = whole.bias if dim or whole.bias is None else _part(whole.bias, 0, topology)
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ class Part(nn.Module):
 class Inward(Part):
     """Some outputs of a linear layer, of an input that is whole."""
 
-    def __init__(self, whole: nn.Linear, grid: Grid, entrance: Entrance) -> None:
-        super().__init__(whole, 0, grid)
+    def __init__(self, whole: nn.Linear, topology: Topology, entrance: Entrance) -> None:
+        super().__init__(whole, 0, topology)
         self._entrance = entrance
 
     def forward(self, x_NI: Tensor) -> Tensor:
@@ -125,9 +125,9 @@ class Inward(Part):
 class Outward(Part):
     """A linear layer of which a rank has some inputs."""
 
-    def __init__(self, whole: nn.Linear, grid: Grid) -> None:
-        super().__init__(whole, 1, grid)
-        self._group = grid.group
+    def __init__(self, whole: nn.Linear, topology: Topology) -> None:
+        super().__init__(whole, 1, topology)
+        self._group = topology.group
 
     def forward(self, x_NP: Tensor) -> Tensor:
         return _summed(super().forward(x_NP), self.bias, self._group)
@@ -138,8 +138,8 @@ def _summed(own_NO: Tensor, bias: Tensor | None, group: Any) -> Tensor:
     return out_NO if bias is None else out_NO + bias.to(out_NO.dtype)
 
 
-def _part(whole: Tensor, dim: int, grid: Grid) -> nn.Parameter:
-    part = whole.detach().chunk(grid.parts, dim)[grid.part].clone()
+def _part(whole: Tensor, dim: int, topology: Topology) -> nn.Parameter:
+    part = whole.detach().chunk(topology.parts, dim)[topology.part].clone()
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
@@ -152,7 +152,7 @@ class Divided:
     partial: set[str] = field(default_factory=set)
     """Whole ones whose gradients are parts of a sum."""
 
-    def matrix(self, half: Any, name: str, where: str, grid: Grid, entrance: Entrance | None) -> None:
+    def matrix(self, half: Any, name: str, where: str, topology: Topology, entrance: Entrance | None) -> None:
         """Divide the linear layer ``name`` of ``half``, with its adapter if it has one.
 
         Args:
@@ -162,27 +162,27 @@ class Divided:
         whole, at = layer, f"{where}.{name}"
         if hasattr(layer, "lora_A"):
             whole, at = layer.base_layer, f"{at}.base_layer"
-            layer.base_layer = Part(whole, dim, grid)
+            layer.base_layer = Part(whole, dim, topology)
             cut, kept = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
-            cut[NAME].weight = _part(cut[NAME].weight, dim, grid)
+            cut[NAME].weight = _part(cut[NAME].weight, dim, topology)
             self.dims[f"{where}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim
             self.partial.add(f"{where}.{name}.{kept}.{NAME}.weight")
-            layer.forward = _adapted(layer, grid, entrance)
+            layer.forward = _adapted(layer, topology, entrance)
         else:
-            setattr(half, name, Outward(whole, grid) if entrance is None else Inward(whole, grid, entrance))
+            setattr(half, name, Outward(whole, topology) if entrance is None else Inward(whole, topology, entrance))
         self.dims[f"{at}.weight"] = dim
         if entrance is not None and whole.bias is not None:
             self.dims[f"{at}.bias"] = 0
 
 
-def _adapted(layer: Any, grid: Grid, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
+def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Callable[[Tensor], Tensor]:
     """The forward of a layer with an adapter, both in parts."""
     if entrance is not None:
         return lambda x_NI: with_adapter(layer, entrance(x_NI))
-    return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, grid.group)
+    return lambda x_NP: _summed(with_adapter(layer, x_NP), layer.base_layer.bias, topology.group)
 
 
-def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> Division:
+def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
     """Keep this rank's part of a whole model, and bring it to ``device``.
 
     Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (each rank would draw the
@@ -190,16 +190,16 @@ def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> Division:
     """
     named = dict(loaded.module.named_modules())
     layers = {name: m for name, m in named.items() if type(m).__name__ in LAYERS}
-    _check(loaded, layers, grid)
+    _check(loaded, layers, topology)
     before_NH = _probe(loaded)
     found = Divided()
     for name, layer in layers.items():
         for half, (inward, outward) in HALVES.items():
             module, where = getattr(layer, half), f"{name}.{half}"
-            entrance = Entrance(grid.group, len(inward))
+            entrance = Entrance(topology.group, len(inward))
             for matrix in inward:
-                found.matrix(module, matrix, where, grid, entrance)
-            found.matrix(module, outward, where, grid, None)
+                found.matrix(module, matrix, where, topology, entrance)
+            found.matrix(module, outward, where, topology, None)
         for norm in PARTIAL:
             if isinstance(part := getattr(layer.self_attn, norm, None), nn.Module):
                 found.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
@@ -208,10 +208,10 @@ def divide(loaded: LoadedModel, grid: Grid, device: torch.device) -> Division:
     apart = float((after_NH - before_NH).norm() / before_NH.norm())
     if not apart < AGREE:
         raise CapabilityError(
-            f"tensor_parallel = {grid.parts}: {type(loaded.module).__name__} computes something else when its layers "
-            f"are divided (hidden states differ by {apart:.1e}, norm-wise): leave it out"
+            f"tensor_parallel = {topology.parts}: {type(loaded.module).__name__} computes something else when its "
+            f"layers are divided (hidden states differ by {apart:.1e}, norm-wise): leave it out"
         )
-    return Division(grid, found.dims, found.partial)
+    return TensorSplit(topology, found.dims, found.partial)
 
 
 def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
@@ -225,19 +225,19 @@ def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
         )
 
 
-def _check(loaded: LoadedModel, layers: dict[str, Any], grid: Grid) -> None:
+def _check(loaded: LoadedModel, layers: dict[str, Any], topology: Topology) -> None:
     who, config = type(loaded.module).__name__, loaded.module.config.get_text_config()
     if len(layers) != config.num_hidden_layers:
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"tensor_parallel = {grid.parts}: {who} has {config.num_hidden_layers} layers, of which {len(layers)} are "
-            f"of a kind whose division is known ({known}). Leave it out; stage 3 divides any model."
+            f"tensor_parallel = {topology.parts}: {who} has {config.num_hidden_layers} layers, of which {len(layers)} "
+            f"are of a kind whose division is known ({known}). Leave it out; stage 3 divides any model."
         )
-    check_sizes(config, who, grid.parts)
+    check_sizes(config, who, topology.parts)
     if has_noise(loaded.module):
         raise CapabilityError(
-            f"tensor_parallel = {grid.parts}: {who} has dropout or other noise, and its ranks would draw the same for "
-            "different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
+            f"tensor_parallel = {topology.parts}: {who} has dropout or other noise, and its ranks would draw the same "
+            "for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
         )
 
 

@@ -54,7 +54,7 @@ class Outputs(nn.Module):
         )
 
 
-class ShardedModel(nn.Module):
+class EngineModule(nn.Module):
     """Body and outputs. Autocast is inside, where DeepSpeed's engine leaves it alone."""
 
     def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 
 import torch
 
-from rlhf_plugin_deepspeed.shards import Shards
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
-class Average:
+class ShardedEma:
     """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
 
-    def __init__(self, shards: Shards, decay: float) -> None:
-        self.shards, self.decay = shards, decay
-        self.tensors = [flat.data.clone() for flat in shards.flats]
+    def __init__(self, partition: ZeroPartition, decay: float) -> None:
+        self.partition, self.decay = partition, decay
+        self.tensors = [flat.data.clone() for flat in partition.flats]
         """[n] for each flat."""
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.shards.flats], 1.0 - self.decay)
+        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - self.decay)
 
     @contextmanager
     def worn(self) -> Iterator[None]:
@@ -36,8 +36,8 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for flat, average in zip(self.shards.flats, self.tensors, strict=True):
+        for flat, average in zip(self.partition.flats, self.tensors, strict=True):
             live = flat.data.clone()
             flat.data.copy_(average)
             average.copy_(live)
-        self.shards.publish()
+        self.partition.publish()

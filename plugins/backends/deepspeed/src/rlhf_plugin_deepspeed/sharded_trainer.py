@@ -1,4 +1,4 @@
-"""What leaves and enters a model that is divided over ranks: whole weights, its head, exports, checkpoints."""
+"""The part of the trainer that gathers a sharded model: whole weights, its output head, exports, offload."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlhf_modeling.pretrained import load_tokenizer
 from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 
-from rlhf_plugin_deepspeed import checkpoint, export
-from rlhf_plugin_deepspeed.average import Average
+from rlhf_plugin_deepspeed import export
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.division import Division
-from rlhf_plugin_deepspeed.engine import Zero
-from rlhf_plugin_deepspeed.grid import Grid
-from rlhf_plugin_deepspeed.group import barrier, collective
-from rlhf_plugin_deepspeed.shards import Shards
-from rlhf_plugin_deepspeed.tensors import Tensors
+from rlhf_plugin_deepspeed.engine import ZeroEngine
+from rlhf_plugin_deepspeed.named_tensors import NamedTensors
+from rlhf_plugin_deepspeed.process_group import barrier, collective
+from rlhf_plugin_deepspeed.sharded_ema import ShardedEma
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.topology import Topology
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
-class DividedModel(PackedTrainer):
+class ShardedTrainer(PackedTrainer):
     """One role's model as its ranks hold it. A subclass makes it, and trains it."""
 
     layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {
@@ -36,15 +36,15 @@ class DividedModel(PackedTrainer):
         "gathered", "bucket", "timeout", "export_shard_bytes",
     }  # fmt: skip
     config: DeepSpeedTrainerConfig
-    grid: Grid
-    division: Division
-    tensors: Tensors
-    shards: Shards
+    topology: Topology
+    split: TensorSplit
+    tensors: NamedTensors
+    partition: ZeroPartition
     base: torch.optim.Optimizer | None = None
     """torch's own; None for a role that is not trained."""
-    zero: Zero | None = None
+    zero: ZeroEngine | None = None
     """None where nothing is trained or gathered."""
-    average: Average | None = None
+    average: ShardedEma | None = None
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class DividedModel(PackedTrainer):
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
         with self._guard("weights"), self._view(view):
             first = self.spec.rank == 0 or self.everywhere
-            near = self.grid.replica == 0 or self.everywhere
+            near = self.topology.replica == 0 or self.everywhere
             yield from self.tensors.stream(gather, first, near, self.config.bucket, view != "base")
 
     def lend_head(self) -> Iterator[OutputHead]:
@@ -88,8 +88,8 @@ class DividedModel(PackedTrainer):
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
         where = f"what role {self.spec.role.name!r} was sent"
         with self._guard("load_weights"):
-            self.tensors.overwrite(dict(weights), self.shards, where)
-            self.shards.publish()
+            self.tensors.overwrite(dict(weights), self.partition, where)
+            self.partition.publish()
 
     def export(self, path: Path, view: str = "live") -> None:
         path = Path(path)
@@ -122,16 +122,6 @@ class DividedModel(PackedTrainer):
             self.zero.reload()
         if self.average is not None and self.config.offload_optimizer == "none":
             self.average.move(self.device)
-
-    # --------------------------------------------------------------------------------------- state
-
-    def save(self, path: Path) -> None:
-        with self._guard("save"):
-            checkpoint.save(self, Path(path))
-
-    def load(self, path: Path) -> None:
-        with self._guard("load"):
-            checkpoint.load(self, Path(path))
 
     # ------------------------------------------------------------------------------------ internals
 

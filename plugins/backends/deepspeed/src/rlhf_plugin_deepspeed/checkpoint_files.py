@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_plugin_deepspeed.division import Division
-from rlhf_plugin_deepspeed.shards import Flat, Piece, Shards
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+from rlhf_plugin_deepspeed.zero_partition import Flat, Piece, ZeroPartition
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 
@@ -31,17 +31,17 @@ def file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
-def own(shards: Shards, division: Division) -> list[tuple[int, Piece]]:
+def own(partition: ZeroPartition, split: TensorSplit) -> list[tuple[int, Piece]]:
     """(index of the flat, piece) that this rank writes: its pieces, or its share of what every replica holds. What is
     whole on all ranks of a replica, its first rank writes."""
-    replica, replicas = division.grid.replica, division.grid.replicas
+    replica, replicas = split.topology.replica, split.topology.replicas
     found = []
-    for index, flat in enumerate(shards.flats):
+    for index, flat in enumerate(partition.flats):
         for piece in flat.pieces:
-            if shards.replicated:
+            if partition.replicated:
                 low, high = piece.numel * replica // replicas, piece.numel * (replica + 1) // replicas
                 piece = Piece(piece.name, low, low, high - low)
-            if piece.numel and division.counts(piece.name):
+            if piece.numel and split.counts(piece.name):
                 found.append((index, piece))
     return found
 
@@ -51,7 +51,7 @@ def write(
     pieces: list[tuple[int, Piece]],
     kinds: Mapping[str, Mapping[int, Tensor]],
     scalars: Mapping[str, Mapping[int, float]],
-    division: Division,
+    split: TensorSplit,
     rank: int,
     ranks: int,
 ) -> None:
@@ -62,8 +62,10 @@ def write(
         for index, piece in pieces
         if index in by_flat
     }
-    grid = division.grid
-    divided = {p.name: (dim, grid.part, grid.parts) for _, p in pieces if (dim := division.dim(p.name)) is not None}
+    topology = split.topology
+    divided = {
+        p.name: (dim, topology.part, topology.parts) for _, p in pieces if (dim := split.dim(p.name)) is not None
+    }
     metadata = {
         "start": json.dumps({piece.name: piece.start for _, piece in pieces}),
         "divided": json.dumps(divided),
@@ -88,11 +90,11 @@ class SavedState:
 
     Args:
         shapes: {parameter: shape when whole} of the model that reads.
-        division: what the reading rank holds of them.
+        split: what the reading rank holds of them.
     """
 
-    def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], division: Division) -> None:
-        self.path, self.shapes, self.division = path, shapes, division
+    def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
+        self.path, self.shapes, self.split = path, shapes, split
         self._files: dict[Path, Any] = {}
         self._stored: dict[str, list[_Stored]] = {}
         self._scalars: dict[str, dict[str, float]] = {}
@@ -169,12 +171,12 @@ class SavedState:
 
     def _fill(self, kind: str, piece: Piece, target: Tensor) -> None:
         """Copy the piece's elements into ``target`` [numel]."""
-        key, dim, grid = f"{kind}/{piece.name}", self.division.dim(piece.name), self.division.grid
-        now = None if dim is None else (dim, grid.parts)
+        key, dim, topology = f"{kind}/{piece.name}", self.split.dim(piece.name), self.split.topology
+        now = None if dim is None else (dim, topology.parts)
         if now == self._dims.get(piece.name):
-            self._read(key, 0 if dim is None else grid.part, piece.start, target)
+            self._read(key, 0 if dim is None else topology.part, piece.start, target)
         else:
-            held = self.division.own(piece.name, self._whole(key)).reshape(-1)
+            held = self.split.own(piece.name, self._whole(key)).reshape(-1)
             target.copy_(held[piece.start : piece.start + piece.numel])
 
     def _whole(self, key: str) -> Tensor:

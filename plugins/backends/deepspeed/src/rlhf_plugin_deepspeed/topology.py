@@ -30,7 +30,7 @@ def check_parts(spec: ModelSpec, parts: int) -> None:
         )
 
 
-class Grid:
+class Topology:
     """Where this rank stands; made once the role's ranks have met. DeepSpeed calls such an object ``mpu`` and reads its
     ``get_...`` methods: what it calls model parallel are the parts, data parallel the replicas."""
 
@@ -70,7 +70,7 @@ class Grid:
             groups.mpu = before
 
     @property
-    def mpu(self) -> Grid | None:
+    def mpu(self) -> Topology | None:
         return self if self.parts > 1 else None
 
     # ------------------------------------------------------------------------- what DeepSpeed asks
