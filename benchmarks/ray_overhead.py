@@ -29,7 +29,7 @@ from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
-from rlhf_plugin_ray.vigil import Vigil
+from rlhf_plugin_ray.workers.watchdog import Vigil
 from rlhf_runtime.controller.roles import Role
 from rlhf_runtime.controller.sync import WeightSync
 from rlhf_runtime.sections import SyncSection

@@ -30,7 +30,7 @@ def shop(tiny: Workshop, tmp_path) -> Workshop:
 def two_cpus() -> Iterator[None]:
     """A Ray of two CPUs by its count, on this machine only, for all runs of a module in this process."""
     pytest.importorskip("ray")
-    from rlhf_plugin_ray.cluster import Cluster
+    from rlhf_plugin_ray.cluster.connection import Cluster
     from rlhf_plugin_ray.config import RayConfig
 
     made = Cluster(RayConfig(cpus=2, object_store_gib=0.25))

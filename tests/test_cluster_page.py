@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_plugin_ray.placing import Node, check_fits
+from rlhf_plugin_ray.cluster.placement import Node, check_fits
 from rlhf_runtime.components import select
 from rlhf_runtime.placement import placement
 from rlhf_runtime.runfile import RunFile

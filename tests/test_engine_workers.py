@@ -14,7 +14,7 @@ from rlhf_testing.plain import PlainTrainer
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
 
-from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.cluster.connection import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 from rlhf_plugin_vllm.generator import VllmGenerator

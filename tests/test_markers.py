@@ -26,7 +26,7 @@ def test_a_file_that_starts_it_says_so():
 
 
 def test_it_can_be_left_out():
-    by_its_folder = "plugins/backends/ray/tests/test_placing.py"
+    by_its_folder = "plugins/backends/ray/tests/test_placement.py"
     paths = [by_its_folder, "tests/test_divided_layers.py", "tests/test_precompute.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not cluster"]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False, cwd=ROOT)

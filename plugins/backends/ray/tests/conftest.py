@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.cluster.connection import Cluster
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
@@ -26,7 +26,7 @@ def cluster() -> Cluster:
     """4 CPUs by Ray's count, on this machine only."""
     if not running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", HERE)  # of the workers
+            patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the workers
             running.append(Cluster(RayConfig(cpus=4, object_store_gib=0.25)))
     return running[-1]
 

@@ -27,7 +27,7 @@ class RayNodes:
     """A context: two namespaces, with a Ray node in both or in the first. Node 0 is the head."""
 
     def __init__(self, *paths: str, cpus: int = 2, dashboard: bool = False) -> None:
-        """``paths``: PYTHONPATH of each node's workers."""
+        """``paths``: folders that go before this process's PYTHONPATH, for each node's workers."""
         self.dashboard = dashboard
         self.names = [f"rlhf{os.getpid()}-{n}" for n in range(2)]
         self.cpus, self.paths = cpus, paths
@@ -63,7 +63,8 @@ class RayNodes:
     def environment(self, node: int) -> dict[str, str]:
         more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        return {**kept, **more, "PYTHONPATH": self.paths[node]}
+        path = os.pathsep.join(filter(None, (self.paths[node], kept.get("PYTHONPATH"))))
+        return {**kept, **more, "PYTHONPATH": path}
 
     def run(self, *program: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
         """A program on node 0."""

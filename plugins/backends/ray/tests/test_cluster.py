@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 from rlhf.errors import ConfigError, WorkerError
-from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.cluster.connection import Cluster
 from rlhf_plugin_ray.config import RayConfig
 
 

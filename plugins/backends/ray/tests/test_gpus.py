@@ -12,7 +12,7 @@ from ray_standins import OddConfig, OddGenerator, OddTrainer
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.cluster import LoopbackOnly
+from rlhf_plugin_ray.cluster.connection import LoopbackOnly
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def four_gpus(no_cluster: None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, LoopbackOnly():
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__))
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         ray.init("local", num_cpus=4, num_gpus=4, object_store_memory=10**8, **options)
     yield

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from rlhf_plugin_ray.network import hold_port
+from rlhf_plugin_ray.actor.network import hold_port
 
 
 def test_a_held_port_is_free_for_who_names_it_and_for_nobody_else():

@@ -17,21 +17,21 @@ from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, Model
 from rlhf.plugins import Plugins, Resolved
 from rlhf.plugins.resolved import FILE
 
-from rlhf_plugin_ray.bridge import LINKS, NO_LINKS, Bridge, choose
-from rlhf_plugin_ray.cluster import Cluster
+from rlhf_plugin_ray.actor.payload import pack, send
+from rlhf_plugin_ray.actor.worker import Worker
+from rlhf_plugin_ray.cluster.connection import Cluster
+from rlhf_plugin_ray.cluster.placement import Seat, check_fits, device_kind
+from rlhf_plugin_ray.cluster.reservation import Reservation
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.engines import EngineGroup, check_takes_tensors
-from rlhf_plugin_ray.fleet import Fleet
-from rlhf_plugin_ray.group import RayGroup
-from rlhf_plugin_ray.member import Member, slug
-from rlhf_plugin_ray.parcel import pack, send
-from rlhf_plugin_ray.placing import Seat, check_fits, device_kind
-from rlhf_plugin_ray.reservation import Reservation
-from rlhf_plugin_ray.same import check_same
-from rlhf_plugin_ray.stall import Stall
-from rlhf_plugin_ray.trouble import Trouble, answer_of, first_of
-from rlhf_plugin_ray.vigil import Vigil
-from rlhf_plugin_ray.worker import Worker
+from rlhf_plugin_ray.engines.front import EngineGroup, check_takes_tensors
+from rlhf_plugin_ray.engines.pool import Fleet
+from rlhf_plugin_ray.engines.weight_link import LINKS, NO_LINKS, Bridge, choose
+from rlhf_plugin_ray.trainer_group import RayGroup
+from rlhf_plugin_ray.workers.failures import Trouble, answer_of, first_of
+from rlhf_plugin_ray.workers.handle import Member, slug
+from rlhf_plugin_ray.workers.stall_report import Stall
+from rlhf_plugin_ray.workers.version_check import check_same
+from rlhf_plugin_ray.workers.watchdog import Vigil
 
 if TYPE_CHECKING:
     from rlhf_transport.link import Kind

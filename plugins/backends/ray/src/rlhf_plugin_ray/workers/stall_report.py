@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rlhf_plugin_ray.member import Member, slug
-from rlhf_plugin_ray.remote import look_at, tail_of
+from rlhf_plugin_ray.workers.handle import Member, slug
+from rlhf_plugin_ray.workers.node_tools import look_at, tail_of
 
 _ASK_SECONDS = 5.0
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rlhf.ops.batch import SequenceData, UnitData
 from rlhf.ops.batch import pack as pack_units
-from rlhf_plugin_ray.parcel import Parcel, pack, unpack
+from rlhf_plugin_ray.actor.payload import Parcel, pack, unpack
 
 
 def through(parcel: Parcel | None) -> Parcel | None:

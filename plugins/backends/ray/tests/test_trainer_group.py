@@ -13,7 +13,7 @@ from ray_standins import OddTrainer
 from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.failure import RemoteTraceback
+from rlhf_plugin_ray.actor.failure import RemoteTraceback
 from rlhf_plugin_ray.launcher import RayLauncher
 from rlhf_runtime.checkpoint.files import disk_is_full
 

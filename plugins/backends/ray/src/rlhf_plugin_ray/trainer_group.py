@@ -11,10 +11,10 @@ import ray
 from rlhf.errors import CapabilityError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import WorkerGroup
 
-from rlhf_plugin_ray.member import Member
-from rlhf_plugin_ray.parcel import pack, send, unpack
-from rlhf_plugin_ray.trouble import GRACE_SECONDS, Trouble, answer_of, first_of
-from rlhf_plugin_ray.vigil import Vigil
+from rlhf_plugin_ray.actor.payload import pack, send, unpack
+from rlhf_plugin_ray.workers.failures import GRACE_SECONDS, Trouble, answer_of, first_of
+from rlhf_plugin_ray.workers.handle import Member
+from rlhf_plugin_ray.workers.watchdog import Vigil
 
 _AHEAD = 2
 """Objects of a stream that lie in the store unclaimed: an item and its mark. Another item is being taken meanwhile."""

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from rlhf.errors import RolloutError, SyncError, WorkerError
 
-from rlhf_plugin_ray.member import Member
-from rlhf_plugin_ray.parcel import pack, send, unpack
-from rlhf_plugin_ray.trouble import Trouble, answer_of
-from rlhf_plugin_ray.vigil import Vigil
+from rlhf_plugin_ray.actor.payload import pack, send, unpack
+from rlhf_plugin_ray.workers.failures import Trouble, answer_of
+from rlhf_plugin_ray.workers.handle import Member
+from rlhf_plugin_ray.workers.watchdog import Vigil
 
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0

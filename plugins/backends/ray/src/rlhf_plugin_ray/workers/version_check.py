@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from rlhf.errors import PluginVersionMismatch
 
-from rlhf_plugin_ray.failure import RemoteTraceback
-from rlhf_plugin_ray.worker import COMPARED, installed_version
+from rlhf_plugin_ray.actor.failure import RemoteTraceback
+from rlhf_plugin_ray.actor.worker import COMPARED, installed_version
 
 
 def check_same(described: Sequence[Mapping[str, Any]]) -> None:

@@ -10,10 +10,10 @@ from rlhf.errors import CapabilityError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 
-from rlhf_plugin_ray.bridge import Bridge
-from rlhf_plugin_ray.fleet import Fleet
-from rlhf_plugin_ray.parcel import pack, send
-from rlhf_plugin_ray.spread import spread
+from rlhf_plugin_ray.actor.payload import pack, send
+from rlhf_plugin_ray.engines.load_balance import spread
+from rlhf_plugin_ray.engines.pool import Fleet
+from rlhf_plugin_ray.engines.weight_link import Bridge
 
 _NOBODY = Proof(0).who
 """In a proof whose generator names nobody."""

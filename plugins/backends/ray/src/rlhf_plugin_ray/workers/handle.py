@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_plugin_ray.remote import tail_of
+from rlhf_plugin_ray.workers.node_tools import tail_of
 
 TAIL_LINES = 15
 _ASK_SECONDS = 20.0

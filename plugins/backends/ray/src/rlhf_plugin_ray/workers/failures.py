@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from rlhf.errors import RlhfError, WorkerError
 
-from rlhf_plugin_ray.failure import Failure, RemoteTraceback
-from rlhf_plugin_ray.member import Member
+from rlhf_plugin_ray.actor.failure import Failure, RemoteTraceback
+from rlhf_plugin_ray.workers.handle import Member
 
 GRACE_SECONDS = 3.0
 """After a rank failed: for the others to fail or end too, before they are given up. Ray needs about one to notice a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_plugin_ray.placing import Node, bundles_of, check_fits, device_kind, seats_of
+from rlhf_plugin_ray.cluster.placement import Node, bundles_of, check_fits, device_kind, seats_of
 
 
 def nodes(*cpus_and_gpus: tuple[int, int]) -> list[Node]:

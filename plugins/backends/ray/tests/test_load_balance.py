@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_plugin_ray.spread import spread
+from rlhf_plugin_ray.engines.load_balance import spread
 
 
 def requests(*groups: tuple[int, int, int]) -> list[GenerationRequest]:

@@ -26,9 +26,10 @@ class Driver:
         self.mark = uuid.uuid4().hex
         self.shared = set(os.listdir("/dev/shm"))
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        env |= {MARK: self.mark, "PYTHONPATH": str(HERE), "RAY_worker_niceness": "0", **environment}
+        path = os.pathsep.join(filter(None, (str(HERE), env.get("PYTHONPATH"))))
+        env |= {MARK: self.mark, "PYTHONPATH": path, "RAY_worker_niceness": "0", **environment}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "alone_run.py"), *arguments],
+            [sys.executable, str(HERE / "own_ray_run.py"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_plugin_ray.bridge import choose
-from rlhf_plugin_ray.placing import bundles_of, seats_of
+from rlhf_plugin_ray.cluster.placement import bundles_of, seats_of
+from rlhf_plugin_ray.engines.weight_link import choose
 
 
 def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from rlhf_plugin_ray.failure import Failure
-from rlhf_plugin_ray.network import hold_port, interface_of
+from rlhf_plugin_ray.actor.failure import Failure
+from rlhf_plugin_ray.actor.network import hold_port, interface_of
 
 if TYPE_CHECKING:
-    from rlhf_plugin_ray.parcel import Parcel
+    from rlhf_plugin_ray.actor.payload import Parcel
 
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
@@ -92,7 +92,7 @@ class Worker:
 
     def build(self, parcel: Parcel, rank: int) -> Failure | None:
         """Make the component: ``cls(config, spec)``."""
-        from rlhf_plugin_ray.parcel import unpack
+        from rlhf_plugin_ray.actor.payload import unpack
 
         with self._at_work("start"):
             try:
@@ -109,7 +109,7 @@ class Worker:
 
     def call(self, method: str, parcel: Parcel | None, rank: int) -> Parcel | Failure | None:
         """The method's result, as a parcel for one."""
-        from rlhf_plugin_ray.parcel import pack, unpack
+        from rlhf_plugin_ray.actor.payload import pack, unpack
 
         with self._at_work(method):
             try:
@@ -141,7 +141,7 @@ class Worker:
 
     def generate(self, parcel: Parcel, rank: int) -> Iterator[list[tuple[int, Any]] | Failure]:
         """(position, turn) of samples as they finish, those of a moment together."""
-        from rlhf_plugin_ray.parcel import unpack
+        from rlhf_plugin_ray.actor.payload import unpack
 
         with self._at_work("generate"):
             try:
@@ -158,7 +158,7 @@ class Worker:
                 yield Failure.of(error)
 
     def _items(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
-        from rlhf_plugin_ray.parcel import unpack
+        from rlhf_plugin_ray.actor.payload import unpack
 
         for item in getattr(self.component, method)(*unpack(parcel, rank)):
             self._progress += 1

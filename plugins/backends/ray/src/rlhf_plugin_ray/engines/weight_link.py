@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import ray
 from rlhf.errors import ConfigError, SyncError, WorkerError
 
-from rlhf_plugin_ray.fleet import Fleet
-from rlhf_plugin_ray.member import Member
-from rlhf_plugin_ray.parcel import pack, send
-from rlhf_plugin_ray.placing import Seat
-from rlhf_plugin_ray.trouble import Trouble, answer_of
-from rlhf_plugin_ray.vigil import Vigil
+from rlhf_plugin_ray.actor.payload import pack, send
+from rlhf_plugin_ray.cluster.placement import Seat
+from rlhf_plugin_ray.engines.pool import Fleet
+from rlhf_plugin_ray.workers.failures import Trouble, answer_of
+from rlhf_plugin_ray.workers.handle import Member
+from rlhf_plugin_ray.workers.watchdog import Vigil
 
 if TYPE_CHECKING:
     from rlhf_transport.link import Kind
     from rlhf_transport.meeting import Meeting
 
-    from rlhf_plugin_ray.group import RayGroup
+    from rlhf_plugin_ray.trainer_group import RayGroup
 
 LINKS = "accept:links"
 """Capability of a generator that takes shipments."""

@@ -12,8 +12,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Place
 
+from rlhf_plugin_ray.cluster.placement import Seat, bundles_of, seats_of
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.placing import Seat, bundles_of, seats_of
 
 
 class Reservation:

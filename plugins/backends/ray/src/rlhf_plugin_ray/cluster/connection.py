@@ -14,9 +14,9 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
 
+from rlhf_plugin_ray.cluster.control_process import Control, closed, end_own
+from rlhf_plugin_ray.cluster.placement import Node
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.control import Control, closed, end_own
-from rlhf_plugin_ray.placing import Node
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from rlhf.errors import WorkerError
 
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.member import Member
-from rlhf_plugin_ray.stall import Stall
+from rlhf_plugin_ray.workers.handle import Member
+from rlhf_plugin_ray.workers.stall_report import Stall
 
 SILENT = 10
 """Heartbeats without an answer after which a worker is stalled."""

@@ -1,0 +1,1 @@
+"""What runs in an actor's process, and what travels between it and the driver."""

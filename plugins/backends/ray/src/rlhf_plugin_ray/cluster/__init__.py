@@ -1,0 +1,1 @@
+"""The Ray cluster: connecting to it, and reserving its devices."""

@@ -1,0 +1,1 @@
+"""The engines of a generator behind one front."""
