@@ -4,8 +4,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_plugin_local.cache import SlotCache
 from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.kv_cache import SlotCache
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 

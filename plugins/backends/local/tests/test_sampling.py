@@ -7,7 +7,7 @@ import torch
 from rlhf.errors import ConfigError
 from rlhf.requests import check_sampling
 from rlhf.types import Sampling
-from rlhf_plugin_local.sampling import BLOCK, Draw, Uniforms, draw
+from rlhf_plugin_local.token_sampling import BLOCK, Draw, Uniforms, draw
 
 
 def rows(n, V, seed=0, scale=2.0):

@@ -1,7 +1,7 @@
 """Stop strings over token boundaries."""
 
 import pytest
-from rlhf_plugin_local.stops import StopScanner
+from rlhf_plugin_local.stop_strings import StopScanner
 
 WORDS = ["<", "/to", "ol>", "x</tool>y", " hello", "</", "tool", ">", "é"]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_plugin_local.cache import SlotCache
+from rlhf_plugin_local.kv_cache import SlotCache
 from rlhf_plugin_local.sampling_attention import StepAttention
 
 SLOTS, HEADS, GROUPS, SIZE, CAPACITY = 3, 2, 2, 8, 80

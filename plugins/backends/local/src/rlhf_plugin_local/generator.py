@@ -19,8 +19,8 @@ from rlhf_modeling.sharding import computes_bf16
 from rlhf_modeling.skeleton import skeleton
 from torch import nn
 
-from rlhf_plugin_local.decode import Decoder, check_model, require_agreement
-from rlhf_plugin_local.loop import SamplingLoop
+from rlhf_plugin_local.decoder import Decoder, check_model, require_agreement
+from rlhf_plugin_local.sampling_loop import SamplingLoop
 
 YIELD_STEPS = 16
 """Finished samples are handed out at least every so many steps (the module is given back for each handing out)."""
@@ -36,8 +36,8 @@ class TransformersGenerator(Generator):
 
     ``Turn.ids`` ends with the end token, or with the token that completed a stop string, and ``Turn.text`` is exactly
     ``decode(ids)``: a stop string stays in the text, and so does what its last token carries beyond it. Log-probs and
-    temperature 0 are defined in :mod:`rlhf_plugin_local.sampling`; a greedy turn reports ``temperature`` 1, the one
-    its log-probs are of. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a turn.
+    temperature 0 are defined in :mod:`rlhf_plugin_local.token_sampling`. A greedy turn reports ``temperature`` 1, which
+    its log-probs belong to. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a turn.
     """
 
     name = "transformers"

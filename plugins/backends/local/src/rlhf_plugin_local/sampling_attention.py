@@ -16,7 +16,7 @@ from rlhf_modeling.attention import PackedAttention, current_route
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rlhf_plugin_local.cache import LayerKV, SlotCache
+from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 
 NAME = "rlhf_sampling"
 QUERIES = 512

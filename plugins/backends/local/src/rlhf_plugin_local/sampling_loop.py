@@ -11,9 +11,9 @@ import torch
 from rlhf.types import Finish, GenerationRequest, Turn
 from torch import Tensor
 
-from rlhf_plugin_local.cache import LayerKV, SlotCache
-from rlhf_plugin_local.decode import Decoder
-from rlhf_plugin_local.rows import Rows
+from rlhf_plugin_local.decoder import Decoder
+from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
+from rlhf_plugin_local.sample_rows import Rows
 
 GROWTH = 64
 """Positions that the cache gains at least when it grows (or a quarter of its length, if that is more)."""

@@ -10,8 +10,8 @@ from rlhf.errors import ModelError
 from rlhf.types import Finish, GenerationRequest, Turn
 from torch import Tensor
 
-from rlhf_plugin_local.sampling import Draw, Uniforms, draw
-from rlhf_plugin_local.stops import StopScanner
+from rlhf_plugin_local.stop_strings import StopScanner
+from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64
 """Steps for which there is room at first; doubled when a row gets there."""

@@ -14,7 +14,7 @@ from rlhf_modeling.probe import short_lengths
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_plugin_local.cache import LayerKV, SlotCache
+from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAttention
 
 
