@@ -74,7 +74,7 @@ def compare(role: Role, generator: VllmGenerator, arguments: argparse.Namespace)
 
     def repack() -> None:
         """vLLM's own path for weights that lie ready, and the head that it forgets."""
-        from rlhf_plugin_vllm.reload import repack_tied, tied_heads
+        from rlhf_plugin_vllm.worker.reload import repack_tied, tied_heads
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.inplace import reload_weights
 

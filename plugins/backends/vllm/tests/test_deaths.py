@@ -23,9 +23,9 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_vllm import engine as engine_module
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, Scratch
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import cores
-from rlhf_plugin_vllm.scratch import SHARED_MEMORY, Scratch
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
 

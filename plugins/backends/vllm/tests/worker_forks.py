@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from threading import Lock
 from typing import Any
 
-PRELOADED = ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "rlhf_plugin_vllm.worker")
+PRELOADED = ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "rlhf_plugin_vllm.worker.extension")
 
 
 def inside(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:

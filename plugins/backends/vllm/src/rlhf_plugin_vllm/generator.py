@@ -16,9 +16,9 @@ from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
-from rlhf_plugin_vllm.engine import Engine, prefill_tokens, text_config
+from rlhf_plugin_vllm.engine.engine import Engine, prefill_tokens, text_config
 from rlhf_plugin_vllm.footprint import footprint
-from rlhf_plugin_vllm.held import HeldWeights
+from rlhf_plugin_vllm.loaded_weights import HeldWeights
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import (

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import Finish, GenerationRequest, Turn
 
-from rlhf_plugin_vllm.stops import StopSearch
+from rlhf_plugin_vllm.stop_strings import StopSearch
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this where less is asked for, and would report log-probs of it."""

@@ -10,13 +10,13 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
-from rlhf_plugin_vllm.scratch import OWNER, SHARED_MEMORY, SOCKETS, Scratch, sweep
+from rlhf_plugin_vllm.engine.temporary_files import OWNER, SHARED_MEMORY, SOCKETS, Scratch, sweep
 
 ENGINE = """
 import os, signal, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from rlhf_plugin_vllm.scratch import SHARED_MEMORY, Scratch
+from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, Scratch
 
 scratch = Scratch(shared=False)
 segment = SharedMemory(create=True, size=4096)
@@ -70,7 +70,7 @@ def test_what_another_user_left_is_not_touched(tmp_path, monkeypatch):
 @pytest.mark.parametrize("meeting", ["../../mine", "", "*"])
 def test_only_files_of_a_meeting_are_removed(tmp_path, monkeypatch, meeting):
     """What a folder says is not taken for more than an engine can have said."""
-    monkeypatch.setattr("rlhf_plugin_vllm.scratch.SHARED_MEMORY", tmp_path / "shm" / "mine")
+    monkeypatch.setattr("rlhf_plugin_vllm.engine.temporary_files.SHARED_MEMORY", tmp_path / "shm" / "mine")
     (tmp_path / "shm" / "mine").mkdir(parents=True)
     kept = [tmp_path / "mine", tmp_path / "shm" / "mine" / "sums"]
     for path in kept:

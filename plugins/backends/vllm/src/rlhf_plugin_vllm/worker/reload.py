@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from rlhf_plugin_vllm.names import Names
+from rlhf_plugin_vllm.worker.tensor_names import Names
 
 _SHOWN = 8
 

@@ -13,14 +13,14 @@ from rlhf_hub.published import model_folder
 from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.contain import compile_nothing, contained, own_randomness, stay_where_memory_is
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
+from rlhf_plugin_vllm.engine.isolation import compile_nothing, contained, own_randomness, stay_where_memory_is
+from rlhf_plugin_vllm.engine.temporary_files import Scratch
+from rlhf_plugin_vllm.engine.worker_processes import Workers
 from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
-from rlhf_plugin_vllm.scratch import Scratch
-from rlhf_plugin_vllm.workers import Workers
 
-WORKER = "rlhf_plugin_vllm.worker.WeightReceiver"
+WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
 """Engines of this process, and whether the process groups were somebody else's before the first: they share vLLM's."""
@@ -112,7 +112,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- workers
 
     def rpc(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
-        """Call a method of :class:`~rlhf_plugin_vllm.worker.WeightReceiver` on every worker."""
+        """Call a method of :class:`~rlhf_plugin_vllm.worker.extension.WeightReceiver` on every worker."""
         with self._workers.needed():
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 

@@ -12,7 +12,7 @@ from rlhf.weights.bucket import Bucket
 from rlhf_transport.link import Link, Shipment
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.engine import Engine
+from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.requests import Sample
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"

@@ -17,8 +17,8 @@ from rlhf_transport.ends import inlet
 from rlhf_transport.link import Inlet, Link, Shipment
 from vllm.config import set_current_vllm_config
 
-from rlhf_plugin_vllm.probe import differing
-from rlhf_plugin_vllm.reload import Reload
+from rlhf_plugin_vllm.worker.readback import differing
+from rlhf_plugin_vllm.worker.reload import Reload
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,6 @@ class WeightReceiver:
 
     @answered
     def rlhf_differing(self: Any, sent: Bucket | Shipment) -> list[str]:
-        """See :func:`rlhf_plugin_vllm.probe.differing`; nothing where the layers are divided over workers."""
+        """See :func:`rlhf_plugin_vllm.worker.readback.differing`; nothing where the layers are divided over workers."""
         with self._rlhf_open(sent) as bucket:
             return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []

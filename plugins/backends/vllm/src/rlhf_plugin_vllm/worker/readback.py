@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from rlhf_plugin_vllm.names import Names
+from rlhf_plugin_vllm.worker.tensor_names import Names
 
 ROWS = 256
 """Of the identity matrix at a time."""

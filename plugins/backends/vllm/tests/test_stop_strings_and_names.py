@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from rlhf_plugin_vllm.names import Names
-from rlhf_plugin_vllm.stops import StopSearch
+from rlhf_plugin_vllm.stop_strings import StopSearch
+from rlhf_plugin_vllm.worker.tensor_names import Names
 
 PIECES = ["a", "b", "END", "EN", "D", " ", "é"[:0], "xENDy", "E", "N"]
 

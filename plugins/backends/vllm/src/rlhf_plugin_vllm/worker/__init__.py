@@ -1,0 +1,1 @@
+"""What runs in each of an engine's workers: loading weights and checking them."""
