@@ -17,9 +17,9 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from rlhf_transport.flat import Layout
+from rlhf_transport.coordination import Meeting
+from rlhf_transport.layout import Layout
 from rlhf_transport.link import Inlet, Link, Outlet, Shipment
-from rlhf_transport.meeting import Meeting
 
 _THERE = "there"
 """How often a receiver was ready for a bucket: they take them one after another."""

@@ -6,7 +6,7 @@ import torch
 
 from rlhf_transport.broadcast import BroadcastInlet, BroadcastOutlet, Silent
 from rlhf_transport.link import Inlet, Link, Outlet
-from rlhf_transport.shared import SharedInlet, SharedOutlet
+from rlhf_transport.shared_memory import SharedInlet, SharedOutlet
 
 
 def outlet(link: Link, rank: int) -> Outlet:

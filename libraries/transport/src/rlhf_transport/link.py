@@ -20,7 +20,7 @@ from typing import Literal
 
 from rlhf.weights.bucket import Bucket
 
-from rlhf_transport.flat import Layout
+from rlhf_transport.layout import Layout
 
 Kind = Literal["shared", "broadcast"]
 
@@ -31,7 +31,7 @@ class Link:
 
     kind: Kind
     address: str
-    """``HOST:PORT`` of the store where the ends agree on whose turn it is (:mod:`rlhf_transport.meeting`)."""
+    """``HOST:PORT`` of the store where the ends agree on whose turn it is (:mod:`rlhf_transport.coordination`)."""
     receivers: int
     """Processes that take every bucket."""
     ranks: int

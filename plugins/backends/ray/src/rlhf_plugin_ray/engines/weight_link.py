@@ -16,8 +16,8 @@ from rlhf_plugin_ray.workers.handle import Member
 from rlhf_plugin_ray.workers.watchdog import Vigil
 
 if TYPE_CHECKING:
+    from rlhf_transport.coordination import Meeting
     from rlhf_transport.link import Kind
-    from rlhf_transport.meeting import Meeting
 
     from rlhf_plugin_ray.trainer_group import RayGroup
 
@@ -58,8 +58,8 @@ class Bridge:
     def build(self) -> None:
         """Connect every end. Where an engine dies meanwhile, which the fleet notes, the link is not fit; to be called
         once all engines live."""
+        from rlhf_transport.coordination import serve
         from rlhf_transport.link import Link
-        from rlhf_transport.meeting import serve
 
         self.drop()
         self.policy.settle("connect")

@@ -21,9 +21,9 @@ from rlhf.errors import SyncError
 from rlhf.weights.bucket import Bucket
 from torch import Tensor
 
-from rlhf_transport.flat import Layout
+from rlhf_transport.coordination import Meeting
+from rlhf_transport.layout import Layout
 from rlhf_transport.link import Inlet, Link, Outlet, Shipment
-from rlhf_transport.meeting import Meeting
 
 _PIECES = 2
 _HOST = "host"

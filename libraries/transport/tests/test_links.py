@@ -13,16 +13,16 @@ import pytest
 import torch
 from rlhf.errors import SyncError
 from rlhf.weights.bucket import buckets
+from rlhf_transport.coordination import serve
 from rlhf_transport.ends import inlet, outlet
 from rlhf_transport.link import Link
-from rlhf_transport.meeting import serve
 
 CPU = torch.device("cpu")
 KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
 from rlhf_transport.ends import inlet
-from rlhf_transport.flat import Layout
+from rlhf_transport.layout import Layout
 from rlhf_transport.link import Link, Shipment
 link = Link(*json.loads(sys.argv[1]))
 end = inlet(link, int(sys.argv[2]), torch.device("cpu"))
