@@ -8,10 +8,10 @@ from typing import Any
 from ours_train import run_file
 from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
-from rlhf_runtime.controller.build import build
-from rlhf_runtime.controller.online import online
-from rlhf_runtime.controller.prepare import prepare
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.loop.online import online
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 from settings import THREADS, Clock, arm_arguments, write
 
 

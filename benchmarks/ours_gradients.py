@@ -13,8 +13,8 @@ from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf.types.examples import Example, Sequence
-from rlhf_runtime.controller.build import build
-from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 from safetensors.torch import save_file
 from settings import THREADS
 

@@ -23,7 +23,7 @@ from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_modeling.prefix import unit_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.controller.dispatch import plan
+from rlhf_runtime.models.dispatch import plan
 from settings import LONGEST, PROMPTS, ROWS, SAMPLES, SHORTEST, THREADS
 
 SHAPES = {  # name: (prompts, samples of each, tokens of a prompt, tokens of an answer)

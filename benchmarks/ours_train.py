@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
-from rlhf_runtime.controller.build import build
-from rlhf_runtime.controller.offline import offline
-from rlhf_runtime.controller.online import online
-from rlhf_runtime.controller.prepare import prepare
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.loop.offline import offline
+from rlhf_runtime.loop.online import online
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 from settings import (
     ANSWERS,
     BETAS,

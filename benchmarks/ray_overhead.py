@@ -30,9 +30,9 @@ from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
 from rlhf_plugin_ray.workers.watchdog import Vigil
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.controller.sync import WeightSync
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.launcher import CountingTrainer
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = 16, 8, 6, 64

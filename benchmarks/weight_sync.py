@@ -24,9 +24,9 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.controller.sync import WeightSync
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.tiny import tiny_model
 from settings import THREADS, median
 

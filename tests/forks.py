@@ -113,7 +113,7 @@ class Process:
 def serve() -> None:
     import threading
 
-    import rlhf_runtime.controller.build  # noqa: F401
+    import rlhf_runtime.setup.build  # noqa: F401
     import transformers.models.auto.tokenization_auto
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from rlhf.plugins import Plugins

@@ -12,12 +12,12 @@ import torch
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf_runtime.config import load
-from rlhf_runtime.controller.launching import launch_roles
-from rlhf_runtime.controller.learn import learn
-from rlhf_runtime.controller.prepare import Prepared, prepare
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.serialise import read_groups
+from rlhf_runtime.checkpoint.saved_groups import read_groups
+from rlhf_runtime.config.load import load
+from rlhf_runtime.loop.learn import learn
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.setup.launch import launch_roles
+from rlhf_runtime.setup.prepare import Prepared, prepare
 from torch import Tensor
 
 from tests.runs import Finished, Workshop, merged

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rlhf_cli.main import main
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.controller import build
+from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from rlhf.errors import DataError
-from rlhf_runtime.controller import build
-from rlhf_runtime.controller.run import Run
-from rlhf_runtime.data import row_check
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data import early_row_check
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.row_check import RowCheck
-from rlhf_runtime.data_section import DataSection, SourceSection
+from rlhf_runtime.data.early_row_check import RowCheck
+from rlhf_runtime.loop.run import Run
+from rlhf_runtime.setup import build
 
 from tests.runs import PAIRS, PROMPTS, Finished, Workshop
 
@@ -142,7 +142,7 @@ def test_the_check_looks_at_as_many_rows_as_are_asked_for(data: TrainData, monke
                 check.wait()
         else:
             check.wait()
-    monkeypatch.setattr(row_check, "CHECKED", 12)
+    monkeypatch.setattr(early_row_check, "CHECKED", 12)
     check = RowCheck(data, 10**9)
     check.start()
     check.wait()

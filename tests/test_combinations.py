@@ -9,7 +9,7 @@ import pytest
 import torch
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.types import Head
-from rlhf_runtime.controller.saves import Saves
+from rlhf_runtime.loop.saves import Saves
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor

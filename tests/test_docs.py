@@ -17,9 +17,9 @@ import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli.describe import options
 from rlhf_cli.main import COMMANDS, split_dotted
-from rlhf_runtime.config import short_flags
-from rlhf_runtime.flags import item_of, model_of
-from rlhf_runtime.runfile import LISTS, SINGLE, RunFile
+from rlhf_runtime.config.flag_values import item_of, model_of
+from rlhf_runtime.config.load import short_flags
+from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_testing import conformance
 
 from tests.forks import Forks, Place

@@ -12,8 +12,8 @@ from rlhf.plugins import Plugins
 from rlhf_cli import plan, train
 from rlhf_cli.flags import overrides
 from rlhf_cli.main import COMMANDS, split_dotted
-from rlhf_runtime.config import load
-from rlhf_runtime.controller.parts import run_parts
+from rlhf_runtime.config.load import load
+from rlhf_runtime.setup.plugins import run_parts
 
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 

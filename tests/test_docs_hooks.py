@@ -11,8 +11,8 @@ from rlhf.interfaces import KINDS
 from rlhf.ops.losses import LossInput
 from rlhf_algorithms.pair_learning import PairLearning
 from rlhf_cli.main import main
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
 from rlhf_testing.tiny import tiny_tokenizer
 from transformers import AutoTokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from rlhf_cli.main import main
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop

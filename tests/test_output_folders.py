@@ -8,7 +8,7 @@ import json
 import pytest
 import tomli_w
 from rlhf_cli.main import main
-from rlhf_runtime.controller.run import Run
+from rlhf_runtime.loop.run import Run
 
 from tests.runs import Workshop
 

@@ -130,7 +130,7 @@ def test_the_root_requires_every_member_by_default_or_in_an_extra():
 
 def test_the_default_run_file_works_with_the_default_install():
     """The names that core falls back to are offered by distributions that the root requires."""
-    from rlhf_runtime.runfile import RunFile
+    from rlhf_runtime.config.runfile import RunFile
 
     default = {Requirement(text).name for text in ROOT_PROJECT["dependencies"]}
     for kind in ("rollout", "trainer", "generator", "launcher"):

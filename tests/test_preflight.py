@@ -21,7 +21,7 @@ from rlhf_modeling.checks import LEARNING
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.model import load_model
 from rlhf_modeling.skeleton import check_files, skeleton
-from rlhf_runtime.controller import build
+from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 
@@ -303,8 +303,8 @@ def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch)
 
 
 def test_a_language_model_is_no_reward_model_of_score_and_eval(shop, monkeypatch):
-    monkeypatch.setattr("rlhf_runtime.controller.score.launch_roles", lambda *_: pytest.fail("it started"))
-    monkeypatch.setattr("rlhf_runtime.controller.inference.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_runtime.jobs.score.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_runtime.jobs.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
     for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):
         code, text = said(*words)

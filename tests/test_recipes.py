@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_runtime.config import load
+from rlhf_runtime.config.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.config import load
+from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_reward_model
 from safetensors import safe_open
 from safetensors.torch import load_file

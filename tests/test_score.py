@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf_cli.main import main
-from rlhf_runtime.controller import score
+from rlhf_runtime.jobs import score
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop
@@ -98,7 +98,7 @@ def test_rows_are_read_together_by_a_model_and_a_slow_one_uses_up_no_deadline(
 ) -> None:
     """Rows are asked of all rewards at once. That one was scored after another where a reward has a model was to spare
     their deadlines, which stand still while they wait for it."""
-    from rlhf_runtime.controller.roles import Role
+    from rlhf_runtime.models.roles import Role
 
     model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
     data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": "7" * (n % 5 + 1)} for n in range(70)])

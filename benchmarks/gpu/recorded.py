@@ -15,10 +15,10 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf_runtime.controller.launching import launch_roles
-from rlhf_runtime.controller.prepare import Prepared, prepare
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.setup.launch import launch_roles
+from rlhf_runtime.setup.prepare import Prepared, prepare
 from rlhf_testing.tiny import CHARS, tiny_model
 from torch import Tensor
 

@@ -18,10 +18,10 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.tokenizer import Decoder
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.weight_sync import WeightSync
 
 TEMPERATURES = (1.0, 0.7)
 MEAN = {"fp32": 1e-4, "bf16": 5e-2}

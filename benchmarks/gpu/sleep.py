@@ -20,10 +20,10 @@ from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
-from rlhf_runtime.controller.build import train
-from rlhf_runtime.controller.sync import WeightSync
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.observe import read_metrics
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.setup.build import train
 from safetensors.torch import load_file
 from sampled import draw_all, engine, policy, requests
 from sync import colocated

@@ -15,11 +15,11 @@ from mapped import seconds_mapped
 from parts import Part, Section
 from rlhf.plugins import Plugins
 from rlhf.weights.bucket import buckets
-from rlhf_runtime.controller.build import build
-from rlhf_runtime.controller.prepare import prepare
-from rlhf_runtime.controller.sync import WeightSync
-from rlhf_runtime.runfile import RunFile
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.weight_sync import WeightSync
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 from sampled import engine, policy
 
 TURNS, WARMUP = 5, 2

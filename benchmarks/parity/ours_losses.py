@@ -16,11 +16,11 @@ from answering import answer
 from cases import CASES, MAX_TOKENS, STEPS, TRAINING, Case, digest, rows
 from rlhf.plugins import Plugins
 from rlhf.types.examples import Example
-from rlhf_runtime.controller.build import build
-from rlhf_runtime.controller.offline import offline
-from rlhf_runtime.controller.prepare import prepare
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.observe import read_metrics
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.setup.build import build
+from rlhf_runtime.setup.prepare import prepare
 
 
 def run_file(case: Case, work: Path, folder: Path) -> RunFile:

@@ -14,9 +14,9 @@ from answering import answer
 from rlhf.errors import DataError
 from rlhf.types.examples import Example
 from rlhf_plugin_kto.twins import Labelled, twins
-from rlhf_runtime.data.checks import Verdict
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
+from rlhf_runtime.data.row_rules import Verdict
 from row_cases import CASES, TEMPLATES, RowCase
 
 

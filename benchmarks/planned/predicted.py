@@ -14,7 +14,7 @@ Flags = dict[str, str]
 def layout_of(flags: Flags) -> Any:
     from rlhf.plugins import Plugins
     from rlhf_plugin_plan import Machine, resolve
-    from rlhf_runtime.config import load
+    from rlhf_runtime.config.load import load
 
     return resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu"))
 

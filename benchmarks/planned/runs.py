@@ -73,8 +73,8 @@ def measure_run(flags: dict[str, str]) -> dict[str, int]:
     from rlhf.plugins import Plugins
     from rlhf_plugin_local.generator import TransformersGenerator
     from rlhf_plugin_local.trainer import TorchTrainer
-    from rlhf_runtime.config import load
-    from rlhf_runtime.controller.build import train
+    from rlhf_runtime.config.load import load
+    from rlhf_runtime.setup.build import train
 
     torch.set_num_threads(1)
     plugins = Plugins.discover()

@@ -146,7 +146,7 @@ def test_names_without_a_dot_are_reported_together(capsys):
 
 def test_a_section_that_selects_plugins_is_a_flag():
     from rlhf_cli.flags import dotted
-    from rlhf_runtime.config import load
+    from rlhf_runtime.config.load import load
 
     run = load(None, dotted(["--algorithm", "sft", "--observer", "wandb", "--env", "game"]))
     assert ([o.use for o in run.observer], run.env.use, run.algorithm.use) == (["wandb"], "game", "sft")

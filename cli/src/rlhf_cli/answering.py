@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_runtime.config import load
-from rlhf_runtime.models import look_for_models
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.model_lookup import look_for_models
+from rlhf_runtime.config.runfile import RunFile
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
 INSTEAD = {

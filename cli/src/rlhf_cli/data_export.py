@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rlhf.errors import ConfigError, DataError
-    from rlhf_runtime.checkpoint.files import write_atomic
+    from rlhf_runtime.checkpoint.atomic_files import write_atomic
     from rlhf_runtime.checkpoint.json_values import to_text
     from rlhf_runtime.data import export
-    from rlhf_runtime.data.answers import read_answers
+    from rlhf_runtime.data.recorded_answers import read_answers
 
     options = _options(args)
     output: Path = args.output

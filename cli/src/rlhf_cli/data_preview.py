@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rlhf.errors import ConfigError
-    from rlhf_runtime.config import load
-    from rlhf_runtime.models import look_for_models
+    from rlhf_runtime.config.load import load
+    from rlhf_runtime.config.model_lookup import look_for_models
 
     config = load(args.run_file, overrides(args))
     if config.policy.model is None:
@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
         )
     look_for_models(config)
     from rlhf.plugins import Plugins
-    from rlhf_runtime.components import build_algorithm
-    from rlhf_runtime.config_errors import raise_problems
+    from rlhf_runtime.config.components import build_algorithm
+    from rlhf_runtime.config.problems import raise_problems
+    from rlhf_runtime.config.validation import ignored_fields
     from rlhf_runtime.data.dataset import TrainData
     from rlhf_runtime.data.preview import preview, survey
     from rlhf_runtime.data.tokenizer import load_tokenizer
-    from rlhf_runtime.validation import ignored_fields
 
     algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
     form, answered = algorithm.data, algorithm.needs().given > 0

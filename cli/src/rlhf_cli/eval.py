@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_folder(args.save)
     config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
-    from rlhf_runtime.controller.inference import evaluate_model
+    from rlhf_runtime.jobs.inference import evaluate_model
 
     metrics, _ = evaluate_model(config, plugins, progress=_progress, save=args.save)
     if args.json:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.paths import check_path
-from rlhf_runtime.config import short_flags
+from rlhf_runtime.config.load import short_flags
 
 HELP = {
     "algo": "algorithm plugin",
@@ -27,7 +27,7 @@ SEVERAL = ("reward", "data", "eval-data")
 
 
 def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """``--algo``, ``--reward``, ... as :func:`rlhf_runtime.config.short_flags` maps them."""
+    """``--algo``, ``--reward``, ... as :func:`rlhf_runtime.config.load.short_flags` maps them."""
     for name in short_flags():
         if name in without:
             continue

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
             flags.append(("data.eval", str(file)))
         config, plugins = load_for_answers(args.run_file, flags, scored=False)
-        from rlhf_runtime.controller.inference import evaluate_model
+        from rlhf_runtime.jobs.inference import evaluate_model
 
         _, groups = evaluate_model(config, plugins, save=args.save)
     for group in groups:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rlhf.plugins import Plugins
     from rlhf_plugin_plan import as_json, make_plan, nearest, resolve, target
-    from rlhf_runtime.config import load
+    from rlhf_runtime.config.load import load
 
     given, plugins = overrides(args), Plugins.discover()
     machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)

@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rlhf.errors import ConfigError
     from rlhf.plugins import Plugins
-    from rlhf_runtime.config import load
-    from rlhf_runtime.models import look_for_models
+    from rlhf_runtime.config.load import load
+    from rlhf_runtime.config.model_lookup import look_for_models
 
     flags = overrides(args, {"data": "data.eval"})
     config = load(args.run_file, flags if args.run_file else [("algorithm.use", "score"), *flags])
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.file.parent.is_dir():
         raise ConfigError(f"there is no folder {args.file.parent} to write {args.file.name} into")
     look_for_models(config)
-    from rlhf_runtime.controller.score import score_answers
+    from rlhf_runtime.jobs.score import score_answers
 
     found = score_answers(
         config, Plugins.discover(), args.answers, args.file, force=args.force, progress=_progress, note=_note

@@ -22,15 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rlhf.plugins import Plugins
-    from rlhf_runtime.config import load
-    from rlhf_runtime.models import look_for_models
+    from rlhf_runtime.config.load import load
+    from rlhf_runtime.config.model_lookup import look_for_models
 
     config = load(args.run_file, overrides(args))
     look_for_models(config)
     plugins = Plugins.discover()
     if args.dry_run:
         return _dry_run(config, plugins)
-    from rlhf_runtime.controller.build import train
+    from rlhf_runtime.setup.build import train
 
     finished = train(config, plugins)
     sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
     from rlhf_plugin_plan import make_plan, resolve, summary, target
-    from rlhf_runtime.config import to_toml
-    from rlhf_runtime.controller.build import row_check
-    from rlhf_runtime.controller.prepare import prepare
-    from rlhf_runtime.controller.resuming import check_output
+    from rlhf_runtime.config.load import to_toml
+    from rlhf_runtime.setup.build import row_check
+    from rlhf_runtime.setup.prepare import prepare
+    from rlhf_runtime.setup.resume import check_output
 
     prepared = prepare(config, plugins)
     check_output(prepared)

@@ -12,9 +12,9 @@ from rlhf.errors import ConfigError, PluginError, PluginNotFound
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot
 from rlhf.plugins import Plugins
 from rlhf.types import Needs, RewardResult, RoleSpec
-from rlhf_runtime.components import build, build_algorithm, component_config, resolved_run, select
-from rlhf_runtime.config import load, to_toml
-from rlhf_runtime.sections import Choice
+from rlhf_runtime.config.components import build, build_algorithm, component_config, resolved_run, select
+from rlhf_runtime.config.load import load, to_toml
+from rlhf_runtime.config.sections import Choice
 
 
 class Colour(Enum):

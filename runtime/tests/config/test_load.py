@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
-from rlhf_runtime.config import line_numbers, load, short_flags, to_toml
-from rlhf_runtime.flags import FlagText
+from rlhf_runtime.config.flag_values import FlagText
+from rlhf_runtime.config.load import line_numbers, load, short_flags, to_toml
 
 
 @pytest.fixture

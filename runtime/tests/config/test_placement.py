@@ -7,8 +7,8 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.launcher import check_workers
 from rlhf.interfaces.memory import Footprint
-from rlhf_runtime.placement import divided, neighbours, placement
-from rlhf_runtime.sections import PlacementSection
+from rlhf_runtime.config.placement import divided, neighbours, placement
+from rlhf_runtime.config.sections import PlacementSection
 
 ROLES = ["policy", "critic", "reference"]
 

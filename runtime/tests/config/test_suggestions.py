@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_runtime.config import load
-from rlhf_runtime.other_names import OTHER_NAMES
-from rlhf_runtime.sections import Choice
-from rlhf_runtime.suggestions import Suggestions
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.other_frameworks import OTHER_NAMES
+from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.suggestions import Suggestions
 
 
 def everything() -> set[str]:

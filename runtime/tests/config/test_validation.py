@@ -6,8 +6,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Algorithm, Generator, Loss, Trainer
 from rlhf.types import Lent, Needs, RoleSpec
-from rlhf_runtime.components import check
-from rlhf_runtime.config import load
+from rlhf_runtime.config.components import check
+from rlhf_runtime.config.load import load
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OFFLINE = BASE[:3]

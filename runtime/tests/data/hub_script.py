@@ -9,8 +9,8 @@ import sys
 from rlhf.errors import RlhfError
 from rlhf_hub import hub
 from rlhf_hub.published import model_folder, pinned
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.data_section import SourceSection
 
 
 def answer(request):

@@ -7,8 +7,8 @@ import json
 
 import pytest
 from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}

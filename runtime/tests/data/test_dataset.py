@@ -6,8 +6,8 @@ import json
 
 import pytest
 from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
 
 
 @pytest.fixture

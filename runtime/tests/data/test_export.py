@@ -7,10 +7,10 @@ import math
 import pytest
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data import export
-from rlhf_runtime.data.answers import Answer
+from rlhf_runtime.data.recorded_answers import Answer
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.data_section import DataSection
 
 CHAT = [{"role": "user", "content": "q"}]
 

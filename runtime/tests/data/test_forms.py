@@ -8,8 +8,8 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf.steps import StepEnds, decoder_of
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data_section import DataSection, SourceSection
 
 USER = [{"role": "user", "content": "1+1=?"}]
 

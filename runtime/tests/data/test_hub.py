@@ -14,7 +14,7 @@ import pytest
 from rlhf.errors import ModelError
 from rlhf_hub.hub import HubName, hub_name
 from rlhf_hub.published import model_folder
-from rlhf_runtime.data_section import SourceSection
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_testing.hub import LoopbackHub
 
 TOKEN = "hf_" + "Zq7" * 12

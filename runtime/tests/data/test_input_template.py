@@ -8,9 +8,9 @@ import re
 
 import pytest
 from rlhf.errors import ConfigError, DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.input_template import template_columns
-from rlhf_runtime.data_section import DataSection, SourceSection
 
 ROWS = [{"question": "1+1", "response": "2"}, {"question": "2+2", "response": "4"}]
 

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 from rlhf.errors import CheckpointError, DataError
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.order import RowOrder, permutation
-from rlhf_runtime.data_section import SourceSection
 
 
 @pytest.fixture

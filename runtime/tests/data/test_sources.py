@@ -7,8 +7,8 @@ import json
 
 import pytest
 from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.data_section import SourceSection
 
 ROWS = [{"prompt": f"p{i}", "n": i, "tags": ["a", "b"]} for i in range(5)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.data_section import DataSection
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"

@@ -8,9 +8,9 @@ import re
 import pytest
 from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.types import Row
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
-from rlhf_runtime.data_section import DataSection
 from rlhf_testing.tiny import tiny_tokenizer
 
 

@@ -23,7 +23,7 @@ import torch
 from pydantic import ValidationError
 from rlhf.ops.batch import Batch
 from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
-from rlhf_runtime.config_errors import describe
+from rlhf_runtime.config.problems import describe
 
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards

@@ -47,7 +47,7 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
 
 def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
     """{field of ``cls.Config``: what reads it} of those that the run file's section, or an algorithm's slot, takes."""
-    from rlhf_runtime.runfile import LISTS, SINGLE
+    from rlhf_runtime.config.runfile import LISTS, SINGLE
 
     section = {**SINGLE, **LISTS}.get(kind)
     own = set(section.model_fields) if section is not None else {"use"}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from rlhf.interfaces import ReadRole, ScoreWithRole, Tokens
 from rlhf.plugins import Plugins
 from rlhf.types import Group
-from rlhf_runtime.controller.scoring import ActiveReward, Scorer
+from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 
 
 def score_groups(

@@ -13,7 +13,7 @@ from rlhf_modeling.experts import load_balance
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.controller.roles import Role
+from rlhf_runtime.models.roles import Role
 from rlhf_testing.models import model_path
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

@@ -15,7 +15,7 @@ from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.actor.failure import RemoteTraceback
 from rlhf_plugin_ray.launcher import RayLauncher
-from rlhf_runtime.checkpoint.files import disk_is_full
+from rlhf_runtime.checkpoint.atomic_files import disk_is_full
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:

@@ -14,9 +14,9 @@ from rlhf.weights.bucket import Bucket
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.controller.roles import Role
-from rlhf_runtime.controller.sync import WeightSync
-from rlhf_runtime.sections import SyncSection
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.models import model_path
 
 SIZES = {"head_dim": 32, "layers": 2}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from rlhf_plugin_doctor import needs
-from rlhf_runtime.config import load
+from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_model
 
 

@@ -14,7 +14,7 @@ from rlhf_plugin_plan import Machine, as_json, describe, logits_peak, make_plan,
 from rlhf_plugin_plan.busy import training
 from rlhf_plugin_plan.machines import cpu_memory
 from rlhf_plugin_plan.phases import loading, resting
-from rlhf_runtime.config import load
+from rlhf_runtime.config.load import load
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from rlhf.errors import CheckpointError
 
-from rlhf_runtime.checkpoint.files import write_atomic
+from rlhf_runtime.checkpoint.atomic_files import write_atomic
 
 MARK = "$float"
 """``{"$float": "nan"}`` stands for a number that JSON cannot hold."""

@@ -18,7 +18,8 @@ from pydantic import Field
 from rlhf.errors import CheckpointError
 from rlhf.saved import Counter, Saved, validated
 
-from rlhf_runtime.checkpoint import files, json_values
+from rlhf_runtime.checkpoint import atomic_files as files
+from rlhf_runtime.checkpoint import json_values
 
 SCHEMA = 1
 """Version of the layout of a checkpoint. A reader refuses what it does not know."""

@@ -18,7 +18,8 @@ from typing import Any
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
 from rlhf.saved import Counter, SavedPart, validated
 
-from rlhf_runtime.checkpoint import files, json_values
+from rlhf_runtime.checkpoint import atomic_files as files
+from rlhf_runtime.checkpoint import json_values
 from rlhf_runtime.checkpoint.manifest import Checkpoint, read_checkpoint, seal
 
 BEST = "best.json"

@@ -15,9 +15,9 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
-from rlhf_runtime.data.cells import Message
-from rlhf_runtime.data.markers import MARKER, mark, tail_length, with_markers
-from rlhf_runtime.data.spans import Span
+from rlhf_runtime.data.row_fields import Message
+from rlhf_runtime.data.template_markers import MARKER, mark, tail_length, with_markers
+from rlhf_runtime.data.token_spans import Span
 
 _NOT_OF_TEMPLATES = frozenset(
     {

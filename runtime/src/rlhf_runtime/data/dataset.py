@@ -10,16 +10,16 @@ from rlhf.errors import DataError
 from rlhf.types import DataForm, Row
 from rlhf.types.examples import Example
 
-from rlhf_runtime.config_errors import raise_problems
-from rlhf_runtime.data.checks import Verdict, check_example, check_labels, check_prompt
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.input_template import check_template
 from rlhf_runtime.data.layouts import Layout, named_columns
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.order import RowOrder
 from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data.row_rules import Verdict, check_example, check_labels, check_prompt
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.data_section import DataSection
 
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")

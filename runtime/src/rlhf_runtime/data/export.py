@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
-from rlhf_runtime.data.answers import Answer, Prompt
+from rlhf_runtime.data.recorded_answers import Answer, Prompt
 
 Groups = Sequence[Sequence[Answer]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tables import TableSource, read_table
 from rlhf_runtime.data.text_files import USUAL, CsvForm, open_text
-from rlhf_runtime.data_section import SourceSection
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
 

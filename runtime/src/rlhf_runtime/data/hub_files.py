@@ -19,10 +19,10 @@ from typing import Any
 from rlhf.errors import DataError, did_you_mean
 from rlhf_hub.hub import HubError, HubName, commit_of, download, files_of
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.files import FILE_KINDS, file_kind, open_file
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.text_files import USUAL, CsvForm
-from rlhf_runtime.data_section import SourceSection
 
 CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}

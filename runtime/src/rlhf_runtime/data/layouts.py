@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data import conversions as convert
-from rlhf_runtime.data_section import DataSection
 
 DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",

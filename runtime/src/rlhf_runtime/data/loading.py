@@ -7,11 +7,11 @@ from pathlib import Path
 from rlhf.errors import DataError, did_you_mean
 from rlhf_hub.hub import hub_name
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.files import file_kind, open_file
 from rlhf_runtime.data.hub_files import open_hub
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tables import DatasetSource, load_saved
-from rlhf_runtime.data_section import SourceSection
 
 
 def load_source(section: SourceSection) -> Source:

@@ -10,8 +10,8 @@ from rlhf.steps import decoder_of
 from rlhf.types import Row
 from rlhf.types.examples import Example
 
-from rlhf_runtime.data.checks import Verdict
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.row_rules import Verdict
 from rlhf_runtime.data.sources import Source
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"

@@ -10,12 +10,12 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory, Turn
 
-from rlhf_runtime.data.cells import Cells, Message
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.conversation import ChatTemplate, Frame
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
-from rlhf_runtime.data_section import DataSection
 
 _CACHED_PROMPTS = 4096
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"

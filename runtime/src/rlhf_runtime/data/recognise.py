@@ -15,8 +15,8 @@ from rlhf.errors import DataError, did_you_mean
 from rlhf.types import DataForm
 
 from rlhf_runtime.data import conversions as convert
-from rlhf_runtime.data.cells import as_label
 from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, Layout
+from rlhf_runtime.data.row_fields import as_label
 
 PROMPTS = ("question", "problem", "query", "instruction", "input")
 RESPONSES = ("completion", "output", "answer", "solution")

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf.types import Row
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.layouts import Layout
-from rlhf_runtime.data_section import SourceSection
 
 
 class Source(ABC):

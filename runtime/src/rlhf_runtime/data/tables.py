@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhf.errors import DataError, did_you_mean
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.sources import Source
-from rlhf_runtime.data_section import SourceSection
 
 
 class TableSource(Source):

@@ -13,10 +13,10 @@ from rlhf.types import Row, Turn
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 
-from rlhf_runtime.data.cells import Cells, Message
+from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
-from rlhf_runtime.data.spans import Span, edges_are_between
-from rlhf_runtime.data_section import DataSection
+from rlhf_runtime.data.row_fields import Cells, Message
+from rlhf_runtime.data.token_spans import Span, edges_are_between
 
 
 class Template(Prompts):

@@ -18,9 +18,9 @@ from typing import Any
 
 from rlhf.errors import DataError
 
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.strict_json import STRICT, NotStrictError, decode_long, start_of_wrong
-from rlhf_runtime.data_section import SourceSection
 
 _LIST = re.compile(rb"[\xef\xbb\xbf \t\r\n]*\[")
 _LONG_INTEGER = f"an integer of more than {sys.int_info.default_max_str_digits} digits is not read. Write it as text"

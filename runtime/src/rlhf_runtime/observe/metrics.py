@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError
 
-from rlhf_runtime.checkpoint.files import sync_file, write_atomic
+from rlhf_runtime.checkpoint.atomic_files import sync_file, write_atomic
 from rlhf_runtime.checkpoint.json_values import dumps, loads
 
 TIME = "time/"

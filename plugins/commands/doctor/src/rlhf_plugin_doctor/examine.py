@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.errors import RlhfError
-from rlhf_runtime.config import load
-from rlhf_runtime.flags import plain
-from rlhf_runtime.runfile import RunFile
-from rlhf_runtime.sections import label_of
+from rlhf_runtime.config.flag_values import plain
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import label_of
 
 from rlhf_plugin_doctor import cluster, imports, machine, needs, versions
 from rlhf_plugin_doctor.check import Check
@@ -28,7 +28,7 @@ class Request:
 
     run_file: str | None = None
     overrides: Sequence[tuple[str, str | None]] = ()
-    """Flags laid over it, as for :func:`rlhf_runtime.config.load`. Flags of the launcher alone make no run of it."""
+    """Flags laid over it, as for :func:`rlhf_runtime.config.load.load`. A flag of the launcher alone makes no run."""
     start_ray: bool = False
     """Start a Ray on this machine for a moment."""
     timeout: float = 120.0

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_hub.published import looks_local
+from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.files import file_kind
-from rlhf_runtime.observe.numbered import default_folder
-from rlhf_runtime.observe.rundir import RunDirectory
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.observe.numbered_folders import default_folder
+from rlhf_runtime.observe.run_directory import RunDirectory
 
 from rlhf_plugin_doctor.check import Check, counted, gib, listed
 from rlhf_plugin_doctor.machine import disk

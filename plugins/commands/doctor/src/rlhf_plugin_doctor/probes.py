@@ -188,9 +188,9 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     Reports their manifest (kind, name, distribution, version) and the options of the launcher.
     """
     from rlhf.plugins import Plugins
-    from rlhf_runtime.components import build_algorithm, resolved_run
-    from rlhf_runtime.config import load
-    from rlhf_runtime.runfile import RunFile
+    from rlhf_runtime.config.components import build_algorithm, resolved_run
+    from rlhf_runtime.config.load import load
+    from rlhf_runtime.config.runfile import RunFile
 
     config = load(argument["path"], [(key, value) for key, value in argument["overrides"]])
     found = Plugins.discover()

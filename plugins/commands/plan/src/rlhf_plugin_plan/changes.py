@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_runtime.controller.parts import section_of
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.setup.plugins import section_of
 
 from rlhf_plugin_plan.layout import RoleLayout
 from rlhf_plugin_plan.resolving import resolve

@@ -9,11 +9,11 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.plugins import Plugins
 from rlhf.types import Annotation, Head, Update
 from rlhf_modeling.adapters import matching
-from rlhf_runtime.config_errors import raise_problems
-from rlhf_runtime.controller.parts import RunParts, base_of, model_spec, places_of, run_parts, section_of
-from rlhf_runtime.controller.precompute import BATCHES
-from rlhf_runtime.controller.preflight import check_parts, idle_options
-from rlhf_runtime.runfile import RunFile
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.models.precompute import BATCHES
+from rlhf_runtime.setup.plugins import RunParts, base_of, model_spec, places_of, run_parts, section_of
+from rlhf_runtime.setup.preflight import check_parts, idle_options
 
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf_plugin_plan.shape import read_shape
@@ -45,7 +45,7 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
 
 
 def _views(made: RunParts, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
-    """Roles that are the model of another one without its adapters (:func:`rlhf_runtime.controller.parts.base_of`)."""
+    """Roles that are the model of another one without its adapters (:func:`rlhf_runtime.setup.plugins.base_of`)."""
     steps = range(made.config.run.steps or MOST_STEPS)
     updated = {u.role for step in steps for u in made.algorithm.updates(step) if not isinstance(u, Update)}
     found = {name: base_of(made.config, made.roles, places, name) for name in made.roles if name not in updated}

@@ -1,0 +1,268 @@
+"""Load a run file and flags into :class:`~rlhf_runtime.config.runfile.RunFile`, and write it back.
+
+Two layers: the TOML file, then flags in the order given (a flag given twice: the last one counts). Every problem of
+both is reported at once, those of the selected plugins' options included. A later layer may select another plugin, but
+what an earlier layer set for the plugin that is replaced is then an error naming both, never dropped. For launcher,
+trainer and generator, which are where a run runs and not what it computes, those options are the new plugin's to read
+or to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.plugins import Plugins
+
+from rlhf_runtime.config.components import chosen_by, option_problems
+from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, plain, read
+from rlhf_runtime.config.overrides import Overrides
+from rlhf_runtime.config.problems import describe, got, origin, raise_problems
+from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
+from rlhf_runtime.config.secrets import find_secrets
+from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.suggestions import Chosen, Suggestions
+
+BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "local": {"launcher": "local", "trainer": "torch", "generator": "transformers"},
+        "ray": {"launcher": "ray", "trainer": "deepspeed", "generator": "vllm"},
+    }
+)
+"""``--backend NAME``: the usual launcher, trainer and generator under one name."""
+
+MAX_DEPTH = 100
+"""Of tables and lists in one another; no section has more than a handful."""
+
+_SHORT = {
+    "algo": "algorithm.use",
+    "reward": "reward",
+    "model": "policy.model",
+    "data": "data.train",
+    "eval-data": "data.eval",
+    "backend": "backend",
+    "output": "run.output",
+    "seed": "run.seed",
+    "resume": "run.resume",
+    "overwrite": "run.overwrite",
+    "steps": "run.steps",
+}
+
+
+def short_flags() -> Mapping[str, str]:
+    """{short flag without dashes: what it stands for in :func:`load`'s overrides}.
+
+    ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` and
+    ``overwrite`` take the text ``true``.
+    """
+    return MappingProxyType(_SHORT)
+
+
+def load(path: str | None, overrides: Sequence[tuple[str, str | None]] = ()) -> RunFile:
+    """The run file with flags laid over it.
+
+    Args:
+        path: a TOML file, or None where flags say everything.
+        overrides: (dotted flag without dashes, raw text, or None for a flag without a value). A list section's entries
+            are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``); ``reward``, ``observer``,
+            ``data.train`` and ``data.eval`` alone, given once or more, replace the whole list.
+
+    Raises ConfigError listing every problem with its path, where it was written, the value got and what is allowed.
+    """
+    text = _read(path) if path is not None else ""
+    shown = Path(path).name if path is not None else "flags"
+    try:
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
+        raise ConfigError(f"{path} is not valid TOML: {error}.{unquoted(text, str(error))}") from None
+    origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
+    _check_depth(data)
+    plugins = Plugins.discover()
+    layers = Overrides(
+        expand(data), origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True)
+    )
+    layers.apply(_expand_backend(overrides))
+    _check_depth(layers.data)
+    data, origins = layers.data, layers.origins
+    what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
+    raise_problems("the configuration holds secrets", _secret_problems(data, origins))
+    problems = [*layers.problems, *_integer_problems(data, origins)]
+    try:
+        run = RunFile.model_validate(read(RunFile, long_form(data)))
+    except ValidationError as error:
+        chosen = _chosen_in(data)
+        problems += describe(error, RunFile, "", origins, Suggestions(plugins, chosen))
+        raise_problems(what, problems + option_problems(plugins, chosen, origins))
+        raise AssertionError from error
+    if problems:
+        problems += option_problems(plugins, chosen_by(run), origins)
+    raise_problems(what, problems)
+    run.origins.update(origins)
+    return run
+
+
+def _chosen_in(data: Mapping[str, Any]) -> Chosen:
+    """The plugins that nested tables select, as far as they are written rightly."""
+    chosen = []
+    tables = long_form(dict(data))
+    for kind in {**SINGLE, **LISTS}:
+        default = RunFile.model_fields[kind].default
+        found = tables.get(kind, (default,) if kind in SINGLE else ())
+        for n, table in enumerate(found if kind in LISTS else (tables.get(kind, default),)):
+            if isinstance(table, Mapping) and isinstance(table.get("use"), str):
+                table = Choice(use=str(table["use"]), options=table.get("options", {}))
+            if isinstance(table, Choice):
+                chosen.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
+    return chosen
+
+
+def unquoted(text: str, error: str) -> str:
+    """What to write in place of a word that is no TOML value, from the line that ``error`` names; empty where there is
+    no such word."""
+    place = re.search(r"\(at line (\d+), column (\d+)\)", error)
+    if place is None or int(place[1]) > len(lines := text.splitlines()):
+        return ""
+    line, column = lines[int(place[1]) - 1], int(place[2]) - 1
+    whole = re.fullmatch(r"\s*[\w.-]+\s*=\s*([^\s\"'\[{#][^#\"']*?)\s*(#.*)?", line)
+    word = whole[1] if whole else _word(line, column) if error.startswith("Invalid value") else ""
+    if word in PYTHON_BOOLEANS:
+        return f" TOML's booleans are written true and false, got {word}."
+    if not word or FlagText(word).value != word:  # it is a value, and the line before lacks its end
+        return ""
+    if word in ("None", "null"):
+        return f" TOML has no {word}: leave the line out."
+    return f' Text is quoted: "{word}".'
+
+
+def _word(line: str, column: int) -> str:
+    """The word of a line that holds this column."""
+    return next((m[0] for m in re.finditer(r"[^\s,\[\]{}=#\"']+", line) if m.start() <= column < m.end()), "")
+
+
+def to_toml(run: RunFile) -> str:
+    """The configuration with all defaults, as TOML; :func:`load` reads it back to an equal RunFile.
+
+    What is None (nothing set, and TOML has no word for it) is left out. Raises ConfigError where it holds a secret.
+    """
+    data = _sections(run)
+    raise_problems("the configuration holds secrets", _secret_problems(data, {}))
+    return tomli_w.dumps(data)
+
+
+def line_numbers(text: str) -> dict[str, int]:
+    """{dotted path: line from 1} of the tables and keys that start a line in a TOML document."""
+    lines: dict[str, int] = {}
+    table, counts = "", dict[str, int]()
+    quotes = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if quotes:  # inside a multi-line string
+            quotes = "" if quotes in stripped else quotes
+            continue
+        header = re.match(r"(\[\[?)\s*([^\[\]]+?)\s*\]", stripped)
+        key = re.match(r"([A-Za-z0-9_.\"' -]+?)\s*=", stripped)
+        if header:
+            name = _plain_key(header[2])
+            if header[1] == "[[":
+                counts[name] = counts.get(name, -1) + 1
+            parents = sorted((c for c in counts if name == c or name.startswith(c + ".")), key=len)
+            table = name
+            if parents:
+                last = parents[-1]
+                table = f"{last}.{counts[last]}{name[len(last) :]}"
+            lines.setdefault(table, number)
+        elif key:
+            path = _plain_key(key[1])
+            lines.setdefault(f"{table}.{path}" if table else path, number)
+            for quote in ('"""', "'''"):
+                if stripped.count(quote) == 1:
+                    quotes = quote
+    return lines
+
+
+def _plain_key(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
+        there = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
+        raise ConfigError(f"no run file {path}.{there}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {path}: {error}") from None
+
+
+def _expand_backend(overrides: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    expanded: list[tuple[str, str | None]] = []
+    for key, value in overrides:
+        if key != "backend" or value is None:
+            expanded.append((key, value))
+        elif value in BACKENDS:
+            expanded += [(f"{kind}.use", name) for kind, name in BACKENDS[value].items()]
+        else:
+            raise ConfigError(
+                f"--backend {value}: no such backend; there are {', '.join(BACKENDS)}."
+                f"{did_you_mean(value, BACKENDS)} Or choose --launcher.use, --trainer.use and --generator.use singly."
+            )
+    return expanded
+
+
+def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
+    return [
+        f"{path}{origin(path, origins)}: looks like a secret. The configuration is copied into the run directory and "
+        "to loggers; remove it and set an environment variable instead (HF_TOKEN, WANDB_API_KEY, or the one that the "
+        "plugin's page names)."
+        for path in find_secrets(data)
+    ]
+
+
+def _check_depth(data: Any) -> None:
+    """Raises ConfigError where tables and lists are nested deeper than what follows can walk through."""
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        within = [v for node in level for v in (node.values() if isinstance(node, Mapping) else node)]
+        level = [
+            v
+            for v in (v.value if isinstance(v, FlagText) else v for v in within)
+            if isinstance(v, Mapping | list | tuple)
+        ]
+        if not level:
+            return
+    raise ConfigError(f"the configuration nests tables and lists more than {MAX_DEPTH} deep. Remove what is too deep.")
+
+
+def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:
+    """Integers of more than 64 bits: TOML has none, and neither have the tensors and counters that they would go to."""
+    if isinstance(value, FlagText):
+        value = value.value
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return [p for k, v in items for p in _integer_problems(v, origins, f"{path}.{k}" if path else str(k))]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return [f"{path}{origin(path, origins)}: integers are from -2^63 to 2^63 - 1, got {got(value)}."]
+    return []
+
+
+def _sections(value: Any) -> Any:
+    if isinstance(value, Choice):
+        own = {name: getattr(value, name) for name in type(value).model_fields if name != "options"}
+        clash = own.keys() & value.options.keys()
+        return _sections({**own, "options": value.options} if clash else {**own, **value.options})
+    if isinstance(value, RunFile) or hasattr(type(value), "model_fields"):
+        return _sections({name: getattr(value, name) for name in type(value).model_fields})
+    if isinstance(value, Mapping):
+        return {k: _sections(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_sections(v) for v in value]
+    return plain(value) if isinstance(value, FlagText) or value is ALONE else value

@@ -1,0 +1,146 @@
+"""Checks of runs that sample, before anything starts: a part of :mod:`rlhf_runtime.config.validation`."""
+
+from __future__ import annotations
+
+from rlhf.interfaces import Advantage, Algorithm, Generator, Trainer
+from rlhf.types import Needs, OnlineShape
+
+from rlhf_runtime.config.runfile import RunFile
+
+CORRECTION = "correction"
+"""In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
+
+
+def sampling_problems(
+    run: RunFile,
+    algorithm: Algorithm,
+    needs: Needs,
+    rollout_needs_env: bool,
+    scored: bool,
+    rollout_replays_env: bool = False,
+) -> list[str]:
+    """What does not fit together in how answers are sampled, scored and filtered. Arguments as for
+    :func:`rlhf_runtime.config.validation.check`."""
+    problems, s = [], run.sampling
+    name = algorithm.name
+    if s.samples_per_prompt < needs.group_min:
+        problems.append(
+            f"{name} needs at least {needs.group_min} samples per prompt, got {s.samples_per_prompt}; set "
+            f"--sampling.samples_per_prompt {needs.group_min}"
+        )
+    cut = [
+        f"{key} = {value}"
+        for key, value, off in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0))
+        if value != off
+    ]
+    if cut and CORRECTION not in needs.features:
+        problems.append(
+            f"sampling.{', sampling.'.join(cut)}: training samples would come from another distribution than the one "
+            "whose log-probs are trained on. Leave it at its default, or switch on the loss's importance correction."
+        )
+    if s.max_new_tokens >= run.data.max_tokens:
+        problems.append(
+            f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
+            f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
+        )
+    problems += algorithm.misfits(_shape(run, rollout_needs_env or (rollout_replays_env and run.env is not None)))
+    problems += env_problems(run, rollout_needs_env, rollout_replays_env)
+    problems += _turn_credit(run, algorithm)
+    unscored = scored and not run.reward and run.env is None
+    if unscored and needs.reward:
+        problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
+    if unscored and not needs.reward and run.data.eval and run.eval.metric is None:
+        problems.append(
+            "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
+            "length, or remove it."
+        )
+    if needs.given and (needs.reward or not 0 < needs.given < 1):
+        problems.append(
+            f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
+            "so given needs reward = False and lies from 0 to below 1. Report this to its author."
+        )
+    if needs.given and run.env is not None:
+        problems.append(
+            f"{name} configured like this learns from the answers of {needs.given:.3g} of the rows, which answer the "
+            f"row's prompt and no environment, but env {run.env.use!r} is set. Remove it, or have all answers sampled."
+        )
+    if run.stream.round > 1 and run.stream.staleness > 0:
+        problems.append(
+            f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both say with which "
+            "weights a batch is generated. Set --stream.staleness 0 for rounds, or --stream.round 1."
+        )
+    problems += _filtering(run, unscored=unscored and not needs.reward)
+    return problems
+
+
+def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """Rewards at turns are for estimators that read them there."""
+    if run.env is None or run.env.credit == "outcome":
+        return []
+    estimators = [part for part in algorithm.parts.values() if isinstance(part, Advantage)]
+    if estimators and all(part.token_rewards for part in estimators):
+        return []
+    named = f"advantage {estimators[0].name!r}" if estimators else f"algorithm {algorithm.name!r}"
+    return [
+        f"env.credit = 'step': {named} compares the sums of whole trajectories, and rewards at single turns would lie "
+        "outside of that comparison. Set --env.credit outcome, or use an advantage without a baseline over groups."
+    ]
+
+
+def env_problems(run: RunFile, rollout_needs_env: bool, rollout_replays_env: bool) -> list[str]:
+    """Where the rollout and the environment do not fit together, in training or in evaluation."""
+    if rollout_needs_env and run.env is None:
+        return [f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME."]
+    if run.env is not None and not rollout_needs_env and not rollout_replays_env:
+        return [
+            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
+            "does (e.g. multi_turn), or remove it."
+        ]
+    return []
+
+
+def _filtering(run: RunFile, unscored: bool) -> list[str]:
+    """``unscored``: nothing scores the answers, and nothing has to."""
+    problems, f = [], run.stream.filter
+    if f is None:
+        return []
+    if unscored:
+        problems.append("stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME.")
+    if f.low is None and f.high is None and f.min_std is None:
+        problems.append("stream.filter: neither low, high nor min_std is set, so it would filter nothing.")
+    if f.low is not None and f.high is not None and f.low >= f.high:
+        problems.append(f"stream.filter: low = {f.low:g} must be below high = {f.high:g}.")
+    if f.min_std is not None and run.sampling.samples_per_prompt < 2:
+        problems.append(
+            "stream.filter.min_std: one sample per prompt has no deviation; set --sampling.samples_per_prompt 2."
+        )
+    return problems
+
+
+def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
+    """Only in an environment it is known how many turns an answer can have."""
+    s, most = run.sampling, run.data.max_tokens - 1
+    turns = run.env.max_turns if rollout_needs_env and run.env is not None else 1
+    answer = min(s.max_new_tokens * turns, most)
+    return OnlineShape(run.data.batch_size * s.samples_per_prompt, answer, answer if rollout_needs_env else most)
+
+
+def capability_problems(
+    algorithm: Algorithm, needs: Needs, generator: type[Generator] | None, trainer: type[Trainer] | None
+) -> list[str]:
+    """What the generator cannot tell the algorithm, or take from the trainer."""
+    problems = []
+    if generator is not None and needs.generator_logprobs and "logprobs" not in generator.capabilities:
+        problems.append(
+            f"{algorithm.name} configured like this needs the log-probs of the generator, which generator "
+            f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
+        )
+    if generator is not None and trainer is not None:
+        pairs = [("accept:module", "export:module"), ("accept:tensors", "export:tensors")]
+        if not any(a in generator.capabilities and e in trainer.capabilities for a, e in pairs):
+            problems.append(
+                f"generator {generator.name!r} ({', '.join(sorted(generator.capabilities))}) cannot take weights from "
+                f"trainer {trainer.name!r} ({', '.join(sorted(trainer.capabilities))}): one must accept what the other "
+                "exports, 'module' or 'tensors'."
+            )
+    return problems

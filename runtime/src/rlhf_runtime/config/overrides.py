@@ -1,0 +1,180 @@
+"""Flags laid over a run file's nested tables, keeping track of who set what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import did_you_mean
+
+from rlhf_runtime.config.flag_values import ALONE, FlagText, item_of, model_of, toml_value
+from rlhf_runtime.config.problems import leaves, origin
+from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
+from rlhf_runtime.config.sections import Choice, label_of
+
+LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
+"""{path of a list of sections: the field that a plain text stands for}."""
+RUNTIME = ("launcher", "trainer", "generator")
+"""Where another plugin does the same work elsewhere: it reads the options of the one that it replaces (a learning rate
+is one on any trainer), and refuses those that it does not have."""
+
+
+class Overrides:
+    """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way.
+
+    Args:
+        suggest: `` Did you mean ...?`` for a flag that leads nowhere, or an empty string.
+    """
+
+    def __init__(
+        self, data: dict[str, Any], origins: Mapping[str, str], suggest: Callable[[str], str] = lambda key: ""
+    ) -> None:
+        self.data = data
+        self._suggest = suggest
+        self.origins = dict(origins)
+        self.problems: list[str] = []
+
+    def apply(self, overrides: Sequence[tuple[str, str | None]]) -> None:
+        """Whole lists first, then ``use``, then single fields: the order on the command line does not matter."""
+        lists: dict[str, list[str]] = {}
+        fields: dict[str, str | None] = {}
+        for key, raw in overrides:
+            if raw is None and (key in LIST_PATHS or key in SINGLE or key.endswith(".use")):
+                what = "PATH" if key.startswith("data.") else "NAME"
+                self.problems.append(f"--{key} needs a value: --{key} {what}.")
+            elif raw is not None and key in LIST_PATHS:
+                lists.setdefault(key, []).append(raw)
+            else:
+                fields[f"{key}.use" if key in SINGLE else key] = raw
+        for key, texts in lists.items():
+            self._replace_list(key, texts)
+        for key in sorted(fields, key=lambda k: (not k.endswith(".use"), k.count("."))):
+            self._set(key, fields[key], fields)
+
+    def _replace_list(self, key: str, texts: Sequence[str]) -> None:
+        field = LIST_PATHS[key]
+        section, _, name = key.rpartition(".")
+        parent = self.data.setdefault(section, {}) if section else self.data
+        if not isinstance(parent, dict):
+            return  # reported when the section is validated
+        for i, entry in enumerate(parent.get(name) or ()):
+            extra = sorted(set(entry) - {field}) if isinstance(entry, dict) else []
+            if extra:
+                first = f"{key}.{i}.{extra[0]}"
+                self.problems.append(
+                    f"--{key} {' '.join(texts)} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
+                    f"{', '.join(extra)} is set{origin(first, self.origins)}. Remove it from the file, or change that "
+                    f"entry with --{key}.{i}.{field}."
+                )
+        entries: list[dict[str, Any]] = []
+        for text in texts:
+            value = toml_value(text)
+            several = value if isinstance(value, list) and all(isinstance(v, str) for v in value) else [text]
+            entries += [{field: str(v)} for v in several]
+        parent[name] = entries
+        for path in [p for p in self.origins if p.startswith(f"{key}.")]:
+            del self.origins[path]
+        self.origins[key] = f"flag --{key}"
+
+    def _set(self, key: str, raw: str | None, flags: Collection[str]) -> None:
+        parts = key.split(".")
+        if not all(parts):
+            self.problems.append(f"--{key}: a flag is a path of names joined by single dots, e.g. --run.seed")
+            return
+        if _is_section(key):
+            self.problems.append(f"--{key}: [{key}] is a section. Set a field of it: --{key}.FIELD VALUE.")
+            return
+        node, path = self._descend(parts[:-1], key)
+        if node is None:
+            return
+        if isinstance(node, list):
+            near = self._suggest(key)
+            how = near or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
+            self.problems.append(f"--{key}: {path} is a list.{how}")
+            return
+        last = parts[-1]
+        full = f"{path}.{last}" if path else last
+        if last == "use" and path and raw is not None:
+            self._check_replaced(node, path, raw, flags)
+        node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
+        self.origins[full] = f"flag --{key}"
+
+    def _descend(self, parts: Sequence[str], key: str) -> tuple[Any, str]:
+        node: Any = self.data
+        path = ""
+        for part in parts:
+            if isinstance(node, list):
+                index = self._entry(node, part, path, key)
+                if index is None:
+                    return None, path
+                node, part = node[index], str(index)
+            else:
+                here = f"{path}.{part}" if path else part
+                if part not in node:
+                    node[part] = [] if here in LIST_PATHS else {}
+                elif isinstance(node[part], str):  # the short form of a plugin or model
+                    node[part] = {"model" if here in ("policy", "critic", "reference") else "use": str(node[part])}
+                node = node[part]
+            path = f"{path}.{part}" if path else part
+            if not isinstance(node, dict | list):
+                self.problems.append(f"--{key}: {path}{origin(path, self.origins)} is a single value, not a section")
+                return None, path
+        return node, path
+
+    def _entry(self, entries: list[Any], part: str, path: str, key: str) -> int | None:
+        numbers = [str(n) for n in range(len(entries) + 1)]  # the last one adds an entry
+        if part in numbers:
+            if part == numbers[-1]:
+                entries.append({})
+            return numbers.index(part)
+        labels = [_label(e) for e in entries]
+        if part in labels:
+            return labels.index(part)
+        there = ", ".join(f"{i} ({label})" for i, label in enumerate(labels)) or "none"
+        self.problems.append(f"--{key}: {path} has no entry {part!r}; there are: {there}.{did_you_mean(part, labels)}")
+        return None
+
+    def _check_replaced(self, node: dict[str, Any], path: str, new: str, flags: Collection[str]) -> None:
+        old = node.get("use") or _default(path)
+        if old is not None and old.removeprefix("plugin:") == new.removeprefix("plugin:"):
+            return
+        own = _own_fields(path)
+        if path in RUNTIME:
+            return
+        left = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
+        for field in left:
+            if field not in flags and not self.origins.get(field, "").startswith("flag"):
+                was = f"{old!r}" if old is not None else "the plugin that is there by default"
+                self.problems.append(
+                    f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces by {new!r}. "
+                    f"Remove it from the file, or say what it should be with --{field}."
+                )
+
+
+def _is_section(key: str) -> bool:
+    """Whether a top-level name holds fields, and no text may stand for it."""
+    field = RunFile.model_fields.get(key)
+    if field is None or key in SINGLE or key in LISTS:
+        return False
+    return model_of(field.annotation) is not None or item_of(field.annotation) is not None
+
+
+def _label(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return ""
+    if "path" in entry:
+        return str(entry.get("name") or str(entry["path"]).rsplit("/", 1)[-1].split(".")[0])
+    return str(entry.get("name") or label_of(str(entry.get("use", ""))))
+
+
+def _default(path: str) -> str | None:
+    field = RunFile.model_fields.get(path)
+    default = field.default if field is not None else None
+    return default.use if isinstance(default, Choice) else None
+
+
+def _own_fields(path: str) -> set[str]:
+    """Fields of the section itself, which stay valid whatever plugin it selects."""
+    kind = path.split(".")[0]
+    section = SINGLE.get(path) or (LISTS.get(kind) if path.count(".") == 1 else None)
+    return set(section.model_fields) if section is not None else {"use"}

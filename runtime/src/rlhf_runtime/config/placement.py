@@ -1,0 +1,74 @@
+"""Who lives where: the run file's ``[placement]`` as one place per role, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.interfaces.memory import Footprint
+
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.sections import PlacementSection
+
+
+def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], generator: bool) -> dict[str, Place]:
+    """A place for every role of the run, and for the generator where it has one.
+
+    Raises ConfigError listing every section that names or shares with what the run does not hold, sharing in a chain
+    or a circle, and devices given twice.
+    """
+    held = [*roles, GENERATOR] if generator else list(roles)
+    problems = []
+    for name, section in sections.items():
+        where = f"[placement.{name}]"
+        if name not in held:
+            problems.append(f"{where}: this run holds {', '.join(held)}.{did_you_mean(name, held)} Remove the section.")
+        elif section.share is not None:
+            host = sections.get(section.share, PlacementSection())
+            if section.share == name or section.share not in held:
+                others = ", ".join(h for h in held if h != name)
+                problems.append(f"{where} shares the devices of {section.share!r}; it can share those of {others}.")
+            elif host.share is not None:
+                problems.append(
+                    f"{where} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
+                    "itself in both."
+                )
+            elif "devices" in section.model_fields_set and name != GENERATOR:
+                problems.append(f"{where}: devices are those of {section.share!r}; give only one of share and devices.")
+            elif section.ranks * section.devices > host.ranks * host.devices:
+                problems.append(
+                    f"{where}: {section.ranks} ranks x {section.devices} devices do not fit on the {host.ranks} ranks "
+                    f"x {host.devices} devices = {host.ranks * host.devices} of {section.share!r}. Lower its ranks, or "
+                    f"raise those of {section.share!r}."
+                )
+    raise_problems("the placement does not work", problems)
+    given = {name: sections.get(name, PlacementSection()) for name in held}
+    return {name: Place(s.ranks, s.devices, s.share) for name, s in given.items()}
+
+
+def divided(place: Place, generator: str, footprint: Footprint) -> Place:
+    """The place of the engines, with as many workers as an engine has parts.
+
+    Args:
+        generator: its name, for the message.
+
+    Raises ConfigError where an engine has fewer devices than workers. More are for whoever knows the devices to judge
+    (:func:`rlhf.interfaces.launcher.check_workers`).
+    """
+    tensor, pipeline = footprint.tensor_parallel, footprint.pipeline_parallel
+    if tensor * pipeline > place.devices:
+        raise ConfigError(
+            f"[placement.generator]: generator {generator!r} divides an engine over tensor_parallel x "
+            f"pipeline_parallel = {tensor} x {pipeline} = {tensor * pipeline} workers, each on a GPU of its own, or on "
+            f"a core of its own where there are none; an engine has devices = {place.devices}. Set "
+            f"placement.generator.devices = {tensor * pipeline}, or lower the generator's parallel sizes."
+        )
+    return replace(place, workers=tensor * pipeline)
+
+
+def neighbours(places: Mapping[str, Place], name: str) -> list[str]:
+    """Everyone else who lives on the devices of ``name``."""
+    home = places[name].share or name
+    return [other for other, place in places.items() if other != name and (place.share or other) == home]

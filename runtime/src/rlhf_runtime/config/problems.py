@@ -1,0 +1,166 @@
+"""What is wrong with a configuration, one line a problem: path, origin, value got, what is allowed, nearest match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from rlhf.errors import ConfigError, RlhfError, did_you_mean
+
+from rlhf_runtime.config.flag_values import ALONE, item_of, model_of
+from rlhf_runtime.config.suggestions import Suggestions
+
+_TOML_NAMES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "float",
+    str: "string",
+    list: "list",
+    tuple: "list",
+    dict: "table",
+    type(None): "nothing",
+}
+_RESERVED = frozenset({"options"})
+"""Fields that no one writes: they hold what is not a field of the section."""
+
+
+def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
+    """Raises one error that lists every problem; nothing where there is none."""
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise error("\n".join([f"{what} ({count}):", *("  " + p.replace("\n", "\n  ") for p in problems)]))
+
+
+def describe(
+    error: ValidationError,
+    model: type[BaseModel],
+    prefix: str,
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None = None,
+) -> list[str]:
+    """One line for each error of validating ``model``, whose fields the user writes below ``prefix``.
+
+    Args:
+        suggestions: for names that no section reads; those of the section itself only, where absent.
+    """
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in error.errors(include_url=False):
+        location = tuple(str(part) for part in each["loc"] if "[" not in str(part))  # not the branch of a union
+        found.setdefault(location, []).append({**each, "loc": location})
+    lines = []
+    for errors in found.values():
+        right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
+        for one in errors[:1] if errors[0]["input"] is ALONE else right_type or errors:
+            lines += _lines(one, model, prefix, origins, suggestions)
+    return lines
+
+
+def unknown_keys(
+    path: str,
+    value: Any,
+    allowed: Iterable[str],
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None = None,
+) -> list[str]:
+    """The lines for a key that nothing reads; one for each that is written below it."""
+    names = sorted(set(allowed) - _RESERVED)
+    listed = f"allowed are {', '.join(names)}" if names else "there are no options"
+    lines = []
+    for written in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
+        where = origin(written, origins)
+        if suggestions is None:
+            near = did_you_mean(path.rpartition(".")[2], names)
+        else:
+            near = suggestions.near(written, names if written == path else (), "flag --" in where)
+        here = "" if near and "'" not in near else f" Here {listed}."  # what stands elsewhere is not quoted
+        if "." not in written and "flag --" in where:
+            dots = "" if near else " Fields of the run file are dotted: --run.seed 3"
+            lines.append(f"no flag --{written}.{near}{dots}")
+        else:
+            lines.append(f"{written}{where}: unknown key.{near}{here}")
+    return lines
+
+
+def leaves(table: Mapping[str, Any]) -> list[str]:
+    """Dotted paths of the values in nested tables."""
+    paths: list[str] = []
+    for key, value in table.items():
+        paths += [f"{key}.{p}" for p in leaves(value)] if isinstance(value, Mapping) and value else [key]
+    return paths
+
+
+def origin(path: str, origins: Mapping[str, str]) -> str:
+    """`` (run.toml, line 3)``, of the path or the nearest section above it that was written; empty if none was."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        found = origins.get(".".join(parts[:n]))
+        if found:
+            return f" ({found})"
+    return ""
+
+
+def got(value: Any) -> str:
+    """``string 'abc'``, shortened."""
+    shown = repr(value)
+    return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {shown if len(shown) <= 80 else shown[:77] + '...'}"
+
+
+def _lines(
+    error: dict[str, Any],
+    model: type[BaseModel],
+    prefix: str,
+    origins: Mapping[str, str],
+    suggestions: Suggestions | None,
+) -> list[str]:
+    if error["type"] != "extra_forbidden":
+        return [_line(error, model, prefix, origins)]
+    location = [str(part) for part in error["loc"]]
+    parent = _model_at(model, location[:-1])
+    path = ".".join([prefix, *location] if prefix else location)
+    return unknown_keys(path, error["input"], parent.model_fields if parent else (), origins, suggestions)
+
+
+def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> str:
+    location = [str(part) for part in error["loc"]]
+    path = ".".join([prefix, *location] if prefix else location)
+    kind, value = error["type"], error["input"]
+    at = f"{path}{origin(path, origins)}"
+    if kind == "missing":
+        return f"{at}: required, and not given.{_how_to_give(path)}"
+    message = str(error["msg"])
+    if kind in ("value_error", "assertion_error"):
+        message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return f"{at}: {message}" if path else message  # a check of several sections names them itself
+    message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
+    if value is ALONE:
+        parent = _model_at(model, location[:-1])
+        field = parent.model_fields.get(location[-1]) if parent else None
+        usual = field.default if field is not None and isinstance(field.default, int | float | str) else None
+        return f"{at}: needs a value, which {message}{f', e.g. --{path} {usual}' if usual else ''}."
+    hint = ""
+    if kind == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
+    return f"{at}: {message}, got {got(value)}.{hint}"
+
+
+def _how_to_give(path: str) -> str:
+    if path == "algorithm":
+        return ' Name one with --algo NAME or `algorithm = "NAME"`; `rlhf plugins list` shows them.'
+    if path.rsplit(".", 1)[-1] == "use":
+        return f' Name the plugin: `use = "NAME"` or --{path} NAME.'
+    return f" Set it with --{path} VALUE."
+
+
+def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
+    annotation: Any = model
+    for part in location:
+        here, item = model_of(annotation), item_of(annotation)
+        if here is not None and part in here.model_fields:
+            annotation = here.model_fields[part].annotation
+        elif item is not None:
+            annotation = item[1]
+        else:
+            return None
+    return model_of(annotation)

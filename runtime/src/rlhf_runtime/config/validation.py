@@ -1,0 +1,228 @@
+"""Checks across sections, before anything starts: combinations that each part accepts but that cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from rlhf.interfaces import Algorithm, ComponentConfig, Generator, Loss, Trainer
+from rlhf.types import DataForm, Needs, RoleSpec
+
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.config.online_validation import capability_problems, env_problems, sampling_problems
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
+
+LENDING = "lend:head"
+"""Capability of trainers: what ``Needs.lent`` asks for."""
+
+LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
+    "completion": (),
+    "assistant": ("demonstrations", "pairs", "labels"),
+    "all": ("demonstrations",),
+}
+"""{value of ``data.loss_on``: forms that it is for}; none: all of them."""
+READ_OF: Mapping[str, tuple[DataForm, ...]] = {
+    "response": ("demonstrations", "labels"),
+    "messages": ("demonstrations", "labels", "prompts"),
+    "chosen": ("pairs",),
+    "rejected": ("pairs",),
+    "margin": ("pairs",),
+    "label": ("labels",),
+    "steps": ("steps",),
+    "step_labels": ("steps",),
+    "step_separator": ("steps",),
+    "add_eos": ("demonstrations", "pairs", "labels"),
+}
+"""{field of ``[data]``: forms whose rows it is read of}; a field that is not here is read of all."""
+_OF_ANSWERS = ("response", "add_eos")
+"""Read of prompts too where an algorithm learns from the answers of some rows (``Needs.given``)."""
+
+
+def check(
+    run: RunFile,
+    algorithm: Algorithm,
+    *,
+    rollout_needs_env: bool = False,
+    rollout_replays_env: bool = False,
+    reward_roles: Collection[RoleSpec] = (),
+    generator: type[Generator] | None = None,
+    trainer: type[Trainer] | None = None,
+    scored: bool = True,
+) -> None:
+    """Refuse a run that could only fail later or silently ignore something.
+
+    Args:
+        rollout_needs_env, rollout_replays_env: of the selected rollout, ``Rollout.needs_env`` and ``replays_env``
+            (online runs).
+        reward_roles: roles that the selected rewards declare; the run holds them too.
+        generator, trainer: the selected classes, where their capabilities are to be checked.
+        scored: whether answers must get a reward.
+
+    Raises ConfigError listing every problem and what to do about it.
+    """
+    needs = algorithm.needs()
+    problems = _models(run, algorithm, needs, reward_roles)
+    problems += _ignored_columns(run, algorithm)
+    if run.data.batch_size < needs.rows_min:
+        problems.append(
+            f"{algorithm.name} needs at least {needs.rows_min} rows a step, got data.batch_size = "
+            f"{run.data.batch_size}; set --data.batch_size {needs.rows_min} or more."
+        )
+    if needs.lent and trainer is not None and LENDING not in trainer.capabilities:
+        problems.append(
+            f"{algorithm.name} has roles compute with each other's output heads, which trainer {trainer.name!r} cannot "
+            f"(it lacks {LENDING!r}). Use another --trainer.use."
+        )
+    if algorithm.data == "prompts":
+        problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored, rollout_replays_env)
+    else:
+        problems += _offline(run, algorithm)
+        if run.reward or run.env is not None:  # the policy answers held-out rows
+            problems += env_problems(run, rollout_needs_env, rollout_replays_env)
+    problems += capability_problems(algorithm, needs, generator, trainer)
+    if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
+        why = (
+            "this run has no generator"
+            if generator is None
+            else f"generator {generator.name!r} holds no copy of the weights"
+        )
+        problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
+    if run.sync.tolerance is not None and run.sync.canaries == 0:
+        problems.append(
+            f"sync.tolerance = {run.sync.tolerance:g} is of the canaries, and sync.canaries = 0 sends none. Remove it."
+        )
+    problems += _evaluation(run, generator is not None)
+    raise_problems("these parts of the configuration do not fit together", problems)
+
+
+def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool = False) -> list[str]:
+    """What of ``[data]`` is for rows of another form than the algorithm ``name`` learns from.
+
+    Args:
+        answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given``).
+    """
+    problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
+    if forms and form not in forms:
+        problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
+    given: dict[tuple[DataForm, ...], list[str]] = {}
+    for field, readers in READ_OF.items():
+        read = form in readers or (answers and field in _OF_ANSWERS)
+        if not read and getattr(data, field) != type(data).model_fields[field].default:
+            given.setdefault(readers, []).append(f"data.{field}")
+    for readers, fields in given.items():
+        named, of = ", ".join(fields), " and ".join(readers)
+        problems.append(f"{named}: read of {of} only; {learns}. Remove what is not read.")
+    return problems
+
+
+def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
+    data, form = run.data, algorithm.data
+    problems = ignored_fields(data, form, algorithm.name, algorithm.needs().given > 0)
+    losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
+    if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
+        problems.append(
+            f"data.margin = {data.margin!r}: the loss of {algorithm.name} reads no margins. Remove it, or use one that "
+            "does."
+        )
+    return problems
+
+
+def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Collection[RoleSpec]) -> list[str]:
+    problems = []
+    if run.policy.model is None:
+        problems.append("policy.model: no model is named. Set --model PATH (a folder or a hub name).")
+    if not run.data.train:
+        problems.append("data.train: no training data is named. Set --data FILE.")
+    roles = (*needs.roles, *reward_roles)
+    held = {r.name for r in roles}
+    if run.checkpoint.export_trained and {r.name for r in roles if r.trained} <= {"policy"}:
+        problems.append(
+            f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role beside the policy, "
+            "which is exported in any case. Remove it."
+        )
+    frozen = {
+        r.name for r in roles if not r.trained and r.name != "policy"
+    }  # a policy that only answers trains elsewhere
+    given: Mapping[str, ModelSection] = {"critic": run.critic, "reference": run.reference}
+    for name, section in given.items():
+        if name not in held and section != ModelSection():
+            problems.append(
+                f"[{name}] is set, but {algorithm.name!r} configured like this holds no role {name!r} (it holds "
+                f"{', '.join(sorted(held))}). Remove the section, or switch on what needs it."
+            )
+    for name, section in {**given, **run.roles}.items():
+        if name in frozen and section.gradient_checkpointing:
+            where = name if name in given else f"roles.{name}"
+            problems.append(
+                f"{where}.gradient_checkpointing = true: {name} is not trained, so it has no backward pass. Remove it."
+            )
+    for name in run.roles:
+        if name not in held or name in ("policy", "critic", "reference"):
+            hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
+            problems.append(f"[roles.{name}]: no selected plugin declares this further role. {hint}")
+    return problems
+
+
+def _evaluation(run: RunFile, sampled: bool) -> list[str]:
+    """What would be evaluated to no purpose, or not at all."""
+    problems = []
+    if not run.data.eval:
+        if run.eval != EvalSection():
+            problems.append(
+                "[eval] is set, but there is no data.eval to evaluate on. Set --eval-data FILE, or remove it."
+            )
+        if not run.checkpoint.save_best:
+            problems.append("checkpoint.save_best = false: there is no data.eval, so no step is the best. Remove it.")
+        return problems
+    if run.eval.patience is not None and run.eval.every is None:
+        problems.append(
+            f"eval.patience = {run.eval.patience} counts evaluations during training, and eval.every is not set: there "
+            "is one at the end only. Set --eval.every STEPS, or remove it."
+        )
+    if sampled and run.eval.samples > 1 and run.eval.temperature == 0 and run.env is None:
+        problems.append(
+            f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives one answer {run.eval.samples} times, and "
+            "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
+        )
+    return problems
+
+
+def _not_default(section: ComponentConfig, *but: str) -> list[str]:
+    """Fields of a section that are set to something else than their defaults."""
+    usual = type(section)()
+    return [n for n in type(section).model_fields if n not in but and getattr(section, n) != getattr(usual, n)]
+
+
+def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
+    """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
+    problems = []
+    what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
+    if run.stream != StreamSection():
+        problems.append(f"[stream] is set, but {what}. Remove it.")
+    answers = bool(run.data.eval) and (bool(run.reward) or run.env is not None)
+    for name in _not_default(run.sampling, *([] if not answers else ["max_new_tokens", "stop"])):
+        problems.append(f"sampling.{name} = {getattr(run.sampling, name)!r}: {what}. Remove it.")
+    of_answers = ("samples", "temperature", "max_new_tokens", "pass_threshold")
+    for name in [n for n in _not_default(run.eval) if n in of_answers and run.data.eval and not answers]:
+        problems.append(
+            f"eval.{name} = {getattr(run.eval, name)!r} is of answers, and without a reward or an environment "
+            "data.eval is scored by the loss. Remove it, or set --reward NAME."
+        )
+    for reward in run.reward:
+        if reward.credit != "outcome":
+            problems.append(f"reward.{reward.label}.credit = {reward.credit!r} is of training, and {what}. Remove it.")
+    if not run.data.eval:
+        for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
+            if given:
+                problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+    if run.env is not None and run.env.credit != "outcome":
+        problems.append(f"env.credit = {run.env.credit!r} is of training, and {what}. Remove it.")
+    head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")
+    if run.data.eval and head != "lm" and (run.reward or run.env is not None):
+        problems.append(
+            f"reward or env is set to evaluate by answers, but the policy of {algorithm.name} has a {head!r} head and "
+            "writes none; data.eval is scored by the loss. Remove it."
+        )
+    return problems

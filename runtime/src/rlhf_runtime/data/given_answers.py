@@ -1,0 +1,114 @@
+"""Answers that a data row brings along: in one column or several, one answer in each or a list of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError, did_you_mean
+from rlhf.types import Group, Trajectory
+
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.row_rules import check_prompt
+from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.template import Template
+
+COLUMNS = ("response", "responses", "completion", "completions", "answers")
+"""Where answers are looked for; not ``answer``, which beside a prompt is as often what is right."""
+
+
+def answer_columns(source: Source, named: Sequence[str]) -> tuple[str, ...]:
+    """The columns with a source's answers: those named, else the one of :data:`COLUMNS` that it has.
+
+    Raises DataError: a named column that is not there, or none or several of the usual ones.
+    """
+    title, present = f"{source.name!r} ({source.section.path})", f"columns present: {', '.join(source.columns)}."
+    for column in named:
+        if column not in source.columns:
+            raise DataError(f"{title} has no column {column!r}; {present}{did_you_mean(column, source.columns)}")
+    found = [c for c in COLUMNS if c in source.columns]
+    if not named and len(found) != 1:
+        problem = f"has answers in {' and '.join(found)}" if found else f"has none of the columns {', '.join(COLUMNS)}"
+        raise DataError(f"{title} {problem}; {present} Name the columns with the answers: --answers COLUMN.")
+    return tuple(named or found)
+
+
+class GivenAnswers:
+    """Groups of given answers: one a row, in the order of the sources.
+
+    Raises DataError for what ``data.bad_rows`` or ``data.too_long`` do not leave out, with its file and line.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], columns: Sequence[str], template: Template, section: DataSection
+    ) -> None:
+        self.template, self.section = template, section
+        self.columns = {source.name: answer_columns(source, columns) for source in sources}
+        self._rows = [(source, index) for source in sources for index in range(len(source))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def group(self, number: int, left_out: Counter[str]) -> Group:
+        """The answers of row ``number``, in their order; those left out are counted by reason."""
+        source, index = self._rows[number]
+        where, row = source.where(index), source[index]
+        group = Group(row, number, [])
+        try:
+            texts = [text for column in self.columns[source.name] for text in _texts(row.columns, column)]
+        except DataError as error:
+            self._refuse("bad_rows", f"{where}: {error}", error)
+            left_out["rows whose answers cannot be read"] += 1
+            return group
+        for sample, text in enumerate(texts):
+            try:
+                turns = self.template.encode_answer(row, text)
+                tokens = sum(len(turn.ids) for turn in turns)
+                long = check_prompt(len(turns[0].ids), self.section)
+            except DataError as error:
+                self._refuse("bad_rows", f"{where}, answer {sample}: {error}", error)
+                left_out["answers that cannot be used"] += 1
+                continue
+            if not long and tokens > self.section.max_tokens:
+                long = f"prompt and answer have {tokens} tokens, over data.max_tokens = {self.section.max_tokens}"
+            if long:
+                self._refuse("too_long", f"{where}, answer {sample}: {long}")
+                left_out["answers that are too long"] += 1
+                continue
+            turns[1].text = text
+            group.trajectories.append(Trajectory(row, turns, (number, sample)))
+        return group
+
+    def _refuse(self, key: str, problem: str, cause: Exception | None = None) -> None:
+        """Raise, unless the option says to leave such out."""
+        if getattr(self.section, key) == "error":
+            raise DataError(f"{problem}. --data.{key} drop leaves such out (counted).") from cause
+
+
+def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
+    """The answers in a column. Raises DataError for what holds none."""
+    value = columns.get(name)
+    several = isinstance(value, list) and not _is_message_list(value)
+    texts = [_text(one, name) for one in (value if several and isinstance(value, list) else [value])]
+    if not texts:
+        raise DataError(f"column {name!r} holds no answer")
+    return texts
+
+
+def _is_message_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _text(value: Any, name: str) -> str:
+    """An answer: text, or one message of the assistant."""
+    if isinstance(value, str):
+        return value
+    if _is_message_list(value) and len(value) == 1 and value[0]["role"] == "assistant":
+        text = value[0].get("content")
+        if isinstance(text, str):
+            return text
+    raise DataError(
+        f"column {name!r}: an answer is text or a list of one assistant message, and a column holds one or a list of "
+        f"them; got {type(value).__name__} {str(value)[:60]!r}"
+    )

@@ -1,0 +1,88 @@
+"""What rows must be like to be trained on: lengths, something to learn, labels of both kinds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf.errors import DataError, shown
+from rlhf.types.examples import Example
+
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.row_fields import as_label
+from rlhf_runtime.data.sources import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a row can be used."""
+
+    kind: Literal["", "too_long", "bad_rows"] = ""
+    """Empty: it can; else the option of ``[data]`` that says what becomes of it."""
+    text: str = ""
+    """Why not."""
+    example: Example | None = None
+    """Its tokens, where it has any (offline forms)."""
+    error: DataError | None = None
+    tokens: int = 0
+    """Of its longest sequence."""
+
+
+def check_prompt(tokens: int, section: DataSection) -> str:
+    """What is too long about a prompt that is to be answered; empty where it fits. Raises DataError: it is empty."""
+    if not tokens:
+        raise DataError("the prompt is empty; at least one token is needed to continue from")
+    return _prompt(tokens, section)
+
+
+def check_example(example: Example, section: DataSection) -> str:
+    """What is too long about a tokenised row; empty where it fits. Raises DataError: nothing can be learnt from it."""
+    for sequence in example.sequences:
+        if len(sequence.ids) < 2:
+            raise DataError("the row is empty: it has no token that could be learnt from what precedes it")
+        if True not in sequence.loss_mask[1:]:
+            raise DataError("no token of the row is trained on: its answer is empty")
+        problem = _prompt(sequence.loss_mask.index(True), section)
+        if problem:
+            return problem
+        if len(sequence.ids) > section.max_tokens:
+            return f"the row has {len(sequence.ids)} tokens, over data.max_tokens = {section.max_tokens}"
+    return ""
+
+
+def _prompt(tokens: int, section: DataSection) -> str:
+    if section.max_prompt_tokens is not None and tokens > section.max_prompt_tokens:
+        return f"the prompt has {tokens} tokens, over data.max_prompt_tokens = {section.max_prompt_tokens}"
+    if tokens >= section.max_tokens:
+        return f"the prompt has {tokens} tokens; data.max_tokens = {section.max_tokens} leaves no room to answer"
+    return ""
+
+
+def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) -> None:
+    """Read the labels of all training rows once.
+
+    Args:
+        columns: the column of labels of each source.
+        drop: whether values that are no labels are left out later; refused here otherwise.
+
+    Raises DataError: a value that is no label (the first of them, with file and line), or labels of one kind only.
+    """
+    counts: Counter[bool | None] = Counter()
+    for source, column in zip(sources, columns, strict=True):
+        for index, value in enumerate(source.values(column)):
+            label = as_label(value)
+            counts[label] += 1
+            if label is None and not drop:
+                raise DataError(
+                    f"{source.where(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
+                    f'{shown(value)}. Correct it, or set data.bad_rows = "drop" to leave such rows out (counted).'
+                )
+    if not (counts[True] and counts[False]):
+        neither = f" and {counts[None]} values that are no labels" if counts[None] else ""
+        raise DataError(
+            f"the training data has labels of one kind only: {counts[True]} rows are labelled true and "
+            f"{counts[False]} false{neither}. Learning from labels needs both; is {columns[0]!r} the right column? "
+            "Name another with --data.label."
+        )

@@ -1,0 +1,112 @@
+"""A model that only answers, with the rollouts, rewards and data of training: `rlhf eval` and `rlhf generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rlhf.interfaces import GENERATOR, Algorithm
+from rlhf.ops.batch import Batch
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Needs, RoleSpec
+
+from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_runtime.config.components import select
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection
+from rlhf_runtime.config.validation import READ_OF
+from rlhf_runtime.loop.evaluate import evaluate_rollouts
+from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.samples.answering import Answering, answering, evaluation_settings
+from rlhf_runtime.setup.launch import launch_roles
+from rlhf_runtime.setup.prepare import Prepared, prepare
+
+
+class Answer(Algorithm):
+    """Learns nothing: holds an untrained policy."""
+
+    name = "answer"
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy"),))
+
+    def assemble(self, examples: Sequence[object]) -> Batch | None:
+        return None
+
+    def updates(self, step: int) -> list:
+        return []
+
+
+@contextmanager
+def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answering]]:
+    """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
+    plugins.register("algorithm", Answer)
+    config = _for_answers(config, plugins)
+    prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
+    for note in prepared.data.notes:
+        _say(note)
+    launcher = prepared.parts["launcher"].build()
+    with ExitStack() as closing:
+        closing.callback(launcher.shutdown)
+        roles = launch_roles(prepared, launcher)
+        made = answering(prepared, roles, launcher, _say)
+        for closer in reversed(made.closers):
+            closing.callback(closer)
+        made.sync.push(0)
+        yield prepared, made
+
+
+def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
+    """The run file without what is for training alone: a file that trains is one that evaluates, as it is."""
+    rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
+    taught = [name for name, forms in READ_OF.items() if "prompts" not in forms]
+    data = {"train": rows, "eval": rows, "loss_on": "completion"}
+    data |= {name: DataSection.model_fields[name].default for name in taught}
+    rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]
+    held = {role.name for reward in rewards for role in reward.roles()}
+    unused = {name: ModelSection() for name in ("critic", "reference") if name not in held}
+    return config.model_copy(
+        update={
+            "algorithm": Choice(use="answer"),
+            "data": config.data.model_copy(update=data),
+            "sampling": SamplingSection(max_new_tokens=config.sampling.max_new_tokens, stop=config.sampling.stop),
+            "stream": _deadlines(config.stream),
+            "roles": {name: section for name, section in config.roles.items() if name in held},
+            "placement": {name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *held}},
+            "eval": config.eval.model_copy(update={"metric": None, "mode": "auto", "patience": None}),
+            "run": config.run.model_copy(update={"output": config.run.output, "overwrite": False}),  # not written to
+            "observer": (),
+            "env": config.env and config.env.model_copy(update={"credit": "outcome"}),
+            **unused,
+        }
+    )
+
+
+def _deadlines(section: StreamSection) -> StreamSection:
+    return StreamSection(rollout_deadline=section.rollout_deadline, max_failed=section.max_failed)
+
+
+def _say(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)  # noqa: T201
+
+
+def evaluate_model(
+    config: RunFile,
+    plugins: Plugins,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    save: Path | None = None,
+) -> tuple[Metrics, list[Group]]:
+    """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
+    ``left_out``, the number of rows that are not among them, where there are any."""
+    with answers(config, plugins) as (prepared, made):
+        rows = prepared.data.eval_rows()[: config.eval.max_rows]
+        settings = evaluation_settings(config, _say)
+        metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
+        if save is not None:
+            write_groups(save, groups, prepared.data.template.prompt_of)
+        if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
+            metrics["eval/left_out"] = float(left_out)
+        return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups

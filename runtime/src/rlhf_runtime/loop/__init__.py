@@ -1,0 +1,1 @@
+"""The training loop: one page for online runs, one for offline runs, and what they share."""

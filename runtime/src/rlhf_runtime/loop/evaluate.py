@@ -1,0 +1,89 @@
+"""Evaluation on held-out rows: by rollouts where there are rewards, by the loss where there are demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from rlhf.interfaces import Algorithm
+from rlhf.ops.loss_value import finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.types import Group, Row, Update
+from rlhf.types.examples import Example
+
+from rlhf_runtime.config.sections import EvalSection
+from rlhf_runtime.loop.learn import Metrics, role_of
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.observe.best_value import unknown_metric
+from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+
+
+def evaluate_rollouts(
+    rollouts: Rollouts,
+    rows: Sequence[Row],
+    settings: RolloutSettings,
+    section: EvalSection,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Metrics, list[Group]]:
+    """Answer every row ``samples`` times with the weights of now; metrics are named ``eval/...``.
+
+    Seeds depend on the run's seed, the row's place and the sample alone: two evaluations of the same weights are equal,
+    and so are two runs' evaluations. Failed samples count as failed, whatever the training policy is; where too many
+    fail, RolloutError (``stream.max_failed``).
+    """
+    settings = replace(settings, abort_on_failure=False)
+    if settings.failures is not None:
+        settings.failures.forget()
+    groups: list[Group] = []
+    for start in range(0, len(rows), batch_size):
+        groups += rollouts.run(rows[start : start + batch_size], start, settings)
+        progress(len(groups), len(rows))
+    metrics = evaluation_metrics(groups, section.samples, section.pass_threshold)
+    return {f"eval/{name}": value for name, value in metrics.items()}, groups
+
+
+def check_metric(
+    section: EvalSection, sources: Collection[str], scored: bool, losses: Callable[[], Mapping[str, float]] | None
+) -> None:
+    """Raises ConfigError where no evaluation of the run has ``eval.metric``.
+
+    Args:
+        sources: of the held-out rows that the policy answers; none where it answers none.
+        scored: whether its answers get a reward.
+        losses: the metrics of the loss on held-out rows, where it is evaluated. They are named by the loss itself, so
+            it is computed once where ``eval.metric`` is no other name.
+    """
+    metric = section.metric
+    names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored)] if sources else []
+    wanted = {metric, f"eval/{metric}"}
+    if metric is None or wanted & {*names, *(["eval/loss"] if losses is not None else [])}:
+        return
+    names += losses() if losses is not None else ()
+    if not wanted & set(names):
+        raise unknown_metric(metric, sorted(names))
+
+
+def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
+    """The losses that the algorithm would train with, on held-out examples as one batch; nothing is learnt."""
+    batch = algorithm.assemble(examples)
+    if batch is None:
+        return {}
+    for annotation in algorithm.annotations(0):
+        batch = role_of(roles, annotation.role, f"annotations() of {algorithm.name!r}").annotate(batch, [annotation])
+    batch, _ = algorithm.credit(batch)
+    metrics: Metrics = {}
+    for update in algorithm.updates(0):
+        if not isinstance(update, Update):
+            continue
+        loss = algorithm.parts[update.loss]
+        weighted = batch
+        for annotation in loss.prepass():
+            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
+            weighted = reader.annotate(weighted, [annotation])
+        weighted = weigh(loss.prepare(weighted), loss.reduce())
+        sums = finish_sums(roles[update.role].evaluate(weighted, loss, update))
+        metrics |= {f"eval/{name}" if update.role == "policy" else f"eval/{update.role}/{name}": value
+                    for name, value in sums.items()}  # fmt: skip
+    return metrics

@@ -1,0 +1,170 @@
+"""One step of learning, shared by both controllers: annotate, credit, update."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from rlhf.errors import TrainingError, boundary
+from rlhf.interfaces import Algorithm, Loss
+from rlhf.ops.batch import Batch
+from rlhf.ops.loss_value import add_sums, finish_sums
+from rlhf.ops.reduce import weigh
+from rlhf.seeds import derive_seed
+from rlhf.types import Snapshot, Update
+from rlhf.weights.bucket import Bucket
+from rlhf.weights.fingerprint import marks
+from torch import Tensor
+
+from rlhf_runtime.models.roles import Role
+
+Metrics = dict[str, float]
+
+
+def learn(
+    batch: Batch,
+    algorithm: Algorithm,
+    roles: Mapping[str, Role],
+    seed: int,
+    step: int,
+    keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
+) -> tuple[Batch, Metrics]:
+    """Annotate the batch, turn rewards into credit, train every role the algorithm names.
+
+    Args:
+        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient was not finite: weights
+            stay as they were, and the batch is kept for study.
+
+    Returns: (the batch with every column that was added on the way, the metrics of the step).
+    """
+    wanted = algorithm.annotations(step)
+    for name in dict.fromkeys(a.role for a in wanted):
+        role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
+        batch = role.annotate(batch, [a for a in wanted if a.role == name])
+    with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
+        batch, metrics = algorithm.credit(batch)
+        updates = algorithm.updates(step)
+    for update in updates:
+        if isinstance(update, Snapshot):
+            snapshot(roles, update)
+        else:
+            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
+    return batch, metrics
+
+
+def role_of(roles: Mapping[str, Role], name: str, who: str) -> Role:
+    """The role that an algorithm or a loss names. Raises TrainingError where the algorithm does not declare it."""
+    if name not in roles:
+        raise TrainingError(
+            f"{who} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
+            f"algorithm declares its roles: needs() must return Needs(roles=(..., RoleSpec({name!r})))."
+        )
+    return roles[name]
+
+
+def catch_up(planned: Iterable[Update | Snapshot], roles: Mapping[str, Role]) -> None:
+    """At the end of a step, with what :meth:`Algorithm.updates` said before it: a step with nothing to learn from, or
+    with too little for all minibatches, took fewer optimizer steps than the learning rates' schedules count on."""
+    steps: Counter[str] = Counter()
+    for update in planned:
+        if isinstance(update, Update):
+            steps[update.role] += update.epochs * update.minibatches
+    for name, count in steps.items():
+        roles[name].catch_up(count)
+
+
+def train(
+    batch: Batch,
+    loss: Loss,
+    roles: Mapping[str, Role],
+    update: Update,
+    seed: int,
+    step: int,
+    keep_skipped: Callable[[str, Batch], None],
+) -> Metrics:
+    """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
+    if update.live and update.epochs * update.minibatches != 1:
+        raise TrainingError(
+            f"the update of {update.role!r} has {update.epochs} x {update.minibatches} optimizer steps and leaves out "
+            f"{sorted(update.live)}: only a single step may, as the live output differs from it afterwards"
+        )
+    role, parts, skipped = role_of(roles, update.role, "updates()"), [], 0
+    grad_norms: list[float] = []
+    result = None
+    for minibatch in minibatches(batch, update, seed, step):
+        for annotation in loss.prepass():  # by the weights of now: earlier minibatches have changed them
+            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
+            minibatch = reader.annotate(minibatch, [annotation])
+        with boundary(TrainingError, f"loss {loss.name!r}"):
+            minibatch = weigh(loss.prepare(minibatch), loss.reduce())
+        sums, result = role.update(minibatch, loss, update)
+        if result.skipped:  # its sums may hold NaN: they stay out of the metrics
+            skipped += 1
+            keep_skipped(f"{update.role}: {result.skipped}", minibatch)
+        else:
+            parts.append(sums)
+            grad_norms.append(result.grad_norm)
+    assert result is not None
+    summed = add_sums(parts)
+    # A sum without a count is a value of a whole optimizer batch (the loss): its mean over them is reported.
+    already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
+    values = finish_sums(summed | already_normalised)
+    values["lr"] = result.lr
+    values["skipped"] = float(skipped)
+    if grad_norms:
+        values["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    return {f"{update.role}/{name}": value for name, value in values.items()}
+
+
+def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[Batch]:
+    """The optimizer batches of an update: per epoch a seeded shuffle of the units, cut into near-equal parts."""
+    if update.minibatches > batch.units:
+        raise TrainingError(
+            f"{update.minibatches} minibatches of {batch.units} units: some would be empty. An algorithm asks for at "
+            "most as many as its batch has units"
+        )
+    for epoch in range(update.epochs):
+        if update.minibatches == 1:
+            yield batch
+            continue
+        generator = torch.Generator().manual_seed(derive_seed(seed, "minibatch", step, epoch))
+        order = torch.randperm(batch.units, generator=generator).tolist()
+        bounds = [round(i * batch.units / update.minibatches) for i in range(update.minibatches + 1)]
+        for start, end in itertools.pairwise(bounds):
+            yield batch.select(order[start:end])
+
+
+def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
+    """``role := share source + (1 - share) role`` on every rank."""
+    source, target = (role_of(roles, name, "a Snapshot in updates()") for name in (update.source, update.role))
+    sent = list(source.group.stream("buckets", "live"))
+    if update.share < 1:
+        old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]
+        held = {name: tensor for bucket in old for name, tensor in bucket.tensors}
+        sent = [mixed(source.group.value(item), held, update) for item in sent]
+    target.changes += 1
+    target.every("load_buckets", sent)
+
+
+def mixed(bucket: Bucket, held: Mapping[str, Tensor], update: Snapshot) -> Bucket:
+    """``share bucket + (1 - share) held``, tensor by tensor, in new memory.
+
+    Args:
+        held: every tensor of the role that is overwritten, by name.
+
+    Raises TrainingError where the two roles are not of one architecture.
+    """
+    made: list[tuple[str, Tensor]] = []
+    for name, tensor in bucket.tensors:
+        old = held.get(name)
+        if old is None or old.shape != tensor.shape:
+            what = "lacks it" if old is None else f"has it with the shape {tuple(old.shape)}"
+            raise TrainingError(
+                f"role {update.role!r} cannot be mixed with {update.source!r}: of the tensor {name!r}, of shape "
+                f"{tuple(tensor.shape)}, it {what}. Both must be of one architecture and vocabulary."
+            )
+        new = tensor.to(old.device).float() * update.share + old.float() * (1 - update.share)
+        made.append((name, new.to(old.dtype)))
+    return Bucket(tuple(made), tuple(marks([tensor for _, tensor in made])))

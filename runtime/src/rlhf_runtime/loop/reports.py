@@ -1,0 +1,93 @@
+"""What a run says of its steps: a line each in ``metrics.jsonl``, to its observers and on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf.errors import RlhfError, boundary
+from rlhf.interfaces import Observer
+
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.observe.metrics import TIME
+from rlhf_runtime.observe.progress import Progress
+from rlhf_runtime.observe.run_directory import RunDirectory
+
+
+class Reports:
+    """One run's line a step, and the calls of its observers.
+
+    Args:
+        store: knows what is left of the run where the disk is full.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, progress: Progress, observers: Mapping[str, Observer], store: CheckpointStore
+    ) -> None:
+        self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
+        self._started = time.perf_counter()
+        self._times: dict[str, float] = {}
+        self._covered: set[str] = set()
+        self._said_equal = False
+
+    def begin_step(self) -> None:
+        """From here the next line's times are counted."""
+        self._times = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+
+    def record(self, done: int, metrics: Metrics) -> None:
+        """Add the times of the step to ``metrics`` and write its line. ``done``: finished steps, this one included."""
+        if self._times:
+            metrics |= {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
+            metrics[f"{TIME}step"] = time.perf_counter() - self._started
+        with self._store.writing(self._directory.metrics.path):
+            self._directory.metrics.append(done, metrics)
+
+    def tell(self, done: int, metrics: Metrics) -> None:
+        """Observers and the terminal see what :meth:`record` wrote."""
+        self.observe("step_finished", done, metrics)
+        self._progress.step(done, metrics)
+
+    def observe(self, event: str, *arguments: Any) -> None:
+        """Call the method ``event`` of every observer. Raises RlhfError naming the observer and the event."""
+        for name, observer in self._observers.items():
+            with boundary(RlhfError, f"observer {name!r}, {event}"):
+                getattr(observer, event)(*arguments)
+
+    def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:
+        """After a trained role's first update: parameters that got no gradient or did not move are named once. While
+        all advantages are 0, no parameter can get a gradient: that is said instead."""
+        for name, role in roles.items():
+            if name in self._covered:
+                continue
+            report: Mapping[str, Sequence[str]] = role.every("coverage")[0]
+            if not report:  # not updated yet
+                continue
+            if metrics.get(f"{name}/grad_norm") == 0 and metrics.get("advantage/abs_max") == 0:
+                if not self._said_equal:
+                    self._progress.note(
+                        f"{name}: every advantage of this step is 0, so the gradient is 0 and nothing is learnt. The "
+                        "rewards that are compared are all equal."
+                    )
+                self._said_equal = True
+                continue
+            self._covered.add(name)
+            for what, every in report.items():
+                parameters = [p for p in every if ".lora_A." not in p]  # multiplied by B, which is 0 at the start
+                if parameters:
+                    shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+                    what = what.replace("_", " ")
+                    self._progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")

@@ -1,0 +1,70 @@
+"""The fields of ``state.json`` with their types, as :mod:`rlhf_runtime.loop.checkpoint_state` writes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+from rlhf.saved import Counter, Saved
+
+
+def _number(text: str) -> str:
+    float(text)  # raises ValueError, which says what it got
+    return text
+
+
+class SavedSource(Saved):
+    fingerprint: str
+    rows: Counter
+
+
+class SavedOrder(Saved):
+    """:class:`rlhf_runtime.data.order.RowOrder`."""
+
+    drawn: list[Counter]
+    seed: int
+    shuffle: bool
+    probabilities: list[float | None]
+    sources: dict[str, SavedSource]
+
+
+class SavedData(Saved):
+    """:class:`rlhf_runtime.data.dataset.TrainData`."""
+
+    order: SavedOrder
+    dropped: Counter
+    bad_rows: Counter = 0
+
+
+class SavedBatch(Saved):
+    version: Counter
+    counts: dict[str, float]
+    groups: Counter
+
+
+class SavedStream(Saved):
+    """:class:`rlhf_runtime.samples.stream.Stream`."""
+
+    rows: SavedData
+    generated: Counter
+    next_number: Counter
+    ready: list[SavedBatch]
+
+
+class SavedBest(Saved):
+    """:class:`rlhf_runtime.observe.best_value.BestTracker`."""
+
+    metric: str | None
+    mode: Literal["max", "min"]
+    value: Annotated[str, AfterValidator(_number)] | None
+    step: Counter | None
+    waited: Counter
+
+
+class SavedState(Saved):
+    step: Counter
+    updates: Counter
+    components: dict[str, dict[str, Any]]
+    stream: SavedStream | None = None
+    data: SavedData | None = None
+    best: SavedBest | None = None

@@ -1,0 +1,207 @@
+"""What a frozen role says about every row, computed once before the first step: ``[reference] precompute = true``.
+
+Values are found again by what they were computed on, the tokens of a sequence and the columns that a head reads, so
+they do not depend on the order of rows or on what a batch is made of. The role's model is let go before any trained
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from rlhf.types.examples import Example
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_runtime.models.roles import Role
+
+BATCHES = 8
+"""As many batches' rows the role is given at once."""
+
+_KEY = 16  # bytes; two of 2^40 sequences share one with a probability of 2^-49
+
+
+@dataclass
+class Table:
+    """{key of a sequence: its values, in the order of its tokens}, float32."""
+
+    values: dict[bytes, Tensor] = field(default_factory=dict)
+
+    def add(self, batch: Batch, head: Head, view: str, values: Tensor) -> None:
+        """``values``: what the head gave for the batch, [N] or, for heads of whole sequences, [B]."""
+        for key, rows in zip(keys(batch, head, view), _rows(batch, head), strict=True):
+            self.values.setdefault(key, values[rows].float().clone())
+
+    def missing(self, batch: Batch, heads: Sequence[tuple[Head, str]]) -> Tensor:
+        """bool [B]: sequences of which some value is not known."""
+        known_B = torch.ones(batch.sequences, dtype=torch.bool)
+        for head, view in heads:
+            known_B &= torch.tensor([key in self.values for key in keys(batch, head, view)])
+        return ~known_B
+
+    def look_up(self, batch: Batch, head: Head, view: str) -> Tensor | None:
+        """[N] or [B]; None where a sequence is not known."""
+        found = [self.values.get(key) for key in keys(batch, head, view)]
+        return torch.cat(found) if all(f is not None for f in found) else None  # type: ignore[arg-type]
+
+    def save(self, path: Path, model: str) -> None:
+        path.parent.mkdir(exist_ok=True)
+        order = list(self.values)
+        tensors = {
+            "keys": torch.frombuffer(bytearray(b"".join(order)), dtype=torch.uint8).view(-1, _KEY),
+            "sizes": torch.tensor([self.values[key].numel() for key in order]),
+            "values": torch.cat([self.values[key] for key in order]),
+        }
+        partial = path.with_suffix(".partial")
+        try:
+            save_file(tensors, partial, {"model": model})
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path, model: str) -> Table:
+        """What :meth:`save` wrote; empty where there is nothing, or where it is of another model."""
+        if not path.is_file():
+            return cls()
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("model") != model:
+                return cls()
+            all_keys: bytes = file.get_tensor("keys").numpy().tobytes()
+            parts = file.get_tensor("values").split(file.get_tensor("sizes").tolist())
+        return cls({all_keys[i * _KEY : (i + 1) * _KEY]: part for i, part in enumerate(parts)})
+
+
+class PrecomputedRole(Role):
+    """A role without a model: it answers from a table."""
+
+    def __init__(self, spec: ModelSpec, table: Table) -> None:
+        self.spec, self.view, self.table = spec, "live", table
+        self.facts = TrainerFacts()
+
+    def forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> dict[str, Tensor]:
+        outputs = {head.name: self.table.look_up(batch, head, view) for head in heads}
+        unknown = [name for name, values in outputs.items() if values is None]
+        if unknown:
+            raise TrainingError(
+                f"role {self.name!r} was precomputed, but a batch holds sequences whose {unknown[0]!r} is not known: "
+                f"the algorithm reads it at another place than at the first step. Remove precompute of {self.name!r}."
+            )
+        return {name: values for name, values in outputs.items() if values is not None}
+
+
+def precompute(
+    spec: ModelSpec,
+    path: Path,
+    algorithm: Algorithm,
+    examples: Callable[[], Iterable[Sequence[Example]]],
+    launch: Callable[[], Role],
+    note: Callable[[str], None],
+    writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext(),
+) -> PrecomputedRole:
+    """The role's annotations of all examples; those that ``path`` holds from before a resume are not made again.
+
+    Args:
+        examples: every row that the run may use, in parts that are assembled at once.
+        launch: loads the role's model; called only where something is missing.
+        writing: entered while ``path`` is written; turns a full disk into the run's own error.
+    """
+    model = identity(spec)
+    table = Table.load(path, model)
+    wanted = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
+
+    def batches() -> Iterator[Batch]:
+        assembled = (algorithm.assemble(part) for part in examples())
+        return (batch for batch in assembled if batch is not None)
+
+    heads = [(Role.head_of(spec, a.output), a.view) for a in wanted]
+    known = set(table.values)
+    total = len({key for batch in batches() for head, view in heads for key in keys(batch, head, view)} - known)
+    if total:
+        role = launch()
+        told = 0
+        note(f"{role.name}: precomputing {', '.join(a.column for a in wanted)} of {total // len(heads)} sequences")
+        for batch in batches():
+            missing_B = table.missing(batch, heads)
+            if not bool(missing_B.any()):
+                continue
+            new = batch.keep(missing_B)
+            for view in dict.fromkeys(view for _, view in heads):
+                own = [head for head, of in heads if of == view]
+                for head, values in zip(own, role.forward(new, own, view).values(), strict=True):
+                    table.add(new, head, view, values)
+            done = len(table.values) - len(known)
+            if done * 10 // total > told:
+                told = done * 10 // total
+                with writing(path):
+                    table.save(path, model)  # a run that is stopped meanwhile goes on from here
+                note(f"{role.name}: {done // len(heads)} of {total // len(heads)} sequences precomputed")
+        role.group.shutdown()
+        del role
+        gc.collect()  # a module and its hooks refer to each other
+    return PrecomputedRole(spec, table)
+
+
+def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
+    """[B]: of everything that a head's values of a sequence are computed from."""
+    columns = [batch.ids_N]
+    names = [n for n in ("temperature", head.over, *head.columns) if n in batch.tok]
+    columns += [batch.tok[name] for name in names]
+    start = repr((head.name, head.over, head.at, view, names)).encode()
+    lens = batch.lens_B.tolist()
+    digests = [hashlib.blake2b(start, digest_size=_KEY) for _ in lens]
+    for column in columns:
+        for digest, part in zip(digests, column.split(lens), strict=True):
+            digest.update(part.contiguous().numpy().tobytes())
+    return [digest.digest() for digest in digests]
+
+
+def identity(spec: ModelSpec) -> str:
+    """Which model, in which arithmetic: its path and, of a folder, the sizes and times of its files."""
+    folder = Path(spec.path).expanduser()
+    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("config.json")) if folder.is_dir() else []
+    stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
+    return hashlib.sha256(repr((spec.path, spec.role.head, spec.dtype, spec.on_processor, stats)).encode()).hexdigest()
+
+
+def _rows(batch: Batch, head: Head) -> list[slice]:
+    """Where each sequence's values are in what the head gave."""
+    if head.over == "last_token":
+        return [slice(b, b + 1) for b in range(batch.sequences)]
+    ends = torch.cumsum(batch.lens_B, 0).tolist()
+    return [slice(end - n, end) for end, n in zip(ends, batch.lens_B.tolist(), strict=True)]
+
+
+def problems_of(
+    asked: Iterable[str], algorithm: Algorithm, trained: Collection[str], snapshots: Collection[str]
+) -> list[str]:
+    """Why these roles cannot be precomputed."""
+    problems = []
+    for name in asked:
+        wanted = [a for a in algorithm.annotations(0) if a.role == name]
+        together = [a.column for a in wanted if not a.per_row]
+        if algorithm.data == "prompts":
+            why = f"{algorithm.name} learns from samples that do not exist before the run"
+        elif name in trained:
+            why = f"{algorithm.name} trains it"
+        elif name in snapshots:
+            why = f"{algorithm.name} replaces its weights on the way"
+        elif not wanted:
+            why = f"{algorithm.name} reads nothing off it before an update"
+        elif together:
+            why = f"{algorithm.name} computes {together[0]!r} on rows put together, which differ from step to step"
+        else:
+            continue
+        problems.append(f"{name}.precompute = true, but {why}. Remove it.")
+    return problems

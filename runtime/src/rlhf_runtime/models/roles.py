@@ -1,0 +1,218 @@
+"""A role: one model over its ranks. Splits batches into shares, joins what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import gives, resolve_head
+from rlhf.ops.loss_value import FILLER, add_sums, over_mask, required_columns
+from rlhf.ops.reduce import WEIGHT
+from rlhf.ops.spans import spans
+from rlhf.types import Annotation, Head, Update
+from rlhf_modeling.prefix import unit_prefixes
+from torch import Tensor
+
+from rlhf_runtime.models.dispatch import Plan, fillers, plan
+
+
+class Role:
+    """What the controller calls a model by.
+
+    A batch is cut into one *share* for each group of ranks that divide the model's layers (mostly: for each rank), a
+    share into micro-batches of at most ``budget`` tokens (a longer unit is one by itself).
+    """
+
+    changes = 0
+    """How often its weights were asked to change: optimizer steps and snapshots."""
+    taken = 0
+    """Optimizer steps of this step of the run (:meth:`catch_up`)."""
+
+    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
+        self.spec, self.group, self.budget = spec, group, budget
+        self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
+        self.view = view
+        """What ``live`` means for this role: ``base`` where it is another role's model without its adapters."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.role.name
+
+    def annotate(self, batch: Batch, annotations: Sequence[Annotation]) -> Batch:
+        """``annotation.column := output`` for each, one forward pass for those that share a view."""
+        for view in dict.fromkeys(a.view for a in annotations):
+            wanted = [a for a in annotations if a.view == view]
+            heads = [self._head(a.output) for a in wanted]
+            outputs = self.forward(batch, heads, view)
+            for annotation, head in zip(wanted, heads, strict=True):
+                values = outputs[head.name]
+                level, over = ("seq", None) if head.over == "last_token" else ("tok", head.over)
+                batch = batch.with_column(level, annotation.column, values, over=over)  # type: ignore[arg-type]
+        return batch
+
+    def forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> dict[str, Tensor]:
+        """Outputs over the whole batch, without gradient: [N, ...], or [B] for sequence outputs. Sequences that no head
+        reads are not computed."""
+        return self.begin_forward(batch, heads, view)()
+
+    def begin_forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> Callable[[], dict[str, Tensor]]:
+        """:meth:`forward` without waiting: the outputs come from what it returns."""
+        read_B = _read_by(batch, heads)
+        if not bool(read_B.all()):
+            read, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
+            return lambda: {name: _spread_over(read_N, values) for name, values in read().items()}
+        needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
+        slim = batch.only(sorted(needed))
+        shares = self._plan(slim)
+        micros = [[slim.select(units) for units in share] for share in shares]
+        view = self.view if view == "live" else view
+        results = self._begin("forward", [(share, list(heads), view) for share in micros])
+
+        def outputs() -> dict[str, Tensor]:
+            found = results()
+            return {h.name: _join(batch, shares, found, h) for h in heads}
+
+        return outputs
+
+    def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
+        """One optimizer step on ``batch``, whose weight columns are already there."""
+        per_share = self._with_loss(batch, loss, update)
+        self.changes += 1
+        self.taken += 1
+        results = self._call("update", per_share)
+        return add_sums(sums for sums, _ in results), results[0][1]
+
+    def catch_up(self, planned: int) -> None:
+        """At the end of a step of the run: the learning rate goes on past those of its ``planned`` optimizer steps that
+        were not taken, so that the schedule ends with the run."""
+        missed, self.taken = planned - self.taken, 0
+        if missed > 0:
+            self.changes += 1
+            self.every("skip_updates", missed)
+
+    def evaluate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
+        """The metric sums of an optimizer batch, without learning from it."""
+        return add_sums(self._call("evaluate", self._with_loss(batch, loss, update)))
+
+    def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
+        """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
+        self._call("accumulate", self._with_loss(batch, loss, update))
+        found: dict[str, Tensor] = {}
+        for rank in self.every("gradients"):
+            for name, value in rank.items():
+                found[name] = found[name] + value if name in found else value.clone()
+        self.every("zero_grad")
+        return found
+
+    def every(self, method: str, *arguments: Any) -> list[Any]:
+        """The same call on every rank."""
+        return self.group.call(method, [arguments] * self.group.size)
+
+    def _call(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Every rank of a share gets the same; what the first rank of each returned."""
+        return self._begin(method, per_share)()
+
+    def _begin(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """:meth:`_call` without waiting."""
+        each = self.facts.ranks_per_share
+        results = self.group.begin(method, [arguments for arguments in per_share for _ in range(each)])
+        return lambda: results()[::each]
+
+    def _with_loss(self, batch: Batch, loss: Loss, update: Update) -> list[tuple[Any, ...]]:
+        """(micro-batches, loss, coefficients, live columns) of each share."""
+        return [(micros, loss, dict(update.coef), dict(update.live)) for micros in self._shares(batch, loss)]
+
+    def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
+        """The micro-batches of each share, with the columns that the loss reads. Fillers, which give every rank equally
+        many, count for nothing."""
+        heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
+        slim = batch.only(required_columns(loss, heads))
+        if self.facts.wants_token_share:
+            share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
+            slim = slim.with_column("unit", f"{WEIGHT}tokens", share_U, over=None)
+        shares = self._plan(slim)
+        repeated = fillers(shares)
+        return [
+            [
+                _without_weight(slim.select(units), [units.index(u) for u in repeated[s][m]])
+                for m, units in enumerate(share)
+            ]
+            for s, share in enumerate(shares)
+        ]
+
+    def _plan(self, batch: Batch) -> Plan:
+        count = self.group.size // self.facts.ranks_per_share
+        if not self.facts.shares_prefixes:
+            return plan(batch.tokens_per_unit(), count, self.budget)
+        units = unit_prefixes(batch)
+        return plan(units.tokens, count, self.budget, units.order, units.shared)
+
+    def _head(self, output: str | Head, over: str | None = None) -> Head:
+        return self.head_of(self.spec, output, over)
+
+    @staticmethod
+    def head_of(spec: ModelSpec, output: str | Head, over: str | None = None) -> Head:
+        """What ``output`` means for a role; TrainingError where its model does not give it."""
+        try:
+            head = resolve_head(output, over)
+        except KeyError as unknown:
+            raise TrainingError(str(unknown.args[0])) from None
+        if isinstance(output, str) and not gives(spec.role.head, output):
+            raise TrainingError(
+                f"role {spec.role.name!r} has a {spec.role.head!r} head, which does not give {output!r}"
+            )
+        return head
+
+
+def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:
+    """bool [B]: sequences with a token under a head's mask; all where a head reads every sequence, or none is read."""
+    read_B, seq_N = torch.zeros(batch.sequences, dtype=torch.bool), batch.seq_N
+    for head in heads:
+        if head.over not in batch.tok:  # last_token, or a mask that the trainer will miss
+            return torch.ones_like(read_B)
+        masked_B = torch.zeros(batch.sequences, dtype=torch.int64).index_add_(0, seq_N, batch.tok[head.over].long())
+        read_B |= masked_B > 0  # indexing by a mask wakes every thread for it (rlhf.ops.spans)
+    return read_B if bool(read_B.any()) else torch.ones_like(read_B)
+
+
+def _spread_over(mask_N: Tensor, values: Tensor) -> Tensor:
+    """[tokens under the mask, ...] -> [N, ...], zero elsewhere."""
+    out_N = values.new_zeros((mask_N.numel(), *values.shape[1:]))
+    out_N[mask_N] = values
+    return out_N
+
+
+def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Tensor]]], head: Head) -> Tensor:
+    """[N, ...], or [B] for outputs of whole sequences: the micro-batches' outputs, back in the batch's order."""
+    per_sequence = head.over == "last_token"
+    sizes_B = torch.ones_like(batch.lens_B) if per_sequence else batch.lens_B
+    size_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_B, sizes_B)
+    start_U = torch.cumsum(size_U, 0) - size_U
+    joined: Tensor | None = None
+    for share, outputs in zip(shares, results, strict=True):
+        for units, micro in zip(share, outputs, strict=True):
+            values = micro[head.name]
+            index = spans(start_U[units], size_U[units])
+            if joined is None:
+                joined = values.new_zeros((int(size_U.sum()), *values.shape[1:]))
+            joined[index] = values
+    assert joined is not None
+    return joined
+
+
+def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
+    """Zero the weights of filler units and mark them, so that they are computed and count for nothing."""
+    if not units:
+        return micro
+    filler_U = torch.zeros(micro.units, dtype=torch.bool)
+    filler_U[list(units)] = True
+    of = {"tok": filler_U[micro.unit_N], "seq": filler_U[micro.unit_B], "unit": filler_U}
+    for level in ("tok", "seq", "unit"):
+        for name, values in list(getattr(micro, level).items()):
+            if name.startswith(WEIGHT):
+                micro = micro.with_column(level, name, values.masked_fill(of[level], 0.0), over=None)
+    return micro.with_column("unit", FILLER, filler_U)

@@ -1,0 +1,172 @@
+"""From the trainer to the generator: new weights, and the proof that they are what is sampled with.
+
+After each sync three things must agree with the trainer: the version; the fingerprint of every tensor as each engine
+received it; and the log-probs of a few random tokens, the canaries, which also see what happens after the arrival: a
+packed copy that was not made again, a tensor loaded into the wrong place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rlhf.errors import SyncError
+from rlhf.interfaces import Generator, Proof
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import resolve_head
+from rlhf.seeds import derive_seed
+from torch import Tensor
+
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.roles import Role
+
+HOLDS_NOTHING = "accept:nothing"
+"""Capability of a generator that has no weights to bring up to date."""
+CANARY_TOKENS = 24
+_SHOWN = 8
+"""Names in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the trainer says that the generator must show."""
+
+    version: int
+    sent: Callable[[], list[Any]]
+    """By rank; the first knows the fingerprints."""
+    canaries: list[list[int]]
+    outputs: Callable[[], dict[str, Tensor]] | None
+    """Of the canaries, where there are any."""
+
+
+class WeightSync:
+    """``push(version)`` takes the policy's weights to the generator.
+
+    Args:
+        longest: tokens of a sequence that the generator takes.
+    """
+
+    def __init__(
+        self,
+        policy: Role,
+        generator: Generator,
+        section: SyncSection,
+        seed: int,
+        note: Callable[[str], None],
+        longest: int = CANARY_TOKENS,
+    ) -> None:
+        self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
+        self.tokens = min(CANARY_TOKENS, longest)
+        """Of a canary."""
+        self.version = 0
+        self.by_module = policy.group.worker is not None and "accept:module" in generator.capabilities
+        generator.refresh = lambda: self.push(self.version)
+
+    def push(self, version: int) -> dict[str, float]:
+        """The generator samples with ``version`` from now on. Raises SyncError where the proof fails and ``sync.check``
+        does not let it pass."""
+        self.version = version
+        if HOLDS_NOTHING in self.generator.capabilities:
+            self.generator.version = version
+            return {}
+        if self.by_module:
+            proof = self.generator.load(self.policy.group.worker, version)
+            if proof.version != version:
+                raise SyncError(f"the generator reports weight version {proof.version} after a sync of {version}")
+            return {"sync/version": float(version)}
+        tries = 2 if self.section.check == "retry" else 1
+        for attempt in range(1, tries + 1):
+            proofs: list[Proof] = []
+            fit = True
+            try:
+                proofs, wanted = self._send(version)
+            except SyncError as incomplete:  # the generator itself knows that something did not come
+                fit, problems, difference = False, [str(incomplete)], float("nan")
+            else:
+                problems, difference = self._examine(proofs, wanted)
+            metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
+            metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
+            if not problems:
+                return metrics
+            message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)
+            if attempt < tries:
+                self.note(f"{message}\nsending once more")
+        if self.section.check == "warn" and fit:
+            self.note(message)
+            return metrics | {"sync/unproven": 1.0}
+        on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
+        raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
+
+    # -------------------------------------------------------------------------------------- parts
+
+    def _send(self, version: int) -> tuple[list[Proof], _Wanted]:
+        self.generator.begin_load(version)
+        for bucket in self._buckets():
+            self.generator.take(bucket)
+        wanted = self._wanted(version)  # the trainer finds it out while the generator gets ready
+        return self.generator.end_load(), wanted
+
+    def _wanted(self, version: int) -> _Wanted:
+        sent = self.policy.group.begin("sent", [()] * self.policy.group.size)
+        if not (count := self.section.canaries):
+            return _Wanted(version, sent, [], None)
+        draw = random.Random(derive_seed(self.seed, "canary", version))
+        vocabulary = self.policy.facts.vocabulary
+        canaries = [[draw.randrange(vocabulary) for _ in range(self.tokens)] for _ in range(count)]
+        units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in canaries]
+        outputs = self.policy.begin_forward(pack(units), [resolve_head("logprobs", None)])
+        return _Wanted(version, sent, canaries, outputs)
+
+    def _buckets(self) -> Iterator[Any]:
+        limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
+        return self.policy.group.stream("ship", "live", limit, timeout=timeout)
+
+    def _examine(self, proofs: Sequence[Proof], wanted: _Wanted) -> tuple[list[str], float]:
+        """(what is wrong, largest mean difference of a canary)."""
+        sent = wanted.sent()[0]
+        problems = []
+        for proof in proofs:
+            if proof.version != wanted.version:
+                problems.append(f"{proof.who} reports version {proof.version}")
+            missing = [name for name in sent if name not in proof.received]
+            other = [name for name, mark in proof.received.items() if sent.get(name, mark) != mark]
+            unknown = [name for name in proof.received if name not in sent]
+            for names, what in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
+                if names:
+                    problems.append(f"{proof.who} {what} {_listed(names)}")
+        difference = 0.0 if wanted.outputs is None else self._canary(wanted.canaries, wanted.outputs)
+        tolerance = self._tolerance(proofs)
+        if not difference <= tolerance:
+            problems.append(
+                f"log-probs of the canaries differ from the trainer's by {difference:.2g} on average; allowed are "
+                f"{tolerance:g} (sync.tolerance). {self._suspects()}"
+            )
+        return problems, difference
+
+    def _tolerance(self, proofs: Sequence[Proof]) -> float:
+        if self.section.tolerance is not None:
+            return self.section.tolerance
+        return 0.05 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
+
+    def _canary(self, canaries: Sequence[list[int]], outputs: Callable[[], dict[str, Tensor]]) -> float:
+        """Largest mean |difference| over engines and canaries; NaN where either side is not finite."""
+        answers = [torch.tensor(theirs) for theirs in self.generator.logprobs(canaries)]
+        ours = outputs()["logprobs"].view(len(canaries), self.tokens)[:, 1:]
+        return float(torch.stack([(theirs - ours).abs().mean(1).max() for theirs in answers]).max())
+
+    def _suspects(self) -> str:
+        """After a canary failed: send once more, to compare only."""
+        stale: list[str] = []
+        for bucket in self._buckets():
+            stale += self.generator.stale(bucket)
+        if not stale:
+            return "No single tensor could be shown to be stale: look for other arithmetic (dtype, attention)."
+        return f"Stale in the generator: {_listed(stale)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

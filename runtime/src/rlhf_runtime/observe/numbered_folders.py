@@ -1,0 +1,62 @@
+"""The folders of runs that name none: ``runs/1``, ``runs/2``, ... and ``runs/latest``, a link to the newest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhf.errors import ConfigError
+
+from rlhf_runtime.observe.folder_lock import FolderLock
+from rlhf_runtime.observe.run_directory import RunDirectory
+
+LATEST = Path("runs/latest")
+"""``run.output`` where a run file names none."""
+
+
+def default_folder(again: bool) -> Path:
+    """Where a run goes whose file names no folder.
+
+    Args:
+        again: it goes on in the newest folder, or overwrites it; else it gets a new one, or the newest where the run in
+            there finished no step and is no longer at work.
+
+    Raises ConfigError where ``runs/latest`` is a folder and no link, and holds a run.
+    """
+    if LATEST.is_dir() and not LATEST.is_symlink():  # somebody named it as an output
+        if not again and not RunDirectory.is_free(LATEST):
+            raise ConfigError(
+                f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
+                f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
+                "with --overwrite."
+            )
+        return LATEST
+    if again:
+        return LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST
+    newest = max((int(p.name) for p in LATEST.parent.glob("*") if p.name.isdecimal()), default=0)
+    folder = LATEST.parent / str(newest)
+    return folder if newest and RunDirectory.is_free(folder) and _idle(folder) else LATEST.parent / str(newest + 1)
+
+
+def link_latest(folder: Path) -> None:
+    """Point ``runs/latest`` to a numbered folder beside it; other folders, and one in its place, are left alone."""
+    if folder.parent != LATEST.parent or not folder.name.isdecimal() or (LATEST.exists() and not LATEST.is_symlink()):
+        return
+    made = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
+    try:
+        made.unlink(missing_ok=True)
+        made.symlink_to(folder.name)
+        os.replace(made, LATEST)
+    except OSError as cause:
+        raise ConfigError(
+            f"{LATEST} cannot be made a link to {folder}: {cause.strerror}. Name a folder with --output."
+        ) from cause
+
+
+def _idle(folder: Path) -> bool:
+    """Whether nobody works there."""
+    try:
+        FolderLock.check(folder)
+    except ConfigError:
+        return False
+    return True

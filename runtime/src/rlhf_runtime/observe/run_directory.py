@@ -1,0 +1,301 @@
+"""The run directory: one run, one folder, one process at a time.
+
+config.toml  manifest.json  metrics.jsonl  rollouts/step-000012.jsonl  checkpoints/step-000012/  exports/step-000012/
+skipped/  model/
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.saved import Saved, SavedPart, validated
+
+from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
+from rlhf_runtime.checkpoint.json_values import read_json, write_json
+from rlhf_runtime.observe.folder_lock import FolderLock, unusable
+from rlhf_runtime.observe.machine import environment
+from rlhf_runtime.observe.metrics import MetricsLog, read_metrics
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+
+_HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed")
+"""What a run writes, beside ``model-<role>``."""
+_STEP = re.compile(r"step-(\d{6,})(\.jsonl|-\d+\.safetensors)?")
+SKIPPED_KEPT = 20
+"""Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
+
+
+class SavedPrecision(Saved):
+    bf16: bool
+    note: str
+
+
+class SavedStart(SavedPart):
+    """What a resume reads of a start."""
+
+    hub: dict[str, str] = {}
+    on_processor: SavedPrecision | None = None
+
+
+class SavedRun(SavedPart):
+    """``manifest.json`` of a run directory."""
+
+    starts: list[SavedStart]
+
+
+class RunDirectory:
+    """Made by :meth:`create`; locked until :meth:`close` or the end of the process, however it ends."""
+
+    def __init__(self, path: Path, lock: FolderLock, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+        """Claim ``path`` for one run. A run in there that finished no step is deleted, and with ``overwrite`` any: what
+        runs write, and nothing else. Without ``overwrite`` what was precomputed stays: it is of the same use now.
+
+        Raises ConfigError where another process is at work there, where it already holds a run and neither ``resume``
+        nor ``overwrite`` is set, where what it holds is not recognisably a run, and where it holds none and ``resume``
+        is True.
+        """
+        path = Path(path)
+        _require_place(path, resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise _unmade(path, cause) from cause
+        lock = FolderLock(path)
+        try:
+            _require_free(path, resume, overwrite)
+            if not resume:
+                _clear(path, () if overwrite else ("precomputed",))
+            for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
+                remove_leftovers(folder)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, resume)
+
+    @staticmethod
+    def is_free(path: Path) -> bool:
+        """Whether a run may start in ``path``: it holds none, or one that finished no step."""
+        return not _present(path) or (_recognised(path) and not _finished_a_step(path))
+
+    @staticmethod
+    def check(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
+        """Raises ConfigError where :meth:`create` would; leaves everything as it is."""
+        path = Path(path)
+        _require_place(path, resume)
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # rights alone do not tell what a user can do
+        except OSError as cause:
+            raise (unusable(path, "written to", cause) if above == path else _unmade(path, cause)) from cause
+        FolderLock.check(path)
+        _require_free(path, resume, overwrite)
+
+    # ------------------------------------------------------------------------------------- records
+
+    def write_config(self, toml: str) -> None:
+        """``config.toml``: the resolved run file."""
+        write_atomic(self.path / "config.toml", toml)
+
+    def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
+        """``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume adds a start
+        to the list and keeps the earlier ones."""
+        start = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "first_step": first_step,
+            "seed": seed,
+            "plugins": [dict(p) for p in plugins],
+            "environment": environment(),
+            **more,
+        }
+        write_json(self.path / "manifest.json", {"schema": 1, "starts": [*self.starts(), start]}, nonfinite="mark")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """What the manifest says of the starts before this one."""
+        return _starts(self.path / "manifest.json") if self.resumed else []
+
+    @staticmethod
+    def recorded(path: Path | str) -> dict[str, str]:
+        """The commits of what the run in ``path`` read from a hub (:func:`rlhf_hub.hub.pins`)."""
+        starts = _starts(Path(path) / "manifest.json")
+        found: dict[str, str] = starts[-1].get("hub", {}) if starts else {}
+        return found
+
+    def cut(self, step: int | None) -> None:
+        """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue
+        from, so everything that steps recorded goes."""
+        last = -1 if step is None else step
+        self.metrics.cut(last)
+        for folder in ("rollouts", "exports", "skipped"):
+            for number, path in _numbered(self.path / folder):
+                if number > last:
+                    _remove(path)
+
+    # --------------------------------------------------------------------------------------- places
+
+    def rollouts(self, step: int) -> Path:
+        """File for the samples that ``step`` was trained on; its folder exists."""
+        (self.path / "rollouts").mkdir(exist_ok=True)
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl"
+
+    def exports(self, step: int) -> Path:
+        """Folder for the model after ``step``. :meth:`export` fills it atomically."""
+        return self.path / "exports" / f"step-{step:06d}"
+
+    @property
+    def model(self) -> Path:
+        """Folder for the final model. :meth:`publish_model` fills it atomically."""
+        return self.path / "model"
+
+    def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
+        """Let ``write`` fill the export of ``step``: whole or absent. The ``keep`` newest stay (None: all)."""
+        publish_folder(self.exports(step), write)
+        if keep is not None:
+            for _, path in _numbered(self.path / "exports")[:-keep]:
+                _remove(path)
+        return self.exports(step)
+
+    def model_of(self, role: str) -> Path:
+        """Folder for the final model of a role other than the policy."""
+        return self.path / f"model-{role}"
+
+    def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> Path:
+        """Let ``write`` fill ``model/``, or a role's own folder: whole or absent."""
+        folder = self.model if role is None else self.model_of(role)
+        publish_folder(folder, write)
+        return folder
+
+    def keep_batch(self, step: int, reason: str, batch: Batch) -> Path:
+        """Keep the batch of a skipped optimizer step of ``step`` for study, as safetensors: ``tok.<column>``,
+        ``seq.<column>``, ``unit.<column>`` and the layout. Returns the file."""
+        from safetensors.torch import save_file
+
+        folder = self.path / "skipped"
+        folder.mkdir(exist_ok=True)
+        tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
+        for level in ("tok", "seq", "unit"):
+            tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
+        number = 1 + sum(kept == step for kept, _ in _numbered(folder))
+        path = folder / f"step-{step:06d}-{number:04d}.safetensors"
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
+        for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
+            old.unlink()
+        return path
+
+    # ---------------------------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _starts(manifest: Path) -> list[dict[str, Any]]:
+    """Raises CheckpointError where the manifest is not one of a run."""
+    if not manifest.exists():
+        return []
+    saved: dict[str, Any] = read_json(manifest)
+    validated(SavedRun, saved, manifest)
+    found: list[dict[str, Any]] = saved["starts"]
+    return found
+
+
+def _require_place(path: Path, resume: bool) -> None:
+    """Raises ConfigError where ``path`` is a file, or there is nothing to resume."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
+    if resume and not _present(path):
+        raise ConfigError(
+            f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
+            f"the run as run.output."
+        )
+
+
+def _require_free(path: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ConfigError where the folder holds a run that is neither to be resumed nor to be replaced."""
+    present = _present(path)
+    if resume or RunDirectory.is_free(path):
+        return
+    if not _recognised(path):
+        raise ConfigError(
+            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in there is "
+            "replaced. Choose another folder with --output. Nothing was changed."
+        )
+    if not overwrite:
+        begun = "checkpoints" in present
+        way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
+        raise ConfigError(
+            f"{path} already holds a run ({', '.join(present)}). {way}, delete it with --overwrite, or choose another "
+            "folder with --output. Nothing was changed."
+        )
+
+
+def _recognised(path: Path) -> bool:
+    """Whether ``manifest.json`` is one that :meth:`RunDirectory.write_manifest` wrote."""
+    try:
+        manifest = read_json(path / "manifest.json")
+    except (OSError, RlhfError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("schema") == 1 and isinstance(manifest.get("starts"), list)
+
+
+def _finished_a_step(path: Path) -> bool:
+    """Whether a step was recorded or anything was saved. Of a damaged record nobody knows."""
+    if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
+        return True
+    try:
+        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+        return any(line["step"] > 0 for line in lines)
+    except (OSError, RlhfError, KeyError, TypeError):
+        return True
+
+
+def _clear(path: Path, keep: Collection[str]) -> None:
+    """Delete what a run wrote but ``keep``; the manifest, by which it is recognised, last."""
+    found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
+    for item in sorted(found, key=lambda item: item.name == "manifest.json"):
+        if item.is_dir() and not item.is_symlink():
+            discard_folder(item)
+        elif item.is_symlink() or item.exists():
+            item.unlink()
+
+
+def _unmade(path: Path, cause: OSError) -> ConfigError:
+    return ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.")
+
+
+def _present(path: Path) -> list[str]:
+    return [name for name in _HOLDS_A_RUN if (path / name).exists()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    paths = folder.iterdir() if folder.is_dir() else []
+    return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

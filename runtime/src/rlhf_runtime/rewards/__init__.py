@@ -1,0 +1,1 @@
+"""Rewards: how they are called, and the models that they read."""

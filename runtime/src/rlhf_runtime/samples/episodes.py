@@ -1,0 +1,158 @@
+"""Episodes: environments behind deadlines, closed exactly once, each failure that of its own sample only."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from rlhf.errors import EnvError, PluginInvalid, boundary
+from rlhf.interfaces import ComponentConfig, Env
+from rlhf.plugins import Resolved
+from rlhf.types import EnvStep, Row
+
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.workers.returned_values import InvalidResult, check_observation, check_step, step_from_json
+from rlhf_runtime.workers.worker import Worker
+from rlhf_runtime.workers.worker_pool import WorkerPool
+
+METHODS = ("reset", "step", "close")
+PROCESSES = 16
+"""Episodes open at once by default where each has a process."""
+ASYNC = 256
+"""Episodes open at once by default where they share the event loop: more than engines usually answer at once, and no
+more connections than a server usually takes."""
+
+
+class Episodes:
+    """Opens the episodes of one ``[env]`` section. ``close`` ends the worker processes.
+
+    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``.
+    """
+
+    def __init__(self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection) -> None:
+        self.resolved, self.config, self.section = resolved, config, section
+        own = [m for m in METHODS if getattr(resolved.cls, m) is not getattr(Env, m)]
+        coroutines = [m for m in own if inspect.iscoroutinefunction(getattr(resolved.cls, m))]
+        if coroutines and coroutines != own:
+            plain = [m for m in own if m not in coroutines]
+            raise PluginInvalid(
+                f"{resolved}: {', '.join(coroutines)} is `async def` and {', '.join(plain)} is plain `def`; "
+                "an environment's methods are all the one or all the other"
+            )
+        self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
+        """Episodes that can be open at once. An episode of a worker process beyond it waits in ``reset`` until another
+        is closed: whoever lets samples wait for each other must not start more than these."""
+        self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, self.limit)
+
+    def open(self) -> Episode:
+        """A fresh episode; what it costs is paid in its ``reset``."""
+        return Episode(self.resolved, self.config, self.section, self._pool)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class Episode(Env):
+    """One episode, seen by the rollout. Every failure is an EnvError that names the environment and the call.
+
+    The step number ``max_turns`` ends the episode whatever the environment says; ``info["max_turns"]`` is then True.
+    An environment whose process was killed at a deadline, or died, can no longer be closed: nothing of it is left.
+    """
+
+    def __init__(
+        self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection, pool: WorkerPool | None
+    ) -> None:
+        self.name = resolved.cls.name  # type: ignore[misc]
+        self._resolved, self._config, self._section, self._pool = resolved, config, section, pool
+        self._env: Env | None = None
+        self._worker: Worker | None = None
+        self._steps, self._over, self._closed, self._failed = 0, False, False, False
+
+    async def reset(self, row: Row, seed: int) -> str:
+        if self._env is not None or self._worker is not None or self._closed:
+            raise EnvError(f"{self._resolved}: reset() was called twice; an episode is opened afresh for every sample")
+        if self._pool is not None:
+            with boundary(EnvError, f"{self._resolved}: starting its worker process"):
+                self._worker = await self._pool.acquire()
+            opening: str = await self._remote("reset", row, seed, self.sampling)
+            return opening
+        try:
+            self._env = self._resolved.cls(self._config)
+        except Exception as error:
+            raise EnvError(f"{self._resolved}: building it raised {cause(error)}") from error
+        text: str = await self._local("reset", row, seed)
+        return text
+
+    async def step(self, action: str) -> EnvStep:
+        if self._over or self._closed or (self._env is None and self._worker is None):
+            state = "ended" if self._over else "closed" if self._closed else "not been reset"
+            raise EnvError(f"{self._resolved}: step() was called on an episode that has {state}")
+        if self._env is not None:
+            step: EnvStep = await self._local("step", action)
+        else:
+            step = await self._remote("step", action, self.sampling)
+        self._steps += 1
+        if self._steps >= self._section.max_turns and not step.done:
+            step = replace(step, done=True, info={**step.info, "max_turns": True})
+        self._over = step.done
+        return step
+
+    async def close(self) -> None:
+        """Close the environment, once however often this is called. What close itself raises is an error only where
+        nothing failed before it: the first cause is the one to see."""
+        if self._closed:
+            return
+        self._closed, failed_before = True, self._failed
+        worker, self._worker = self._worker, None
+        try:
+            if worker is not None and worker.alive:
+                await worker.call("close", deadline=self._section.deadline)
+            elif self._env is not None:
+                await self._local("close")
+        except Exception:
+            if worker is not None:
+                worker.kill()
+            if not failed_before:
+                raise
+        finally:
+            if worker is not None and self._pool is not None:
+                self._pool.release(worker)
+
+    async def _remote(self, method: str, *arguments: Any) -> Any:
+        assert self._worker is not None
+        check = {"reset": check_observation, "step": step_from_json}[method]
+        try:
+            with boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()"):
+                answer = await self._worker.call(method, *arguments, deadline=self._section.deadline)
+            return check(answer)
+        except InvalidResult as error:
+            self._failed = True
+            raise EnvError(f"{self._resolved}: {method}() {error}") from None
+        except BaseException:
+            self._failed = True
+            raise
+
+    async def _local(self, method: str, *arguments: Any) -> Any:
+        assert self._env is not None
+        deadline = self._section.deadline
+        check = {"reset": check_observation, "step": check_step, "close": lambda result: None}[method]
+        try:
+            self._env.sampling = self.sampling
+            call: Any = getattr(self._env, method)(*arguments)
+            return check(None if call is None else await within(call, deadline))
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, DeadlineExpired):
+                raise EnvError(
+                    f"{self._resolved}: {method}() took longer than its deadline of {deadline:g} s and was cancelled. "
+                    "Make it faster or raise `deadline` in [env]."
+                ) from None
+            if isinstance(error, InvalidResult):
+                raise EnvError(f"{self._resolved}: {method}() {error}") from None
+            if not isinstance(error, Exception):
+                raise
+            raise EnvError(f"{self._resolved}: {method}() raised {cause(error)}") from error

@@ -1,0 +1,265 @@
+"""Turns data rows into scored groups: runs the rollout plugin once per sample, then the rewards once per group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rlhf.errors import EnvError, ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
+from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
+from rlhf.requests import check_sampling
+from rlhf.seeds import derive_seed
+from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
+
+from rlhf_runtime.models.shared_devices import Phases
+from rlhf_runtime.samples.failures import Failures, describe
+from rlhf_runtime.samples.waves import Waves
+from rlhf_runtime.workers.main_thread import MainThread
+from rlhf_runtime.workers.returned_values import InvalidResult, check_turns
+
+FATAL = (WorkerError, SyncError, TrainingError, ModelError)
+"""What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
+
+
+TRAINING = "sample"
+"""The purpose of samples that are trained on."""
+
+
+class PromptTemplate(Protocol):
+    """How rows and observations become tokens (:class:`rlhf_runtime.data.template.Template`)."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode_prompt(self, row: Row) -> Turn: ...
+
+    def encode_answer(self, row: Row) -> list[Turn]: ...
+
+    def encode_opening(self, row: Row, text: str) -> list[Turn]: ...
+
+    def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
+
+
+class GroupScorer(Protocol):
+    """How a group gets its rewards (:class:`rlhf_runtime.rewards.scoring.Scorer`)."""
+
+    async def score(self, group: Group, trained_on: bool = True) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What a batch of rollouts is run with; training and evaluation have one each."""
+
+    sampling: Sampling
+    samples: int
+    purpose: str
+    """Goes into every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
+    seed: int
+    max_tokens: int
+    deadline: float
+    """Seconds a sample may spend outside generation."""
+    abort_on_failure: bool = True
+    given: float = 0.0
+    """Share of the rows whose group is the row's own answer (``Needs.given``)."""
+    failures: Failures | None = None
+    """Counts the samples that fail where that does not abort, and stops where too many do."""
+
+    def gives(self, number: int) -> bool:
+        """Whether group ``number`` holds its row's own answer."""
+        return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
+
+
+class Rollouts:
+    """``run(rows, first_number, settings)`` returns one scored group per row, in order."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        generator: Generator,
+        template: PromptTemplate,
+        scorer: GroupScorer,
+        main: MainThread,
+        open_env: Callable[[], Env] | None = None,
+        limit: int | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        self.rollout, self.generator, self.template = rollout, generator, template
+        self.scorer, self.main, self.open_env = scorer, main, open_env
+        self.phases = phases
+        self.limit = limit
+        """Samples that may be live at once, where the environment limits them."""
+
+    def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+        """Blocks until every group is complete and scored. A failed sample raises, or is data, as configured."""
+        with self.phases.generating() if self.phases is not None else nullcontext():
+            return self.main.run(self._groups(rows, first_number, settings))
+
+    async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+        numbers = range(first_number, first_number + len(rows))
+        drawn = [number for number in numbers if not settings.gives(number)]
+        samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
+        if settings.failures is not None:
+            settings.failures.expect(len(samples))
+        waves = Waves(self.generator, self.main, samples, self.limit)
+        tasks = [
+            asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # after a failure: nothing goes on in the background
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await waves.settled()
+
+    async def _group(self, row: Row, number: int, settings: RolloutSettings, waves: Waves) -> Group:
+        if settings.gives(number):
+            return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
+        samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]
+        group = Group(row, number, list(await asyncio.gather(*samples)))
+        if any(t.status != "failed" for t in group.trajectories):
+            await self.scorer.score(group, settings.purpose == TRAINING)
+        failed = next((t for t in group.trajectories if t.status == "failed"), None)
+        if failed is not None and settings.abort_on_failure:
+            raise RolloutError(
+                f"sample {describe(failed)}\n"
+                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" and "drop_group" go on.'
+            )
+        if settings.failures is not None:
+            for trajectory in group.trajectories:
+                settings.failures.add(trajectory)
+        return group
+
+    async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:
+        context = _Context(self, row, index, settings, waves)
+        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # one task for the whole group
+        what = f"rollout {self.rollout.name!r}"
+        trajectory = Trajectory(row, [], index)
+        await waves.enter(index)
+        try:
+            with boundary(RolloutError, what):
+                async with asyncio.timeout(settings.deadline) as context.clock:
+                    turns = await self.rollout.run(row, seed, context)
+            trajectory.turns = check_turns(turns)
+            trajectory.status = "truncated" if trajectory.truncated else "ok"
+        except FATAL:
+            raise
+        except InvalidResult as error:
+            trajectory.status, trajectory.error = "failed", f"RolloutError: {what} {error}"
+        except RlhfError as error:
+            late = context.clock is not None and context.clock.expired()
+            cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
+            trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {cause}"
+        finally:
+            try:
+                await context.close()
+            except RlhfError as error:
+                trajectory.status, trajectory.error = "failed", trajectory.error or f"{type(error).__name__}: {error}"
+            waves.leave()
+        return trajectory
+
+
+class _Context(RolloutContext):
+    """One sample's view of the run."""
+
+    def __init__(
+        self, run: Rollouts, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves
+    ) -> None:
+        self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
+        self._envs: list[Env] = []
+        self._closed, self._generating = True, False
+        self.clock: asyncio.Timeout | None = None
+        self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
+
+    def encode_prompt(self, row: Row) -> Turn:
+        return self._run.template.encode_prompt(row)
+
+    def encode_opening(self, row: Row, text: str) -> list[Turn]:
+        return self._run.template.encode_opening(row, text)
+
+    def encode_observation(self, text: str) -> Turn:
+        """Closes the answer before it first, where that was cut before its end token."""
+        return self._run.template.encode_observation(text, self._closed)
+
+    async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
+        if self._generating:
+            raise RolloutError(
+                "the rollout asks for a turn while another of the same sample is being generated; await one, then ask "
+                "for the next"
+            )
+        check_sampling(sampling)  # here, so that it is this sample that fails and not all that are computed with it
+        if self._settings.purpose == TRAINING:
+            _check_distribution(sampling, self.sampling)
+        start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
+        ids = tuple(i for t in turns[start:] for i in t.ids)
+        if len(ids) >= self.max_tokens:
+            raise RolloutError(
+                f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
+            )
+        room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
+        sampling = _with_budget(sampling, room)
+        seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
+        request = GenerationRequest(ids, seed, sampling)
+        remaining, self._generating = self._stop_clock(), True
+        try:
+            turn = await self._waves.generate((*self._index, turn_number), request)
+        finally:
+            self._generating = False
+            self._start_clock(remaining)
+        self._closed = bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
+        return turn
+
+    def _stop_clock(self) -> float:
+        """Generation does not count towards the sample's deadline: it waits for others."""
+        end = self.clock.when() if self.clock is not None else None
+        if self.clock is None or end is None:
+            return self._settings.deadline
+        self.clock.reschedule(None)
+        return end - asyncio.get_running_loop().time()
+
+    def _start_clock(self, seconds: float) -> None:
+        if self.clock is not None:
+            self.clock.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    async def open_env(self) -> Env:
+        if self._run.open_env is None:
+            raise RolloutError(f"rollout {self._run.rollout.name!r} opens an environment; set [env] use = ...")
+        env = self._run.open_env()
+        self._envs.append(env)
+        return env
+
+    async def close(self) -> None:
+        """Every environment, whatever closing another raises."""
+        async with AsyncExitStack() as closing:
+            for env in reversed(self._envs):
+                closing.push_async_callback(_close, env)
+
+
+async def _close(env: Env) -> None:
+    with boundary(EnvError, f"close() of environment {env.name!r}"):
+        closing = env.close()
+        if closing is not None:
+            await closing
+
+
+def _check_distribution(asked: Sampling, run: Sampling) -> None:
+    """What is trained on is drawn from the distribution that log-probs are of, or as the run file was checked for."""
+    for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(asked, field) not in (off, getattr(run, field)):
+            raise RolloutError(
+                f"a turn is asked for with {field} = {getattr(asked, field)}, and [sampling] has {field} = "
+                f"{getattr(run, field)}: it would be trained on as if all tokens had been allowed. A rollout or an "
+                "environment may change max_new_tokens, temperature and stop"
+            )
+    if not asked.temperature > 0:
+        raise RolloutError(
+            f"a turn is asked for at temperature {asked.temperature}: nothing is drawn then, so that it has no "
+            "log-probs to train on. Give a temperature above 0"
+        )
+
+
+def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
+    return replace(sampling, max_new_tokens=max_new_tokens)

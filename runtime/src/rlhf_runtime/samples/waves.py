@@ -1,0 +1,113 @@
+"""Generation in waves: a wave starts when every live sample waits for tokens, and holds their requests in index order.
+
+So the composition of every generated batch is a function of counters, never of the clock: same seed, same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf.errors import RlhfError, WorkerError
+from rlhf.interfaces import Generator
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_runtime.workers.deadlines import cause
+from rlhf_runtime.workers.main_thread import MainThread
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: tuple[int, ...]
+    request: GenerationRequest
+    done: asyncio.Future[Turn] = field(compare=False)
+
+
+class Waves:
+    """Used from the event loop only. Each sample awaits :meth:`enter` once, :meth:`generate` any number of times and
+    calls :meth:`leave` once.
+
+    Args:
+        samples: the order of every sample that will come; they are admitted in this order.
+        limit: samples that may be live at once (an environment's concurrency); the next is admitted when one leaves.
+    """
+
+    def __init__(
+        self, generator: Generator, main: MainThread, samples: Sequence[tuple[int, ...]], limit: int | None = None
+    ) -> None:
+        self._generator, self._main = generator, main
+        self._turnstile = {order: asyncio.Event() for order in samples}
+        self._queue = deque(samples)
+        self._busy = 0
+        self._waiting: list[_Waiting] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        for _ in range(len(samples) if limit is None else min(limit, len(samples))):
+            self._admit_next()
+
+    async def enter(self, order: tuple[int, ...]) -> None:
+        """Wait until the sample is admitted."""
+        await self._turnstile[order].wait()
+
+    def leave(self) -> None:
+        """A sample has ended, well or not."""
+        self._busy -= 1
+        if self._queue:
+            self._admit_next()
+        self._start_if_all_wait()
+
+    def _admit_next(self) -> None:
+        self._turnstile[self._queue.popleft()].set()
+        self._busy += 1
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
+        """The sampled turn; waits until all other live samples wait too."""
+        waiting = _Waiting(order, request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._busy -= 1
+        self._start_if_all_wait()
+        return await waiting.done
+
+    async def settled(self) -> None:
+        """Wait until no wave is under way; its samples may all have ended, or failed, before it does."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_if_all_wait(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        wave = sorted(self._waiting, key=lambda w: w.order)
+        self._waiting = []
+        self._busy += len(wave)
+        task = asyncio.get_running_loop().create_task(self._run(wave))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, wave: list[_Waiting]) -> None:
+        """Hand each sample its turn as soon as it is complete, while the rest of the wave goes on."""
+
+        def hand_over(waiting: _Waiting, turn: Turn) -> None:
+            if not waiting.done.done():
+                waiting.done.set_result(turn)
+
+        def job() -> None:
+            for position, turn in self._generator.generate([w.request for w in wave]):
+                self._main.from_main(lambda w=wave[position], t=turn: hand_over(w, t))  # type: ignore[misc]
+
+        broken: Exception | None = None
+        try:
+            await self._main.call(job)
+        except RlhfError as error:
+            broken = error
+        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+            broken = WorkerError(f"generator {self._generator.name!r} raised {cause(error)}")
+            broken.__cause__ = error
+        left = [waiting for waiting in wave if not waiting.done.done()]
+        if left and broken is None:
+            broken = WorkerError(
+                f"generator {self._generator.name!r} was asked for {len(wave)} turns and handed out "
+                f"{len(wave) - len(left)}; it must give one for each request"
+            )
+        for waiting in left:
+            assert broken is not None
+            waiting.done.set_exception(broken)

@@ -1,0 +1,256 @@
+"""Everything about a run that can be wrong before a model is loaded: plugins, options, needs, data, schedule.
+
+``--dry-run`` stops after this.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rlhf.errors import ConfigError, PluginInvalid
+from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Precision, Rollout
+from rlhf.ops.trajectories import ENV
+from rlhf.plugins import Plugins, Resolved
+from rlhf.types import Update
+from rlhf_hub.hub import use_pins
+from rlhf_modeling.precision import choose_device, choose_precision
+
+from rlhf_runtime.config.components import Selection, resolved_run, select
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import MAX_STEPS
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
+from rlhf_runtime.data.vocabulary import check_vocabularies
+from rlhf_runtime.loop.evaluate import check_metric
+from rlhf_runtime.models import shared_heads
+from rlhf_runtime.models.precompute import problems_of
+from rlhf_runtime.observe.numbered_folders import default_folder
+from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.rewards.scoring import ActiveReward
+from rlhf_runtime.samples.episodes import Episodes
+from rlhf_runtime.setup.plugins import RunParts, model_of, model_spec, places_of, run_parts, section_of
+from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
+from rlhf_runtime.setup.start_warnings import stream_notes
+
+
+@dataclass
+class Prepared:
+    """A run that could start."""
+
+    config: RunFile
+    """With every option of every plugin filled in."""
+    algorithm: Algorithm
+    data: TrainData
+    tokenizer: Any
+    total_steps: int
+    specs: dict[str, ModelSpec]
+    """By role."""
+    snapshots: frozenset[str]
+    """Roles whose weights the algorithm replaces on the way: they are in the checkpoint like trained ones."""
+    parts: dict[str, Selection]
+    """``launcher``, ``trainer``, ``generator``, ... and, per role with options of its own, ``trainer.<role>``."""
+    rewards: list[ActiveReward]
+    rollout: Rollout | None
+    episodes: Episodes | None
+    observers: dict[str, Observer]
+    plugins: list[Resolved]
+    """Every plugin the run uses."""
+    places: dict[str, Place]
+    """Of every role, and of the generator where there is one."""
+    resolve: Callable[[RunFile], RunFile]
+    """Fills in the plugins' options of another run file."""
+
+    @property
+    def online(self) -> bool:
+        return self.algorithm.data == "prompts"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the run should say before it starts."""
+        return (*self.data.notes, *stream_notes(self.config, self.algorithm))
+
+
+def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
+    """Resolve and check.
+
+    Args:
+        scored: whether answers must get a reward.
+
+    Raises ConfigError, PluginError, DataError or ModelError saying what to change.
+    """
+    config = _with_folder(config)
+    use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
+    made = run_parts(config, plugins, scored)
+    raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
+    config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
+    rollout, env = made.rollout, parts.get("env")
+    algorithm.max_tokens = config.data.max_tokens
+    algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
+    if config.env is not None and config.env.credit == "step":
+        algorithm.step_sources[ENV] = 1.0
+    observers = {
+        choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
+        for number, choice in enumerate(config.observer)
+    }
+    policy = model_of(config, roles, "policy")
+    tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
+    check_stops(config.sampling.stop, tokenizer)
+    algorithm.use_tokens(tokens_of(tokenizer))
+    answers = algorithm.needs().given > 0
+    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers)
+    if config.data.margin is not None:
+        _check_margins(algorithm, data)
+    if rollout is not None and rollout.needs_env:
+        data.template.check_multi_turn()
+    steps = total_steps(config, data.rows_per_epoch)
+    updates, snapshots = _schedule(algorithm, steps)
+    _check_roles(made, steps, updates, snapshots)
+    places = places_of(made, choose_device("auto").type)
+    specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
+    if any(spec.dtype == "auto" for spec in specs.values()):
+        specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
+    check_parts(made, places, specs, here=True)
+    check_vocabularies(specs["policy"], tokenizer, specs.values())
+    if rollout is not None:
+        rollout.check()
+    held_out = data.eval_rows()[: config.eval.max_rows]  # they are looked at, whatever they are for
+    if algorithm.data != "prompts":
+        _check_eval_rows(algorithm, len(held_out))
+    elif held_out and not config.run.resume:  # its first start has checked it
+        check_metric(config.eval, {row.source for row in held_out}, is_scored(made), None)
+    used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
+    return Prepared(
+        config,
+        algorithm,
+        data,
+        tokenizer,
+        steps,
+        specs,
+        snapshots,
+        parts,
+        rewards,
+        rollout,
+        Episodes(env.resolved, env.config, config.env) if env is not None and config.env is not None else None,
+        {name: selection.build() for name, selection in observers.items()},
+        list({(r.kind, r.ref): r for r in used}.values()),
+        places,
+        functools.partial(resolved_run, plugins),
+    )
+
+
+def _with_folder(config: RunFile) -> RunFile:
+    """With ``run.output``, where the run file names none."""
+    run = config.run
+    if run.resume and run.overwrite:
+        raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
+    if "output" in run.model_fields_set:
+        return config
+    output = str(default_folder(run.resume or run.overwrite))
+    return config.model_copy(update={"run": run.model_copy(update={"output": output})})
+
+
+def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
+    """Raises ConfigError where a trained role would never be, or a frozen one cannot be precomputed or lend its head.
+
+    Args:
+        updates, snapshots: of the whole run, as :func:`_schedule` counts them.
+    """
+    algorithm, roles = made.algorithm, made.roles
+    _check_declared(algorithm, roles, snapshots)
+    trained = [name for name, role in roles.items() if role.trained]
+    idle = [
+        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
+        "(--run.steps), or have it trained from an earlier step on."
+        for name in trained
+        if not updates[name]
+    ]
+    raise_problems("this run trains less than it is for", idle)
+    asked = [name for name in roles if section_of(made.config, name).precompute]
+    raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
+    raise_problems(
+        "this head cannot be lent", shared_heads.problems_of(algorithm.needs().lent, roles, snapshots, asked)
+    )
+
+
+def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
+    """Raises PluginInvalid where the first step names a role that nobody declares. Later steps are not looked at."""
+    updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
+    prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
+    named = {
+        "annotations()": {a.role for a in algorithm.annotations(0)},
+        "updates()": {*(update.role for update in updates), *snapshots},
+        "prepass() of a loss": {a.role for a in prepass},
+    }
+    for who, names in named.items():
+        if unknown := sorted(names - set(roles)):
+            raise PluginInvalid(
+                f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nobody declares. The run "
+                f"holds {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
+            )
+
+
+def is_scored(made: RunParts | Prepared) -> bool:
+    """Whether answers can get a reward; what was recorded may hold some."""
+    recorded = made.rollout is not None and not made.rollout.needs_generator
+    return bool(made.rewards) or made.config.env is not None or recorded
+
+
+def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
+    """Raises ConfigError where the loss reads margins and the algorithm does not lay them. Only an algorithm that makes
+    units of rows by itself can leave them out."""
+    rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
+    batch = algorithm.assemble(rows) if rows else None
+    if batch is not None and not batch.has("margin"):
+        raise ConfigError(
+            f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
+            f"{algorithm.name} does not lay it. Remove it. The author of the algorithm uses rlhf.ops.pairs.pack_pairs, "
+            'or lays Example.values["margin"] as a unit column.'
+        )
+
+
+def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
+    """Raises ConfigError where the loss cannot be evaluated on so few rows."""
+    least = algorithm.needs().rows_min
+    if 0 < rows < least:
+        raise ConfigError(
+            f"{algorithm.name} needs at least {least} rows to evaluate on, got {rows} from data.eval. Add rows, or "
+            "leave data.eval out."
+        )
+
+
+def on_processor(specs: Mapping[str, ModelSpec], precision: Precision) -> dict[str, ModelSpec]:
+    """The same roles, with what ``dtype = "auto"`` means for each of them on a CPU."""
+    return {name: replace(spec, on_processor=precision) for name, spec in specs.items()}
+
+
+def total_steps(config: RunFile, rows_per_epoch: int) -> int:
+    """``run.steps``, or as many as ``run.epochs`` passes over the data take (the last step may go over)."""
+    if config.run.steps is not None:
+        return config.run.steps
+    asked = config.run.epochs * rows_per_epoch / config.data.batch_size
+    if asked > MAX_STEPS:
+        raise ConfigError(
+            f"run.epochs = {config.run.epochs:g} passes over {rows_per_epoch} rows, {config.data.batch_size} a step, "
+            f"are {asked:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
+        )
+    return max(1, math.ceil(asked))
+
+
+def _schedule(algorithm: Algorithm, steps: int) -> tuple[Counter[str], frozenset[str]]:
+    """({role: optimizer steps of the whole run}, which its learning-rate schedule spans; roles that are snapshots)."""
+    count: Counter[str] = Counter()
+    snapshots = set()
+    for step in range(steps):
+        for update in algorithm.updates(step):
+            if isinstance(update, Update):
+                count[update.role] += update.epochs * update.minibatches
+            else:
+                snapshots.add(update.role)
+    return count, frozenset(snapshots)

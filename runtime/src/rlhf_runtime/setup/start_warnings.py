@@ -1,0 +1,44 @@
+"""What a run says at its start of a combination that is allowed and seldom meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf.interfaces import Advantage, Algorithm
+from rlhf.ops.correction import CorrectionConfig
+
+from rlhf_runtime.config.online_validation import CORRECTION
+from rlhf_runtime.config.runfile import RunFile
+
+
+def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
+    """Samples of an older policy whose credit is taken for the policy's own.
+
+    Only where there is credit: what learns from given answers and their order alone may learn from anybody's.
+    """
+    stream, estimates = config.stream, any(isinstance(part, Advantage) for part in algorithm.parts.values())
+    if algorithm.data != "prompts" or not estimates or CORRECTION in algorithm.needs().features:
+        return []
+    if stream.staleness:
+        age, back = f"stream.staleness = {stream.staleness}: samples are {_steps(stream.staleness)} old", "staleness 0"
+    elif stream.round > 1:
+        age, back = f"stream.round = {stream.round}: samples are up to {_steps(stream.round - 1)} old", "round 1"
+    else:
+        return []
+    options = [f"--algorithm.{path}.preset tis" for path in _corrections(algorithm)]
+    return [
+        f"{age} when they are trained on, and no importance weight corrects for it: the loss takes them for samples of "
+        f"the policy that its step begins with. Set {' or '.join([*options, f'--stream.{back}'])}."
+    ]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
+
+
+def _corrections(algorithm: Algorithm) -> Iterator[str]:
+    """Where the parts' options have an importance correction: ``loss.correction``."""
+    for slot, part in algorithm.parts.items():
+        for name in type(part.config).model_fields:
+            if isinstance(getattr(part.config, name), CorrectionConfig):
+                yield f"{slot}.{name}"

@@ -1,0 +1,150 @@
+"""Two threads: coroutines of rollouts, rewards and environments run beside; everything that computes with the models
+runs on the main thread, one job at a time, so its results do not depend on timing."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from rlhf.errors import StandstillError
+
+from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.workers.blocking_calls import Threads
+from rlhf_runtime.workers.event_loop import Loop
+
+T = TypeVar("T")
+
+STANDSTILL = 30.0
+"""Seconds without a turn of the event loop, while the main thread has nothing to do, after which that is said."""
+GRACE = 10.0
+"""Seconds without a turn of the event loop after which a run that was asked to stop waits no longer. Schedulers kill
+30 s after they asked, and until then a checkpoint is to be written."""
+LOOK = 0.5
+"""Seconds between two looks at the event loop."""
+
+
+class MainThread:
+    """``run(coroutine)`` blocks the main thread, serving the jobs that coroutines hand it through :meth:`call`."""
+
+    stop: StopRequest | None = None
+    """Whether the run was asked to stop, where somebody may ask."""
+
+    def __init__(self, standstill: float = STANDSTILL, grace: float = GRACE) -> None:
+        self._standstill, self._grace = standstill, grace
+        self._stuck = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.loop = Loop()
+        self.loop.set_default_executor(Threads())
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rlhf-rollouts", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run ``coroutine`` on the event loop until it ends, doing its model work here meanwhile.
+
+        Raises StandstillError: the run was asked to stop, and a coroutine lets no other have a turn.
+        """
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future.add_done_callback(lambda _: self._jobs.put(None))
+        try:
+            while (job := self._next_job()) is not None:
+                job()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """From a coroutine: run ``function`` on the main thread and wait for what it returns."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def job() -> None:
+            try:
+                settle = partial(done.set_result, function())
+            except Exception as error:
+                settle = partial(done.set_exception, error)
+            self._finish(done, settle)
+
+        self._jobs.put(job)
+        return await done
+
+    def from_main(self, function: Callable[[], None]) -> None:
+        """From a job: run ``function`` on the event loop soon."""
+        self.loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Stop the event loop and its thread, and end the processes that were started there."""
+        if self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.loop.end(), self.loop)
+            self._thread.join(timeout=0 if self._stuck else 10)
+        if not self.loop.is_running() and not self.loop.is_closed():
+            self.loop.close()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """Wait for a job. Where the event loop itself stands still meanwhile, no deadline can end that: say where, and
+        give it up where the run was asked to stop."""
+        said, beat = False, threading.Event()
+        self.loop.call_soon_threadsafe(beat.set)
+        turned = time.monotonic()
+        asked: float | None = None
+        while True:
+            try:
+                return self._jobs.get(timeout=min(LOOK, self._standstill, self._grace))
+            except queue.Empty:
+                now = time.monotonic()
+            if beat.is_set():
+                beat.clear()
+                self.loop.call_soon_threadsafe(beat.set)
+                turned = now
+            elif not said and now - turned >= self._standstill:
+                said = True
+                print(_standing_still(self._thread, now - turned), file=sys.stderr, flush=True)  # noqa: T201
+            if self.stop is not None and self.stop.requested:
+                asked = now if asked is None else asked
+                if now - max(asked, turned) >= self._grace:
+                    self._stuck = True
+                    raise StandstillError(_in_the_way(self._thread, self.stop.reason, now - turned))
+
+    def _finish(self, done: asyncio.Future[T], settle: Callable[[], None]) -> None:
+        def settle_if_waiting() -> None:
+            if not done.done():  # its coroutine may have been cancelled
+                settle()
+
+        self.loop.call_soon_threadsafe(settle_if_waiting)
+
+
+def _standing_still(thread: threading.Thread, seconds: float) -> str:
+    """Where the event loop stands, and what to do."""
+    return (
+        f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {_place(thread)}, an `async "
+        "def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which runs in a "
+        "process of its own that is killed at its deadline. Ctrl-C twice ends the run."
+    )
+
+
+def _in_the_way(thread: threading.Thread, reason: str, seconds: float) -> str:
+    return (
+        f"{reason} asked the run to stop, and for {seconds:.0f} s {_place(thread)} let nothing else happen: an `async "
+        "def` that computes or waits without `await`. The step it belongs to is given up. Write it as plain `def`, "
+        "which runs in a process of its own that is killed at its deadline."
+    )
+
+
+def _place(thread: threading.Thread) -> str:
+    """Which line keeps the thread, outside of Python's own library where there is one."""
+    library = sysconfig.get_path("stdlib")
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and (frame.f_code.co_filename.startswith(library) or "<" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return (
+        "an unknown place"
+        if frame is None
+        else (f"{frame.f_code.co_name}() at {frame.f_code.co_filename}:{frame.f_lineno}")
+    )

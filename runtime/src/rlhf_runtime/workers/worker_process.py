@@ -1,0 +1,153 @@
+"""What runs inside a worker process: one plugin, asked over a socket. Started by ``worker.py`` as
+``python -m rlhf_runtime.workers.worker_process SOCKET LIFELINE``; imports no torch by itself.
+
+Requests are pickled by the driver, which trusts itself; replies are JSON, so that nothing that plugin code returns is
+executed on the driver. Each frame is its length (8 bytes, big endian) and its body.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import numbers
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+from rlhf.types import Group, Row, Sampling
+
+from rlhf_runtime.workers.deadlines import cause
+from rlhf_runtime.workers.returned_values import (
+    InvalidResult,
+    check_observation,
+    check_results,
+    check_step,
+    results_to_json,
+    step_to_json,
+)
+
+HEADER = struct.Struct("!Q")
+
+
+class RewardHost:
+    """One reward instance, built once."""
+
+    def __init__(self, cls: type[Any], config: Any) -> None:
+        self._reward = cls(config)
+
+    def score(self, group: Group) -> Any:
+        return results_to_json(check_results(self._reward.score(group), group.trajectories))
+
+
+class EnvHost:
+    """One episode at a time, each with an instance of its own."""
+
+    def __init__(self, cls: type[Any], config: Any) -> None:
+        self._cls, self._config = cls, config
+        self._env: Any = None
+
+    def reset(self, row: Row, seed: int, sampling: Sampling | None) -> str:
+        self._env = self._cls(self._config)
+        self._env.sampling = sampling
+        return check_observation(self._env.reset(row, seed))
+
+    def step(self, action: str, sampling: Sampling | None) -> Any:
+        self._env.sampling = sampling
+        return step_to_json(check_step(self._env.step(action)))
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+
+HOSTS: dict[str, type[RewardHost] | type[EnvHost]] = {"reward": RewardHost, "env": EnvHost}
+
+
+def main() -> None:
+    """Serve requests until the driver hangs up."""
+    connection, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection.set_inheritable(False)
+    die_with_driver(lifeline)
+    faulthandler.enable()
+    host: Any = None
+    own = os.getpid()
+    while (request := receive(connection)) is not None:
+        try:
+            name, arguments = pickle.loads(request)
+            if name == "path":
+                sys.path[:] = arguments[0]
+                reply = None
+            elif name == "build":
+                resolved, config = pickle.loads(arguments[0]), arguments[1]
+                host = HOSTS[resolved.kind](resolved.cls, config and resolved.cls.Config.model_validate_json(config))
+                reply = None
+            else:
+                reply = getattr(host, name)(*arguments)
+            answer = json.dumps({"reply": reply}, default=plain)
+        except InvalidResult as error:
+            answer = json.dumps({"invalid": str(error)})
+        except Exception as error:
+            answer = json.dumps({"raised": cause(error)})
+        if os.getpid() != own:  # a copy that the plugin has forked came back from its code: the answer is not its own
+            os._exit(0)
+        send(connection, answer.encode())
+
+
+def plain(value: object) -> Any:
+    """Numbers of other libraries in ``info`` as JSON; anything else there is refused."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise InvalidResult(f"returned info with a {type(value).__name__}; allowed: numbers, text, lists and dicts of them")
+
+
+def die_with_driver(lifeline: int) -> None:
+    """Die, children included, as soon as the driver's end of ``lifeline`` closes, however the driver ended and
+    whatever runs here. On Linux the kernel does it, so code that never lets go of the interpreter dies too."""
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([lifeline], [], [], 0)[0]:  # the driver was gone before the signal was armed
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def send(connection: socket.socket, body: bytes) -> None:
+    connection.sendall(HEADER.pack(len(body)) + body)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """The next frame's body; None where the driver has hung up."""
+    header = _exactly(connection, HEADER.size)
+    return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+if __name__ == "__main__":
+    main()

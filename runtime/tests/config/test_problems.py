@@ -1,0 +1,31 @@
+"""What a value that fits no branch of a union is told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from pydantic import ValidationError
+from rlhf.interfaces import ComponentConfig
+from rlhf_runtime.config.problems import describe
+
+
+class Several(ComponentConfig):
+    kind: Literal["sigmoid", "ipo"] | tuple[Literal["sigmoid", "ipo"], ...] = "sigmoid"
+
+
+def told(**values):
+    with pytest.raises(ValidationError) as error:
+        Several(**values)
+    return describe(error.value, Several, "algorithm.loss", {"algorithm.loss.kind": "flag --algorithm.loss.kind"})
+
+
+def test_the_branch_that_fits_the_type_speaks():
+    [line] = told(kind="ippo")
+    expected = "algorithm.loss.kind (flag --algorithm.loss.kind): should be 'sigmoid' or 'ipo', got string 'ippo'."
+    assert line == f"{expected} Did you mean 'ipo'?"
+
+
+def test_an_entry_of_a_list_is_named_by_its_place():
+    [line] = [line for line in told(kind=("ipo", "hing")) if "kind.1" in line]
+    assert "should be 'sigmoid' or 'ipo', got string 'hing'" in line

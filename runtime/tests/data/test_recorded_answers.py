@@ -1,0 +1,133 @@
+"""Recorded samples become plain answers; what is none is counted by its reason."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.recorded_answers import Answer, read_answers
+from rlhf_runtime.data.template import Template
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def sample(number, text="yes", **changes):
+    row = Row({"prompt": f"p{number[0]}"}, "rows", number[0])
+    turns = [Turn([1], False, text=f"p{number[0]}"), Turn([2], True, [-1.0], finish="stop", text=text)]
+    made = Trajectory(row, turns, number, reward=0.5, score=0.5)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def write(path, *trajectories, prompt=lambda t: t.row["prompt"]):
+    groups = {}
+    for t in trajectories:
+        groups.setdefault(t.index[0], Group(t.row, t.index[0], [])).trajectories.append(t)
+    write_groups(path, groups.values(), prompt)
+    return path
+
+
+def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    second = write(run / "rollouts" / "step-000002.jsonl", sample((2, 0), "\u2028d", reward=None))
+    write(run / "rollouts" / "step-000001.jsonl", sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"))
+    expected = [
+        [Answer(0, "p0", "a", 0.5), Answer(1, "p0", "b", 0.5)],
+        [Answer(0, "p1", "c", 0.5)],
+        [Answer(0, "p2", "\u2028d", None)],
+    ]
+    for source in (run, run / "rollouts"):
+        found = read_answers([source])
+        assert (found.groups, found.answers, dict(found.left_out)) == (expected, 4, {})
+    assert read_answers([second, run]).groups == [expected[2], *expected], "groups of two files are never joined"
+
+
+def test_prompts_may_be_messages(tmp_path):
+    path = write(tmp_path / "f.jsonl", sample((0, 0)), prompt=lambda t: MESSAGES)
+    assert read_answers([path]).groups == [[Answer(0, MESSAGES, "yes", 0.5)]]
+
+
+def test_what_is_no_answer_is_counted(tmp_path):
+    episode = [*sample((0, 0)).turns, Turn([3], False, text="more"), Turn([4], True, [-1.0], text="end")]
+    opened = [sample((0, 0)).turns[0], *sample((0, 0)).turns]
+    path = write(
+        tmp_path / "f.jsonl",
+        sample((0, 0)),
+        sample((0, 1), status="failed", turns=[], reward=None),
+        sample((0, 2), turns=episode),
+        sample((0, 3), turns=opened),
+        sample((0, 4), " \n"),
+        sample((0, 5), status="truncated"),
+        sample((0, 6), turns=[Turn([1], False, text="p"), Turn([2], True, [-1.0], finish="length", text="cut")]),
+        sample((0, 7), "opened"),
+        prompt=lambda t: None if t.index == (0, 7) else "p",
+    )
+    found = read_answers([path])
+    assert [[a.sample for a in g] for g in found.groups] == [[0]]
+    assert found.answers == 8
+    assert dict(found.left_out) == {
+        "that failed": 1,
+        "of several turns": 2,
+        "without text": 1,
+        "cut off": 2,
+        "with more in their context than the row's prompt": 1,
+    }
+    assert [[a.sample for a in g] for g in read_answers([path], truncated=True).groups] == [[0, 5, 6]]
+
+
+def test_a_last_line_without_its_line_end_counts(tmp_path):
+    whole = write(tmp_path / "f.jsonl", sample((0, 0), "a"), sample((1, 0), "b"))
+    cut = tmp_path / "g.jsonl"
+    cut.write_text(whole.read_text().removesuffix("\n"))
+    assert read_answers([cut]) == read_answers([whole])
+    cut.write_text(whole.read_text()[:-20])
+    with pytest.raises(DataError, match=r"g.jsonl:2 is not a recorded sample: .* not valid JSON"):
+        read_answers([cut])
+    cut.write_text("")
+    assert read_answers([cut]).groups == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"group": 0}\n', r"f.jsonl:1 is not a recorded sample: it has no 'sample'. Such are in a run's rollouts/"),
+        ("{\n", r"f.jsonl:1 is not a recorded sample: .* not valid JSON"),
+        ('"x"\n', r"f.jsonl:1 is not a recorded sample: TypeError"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, content, message):
+    path = tmp_path / "f.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_answers([path])
+
+
+def test_samples_without_their_prompt_are_refused(tmp_path):
+    path = tmp_path / "ready.jsonl"
+    write_groups(path, [Group(sample((0, 0)).row, 0, [sample((0, 0))])])  # as a checkpoint keeps them
+    with pytest.raises(DataError, match=r"ready.jsonl:1 is not a recorded sample: it has no 'prompt'"):
+        read_answers([path])
+
+
+def test_a_folder_without_samples_says_what_is_allowed(tmp_path):
+    with pytest.raises(DataError, match=r"holds no recorded samples\. Allowed: a run directory with rollouts/"):
+        read_answers([tmp_path])
+    with pytest.raises(DataError, match=r"nowhere does not exist"):
+        read_answers([tmp_path / "nowhere"])
+
+
+def test_a_prompt_is_told_as_it_was_asked(chars, chat):
+    """Text or messages, the system message included; not where an environment put something into the context."""
+    row = Row({"prompt": "1+1="}, "rows", 0)
+    plain = Template(chars, DataSection(template="plain", system="add: ", input_template="{prompt} "))
+    asked = Trajectory(row, [plain.encode_prompt(row)], (0, 0))
+    assert plain.prompt_of(asked) == "add: 1+1= "
+    template = Template(chat, DataSection(system="add"))
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
+    assert template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0))) == messages
+    assert template.prompt_of(Trajectory(row, template.encode_opening(row, "now"), (0, 0))) is None
+    assert template.prompt_of(Trajectory(row, [], (0, 0), status="failed")) is None

@@ -1,0 +1,110 @@
+"""Held-out rows: answered in bounded batches under numbers of their own, or measured by the losses of training."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rlhf.interfaces import Loss
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.types import Annotation, Group, LossOutput, Reduce, Row, Sampling, Snapshot, Trajectory, Turn, Update
+from rlhf_runtime.config.sections import EvalSection
+from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf_runtime.samples.rollouts import RolloutSettings
+
+ROWS = [Row({}, "held_out", i) for i in range(5)]
+
+
+class Answered:
+    """Stands where the rollouts are: the rewards of a row's two samples are its number and 1; every call is kept."""
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, rows, first_number, settings):
+        self.calls.append(([r.index for r in rows], first_number, settings))
+        groups = []
+        for number, row in enumerate(rows, first_number):
+            turns = [Turn([1], False), Turn([2, 3], True, [-1.0, -1.0])]
+            both = [Trajectory(row, turns, (number, s), reward=float(r)) for s, r in enumerate((row.index, 1))]
+            groups.append(Group(row, number, both))
+        return groups
+
+
+def test_rows_are_answered_in_batches_under_their_own_numbers():
+    rollouts, seen = Answered(), []
+    settings = RolloutSettings(Sampling(), 2, "eval", 0, 10, 1.0)
+    assert settings.abort_on_failure, "what training does"
+    section = EvalSection(samples=2, pass_threshold=2.0)
+    metrics, groups = evaluate_rollouts(rollouts, ROWS, settings, section, 2, lambda *state: seen.append(state))
+    asked = replace(settings, abort_on_failure=False)
+    assert rollouts.calls == [([0, 1], 0, asked), ([2, 3], 2, asked), ([4], 4, asked)]
+    assert seen == [(2, 5), (4, 5), (5, 5)]
+    assert [g.number for g in groups] == [0, 1, 2, 3, 4]
+    assert metrics["eval/reward"] == (0 + 1 + 2 + 3 + 4 + 5 * 1) / 10
+    assert metrics["eval/avg@2"] == 3 / 10, "rewards of at least 2"
+    assert all(name.startswith("eval/") for name in metrics)
+
+
+class Measured:
+    """Stands where a role is: its sums are what it is told, and it keeps what it is asked."""
+
+    def __init__(self, sums):
+        self.sums, self.asked = sums, []
+
+    def annotate(self, batch, annotations):
+        for a in annotations:
+            batch = batch.with_column("tok", a.column, torch.ones(batch.tokens))
+        return batch
+
+    def evaluate(self, batch, loss, update):
+        self.asked.append((sorted(batch.tok), sorted(batch.unit), dict(update.coef)))
+        return self.sums
+
+
+class Plain(Loss):
+    name = "plain"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def prepass(self):
+        return (Annotation("critic", "logprobs", "now"),)
+
+    def prepare(self, batch):
+        return batch.with_column("unit", "prepared", torch.ones(batch.units))
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]}, {})
+
+
+def algorithm(batch):
+    return SimpleNamespace(
+        name="plain",
+        assemble=lambda examples: batch,
+        annotations=lambda step: [Annotation("policy", "logprobs", "old")],
+        credit=lambda batch: (batch.with_column("unit", "credit", torch.ones(batch.units)), {"reward/mean": 1.0}),
+        updates=lambda step: [
+            Snapshot("reference", "policy"),
+            Update("policy", "one", coef={"kl": 0.5}),
+            Update("critic", "two"),
+        ],
+        parts={"one": Plain(), "two": Plain()},
+    )
+
+
+def test_losses_are_those_of_training_under_names_of_their_roles():
+    batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [True, True]})])])
+    policy, critic = Measured({"loss": (2.0, 0.0), "ratio": (6.0, 4.0)}), Measured({"loss": (3.0, 0.0)})
+    metrics = evaluate_loss(algorithm(batch), {"policy": policy, "critic": critic}, [])
+    assert metrics == {"eval/loss": 2.0, "eval/ratio": 1.5, "eval/critic/loss": 3.0}
+    columns = ["loss_mask", "now", "old", "weight/nll"]
+    assert policy.asked == [(columns, ["credit", "prepared"], {"kl": 0.5})]
+    assert critic.asked == [(columns, ["credit", "prepared"], {})]
+
+
+def test_examples_that_give_no_batch_give_no_metrics():
+    assert evaluate_loss(algorithm(None), {}, []) == pytest.approx({})

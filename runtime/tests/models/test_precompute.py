@@ -1,0 +1,191 @@
+"""What a frozen role says is computed once for every row, found again by its tokens, and kept for a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.errors import TrainingError
+from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts, WorkerGroup
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.heads import ENTROPY, LOGPROBS
+from rlhf.types import Annotation, Needs, RoleSpec, Row
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
+from rlhf_runtime.models.precompute import keys, precompute, problems_of
+from rlhf_runtime.models.roles import Role
+
+SPEC = ModelSpec(RoleSpec("reference"), "nowhere")
+READ = Annotation("reference", "logprobs", "ref_logprobs")
+
+
+class Counting(WorkerGroup):
+    """Log-probs of a token are a function of it and the one before; counts what it computes."""
+
+    size = 1
+
+    def __init__(self):
+        self.sequences, self.closed = 0, False
+
+    def call(self, method, per_rank):
+        return [getattr(self, method)(*arguments) for arguments in per_rank]
+
+    def stream(self, method, *arguments, timeout=None):
+        raise NotImplementedError
+
+    def facts(self):
+        return TrainerFacts()
+
+    def forward(self, micros, heads, view):
+        self.sequences += sum(m.sequences for m in micros)
+        values = [-(m.ids_N + m.ids_N.roll(1)).float() / 7 * m.tok["loss_mask"] for m in micros]
+        return [{heads[0].name: value} for value in values]
+
+    def shutdown(self):
+        self.closed = True
+
+
+class Reads(Algorithm):
+    name = "reads"
+    data = "demonstrations"
+    wanted = (READ,)
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True), RoleSpec("reference")))
+
+    def assemble(self, examples):
+        units = [
+            UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in e.sequences]) for e in examples
+        ]
+        return pack(units) if units else None
+
+    def annotations(self, step):
+        return list(self.wanted)
+
+    def updates(self, step):
+        return []
+
+
+def example(*answers):
+    sequences = [TokenSequence([5, 6, *a], [False, False, *(True for _ in a)], r) for r, a in enumerate(answers)]
+    return Example(Row({}, "data", 0), sequences)
+
+
+ROWS = [example([7, 8], [9]), example([10], [11, 12, 13]), example([7, 8], [14]), example([15, 16], [9])]
+
+
+@pytest.fixture
+def run(tmp_path):
+    groups, notes = [], []
+
+    def go(rows=ROWS, spec=SPEC, part=3):
+        def launch():
+            groups.append(Counting())
+            return Role(spec, groups[-1], budget=5)
+
+        parts = [rows[i : i + part] for i in range(0, len(rows), part)]
+        return precompute(
+            spec, tmp_path / "precomputed" / "r.safetensors", Reads(), lambda: parts, launch, notes.append
+        )
+
+    go.groups, go.notes = groups, notes
+    return go
+
+
+def along(batch):
+    return Role(SPEC, Counting(), budget=64).annotate(batch, [READ]).tok["ref_logprobs"]
+
+
+def test_the_columns_are_those_computed_along_in_any_order_and_split(run):
+    role = run()
+    assert run.groups[0].closed
+    for order in ([0, 1, 2, 3], [3, 1], [2], [1, 0, 3, 2]):
+        batch = Reads().assemble([ROWS[i] for i in order])
+        assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    batch = Reads().assemble(ROWS).select([2, 0])
+    assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+    assert run.notes[0] == "reference: precomputing ref_logprobs of 6 sequences"
+
+
+def test_a_resume_computes_only_what_is_new(run):
+    run(ROWS[:3])
+    again = run(ROWS[:3])
+    assert len(run.groups) == 1, "nothing is missing, so no model is loaded"
+    run(ROWS)
+    assert run.groups[1].sequences == 1  # of the fourth row only [15, 16]; its [9] is the first row's
+    batch = Reads().assemble(ROWS[:3])
+    assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
+
+
+def test_what_was_computed_before_a_failure_is_kept(run, monkeypatch):
+    computed = Counting.forward
+
+    def fails_at_the_second_part(self, micros, heads, view):
+        if self.sequences >= 6:
+            raise RuntimeError("killed")
+        return computed(self, micros, heads, view)
+
+    monkeypatch.setattr(Counting, "forward", fails_at_the_second_part)
+    with pytest.raises(RuntimeError, match="killed"):
+        run()
+    monkeypatch.setattr(Counting, "forward", computed)
+    run()
+    assert run.groups[1].sequences == 1  # all but [15, 16]
+
+
+def test_another_model_starts_anew(run, tmp_path):
+    first = ModelSpec(RoleSpec("reference"), str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    run(spec=first)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    run(spec=first)
+    assert [g.sequences for g in run.groups] == [7, 7]  # [7, 8] comes twice in the first part
+
+
+def test_the_mask_is_part_of_what_values_are_found_by(run):
+    role = run()
+    ids = ROWS[0].sequences[0].ids
+    other = pack([UnitData([SequenceData(ids, {"loss_mask": [False, True, True, True]})])])
+    with pytest.raises(TrainingError, match=r"reads it at another place.*Remove precompute of 'reference'"):
+        role.annotate(other, [READ])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": "prompts"}, "learns from samples that do not exist before the run"),
+        ({"wanted": ()}, "reads nothing off it"),
+        (
+            {"wanted": (Annotation("reference", "logprobs", "twin", per_row=False),)},
+            "computes 'twin' on rows put together",
+        ),
+    ],
+)
+def test_what_cannot_be_precomputed_is_refused(change, said):
+    algorithm = type("Other", (Reads,), change)()
+    [problem] = problems_of(["reference"], algorithm, {"policy"}, set())
+    assert problem.startswith("reference.precompute = true, but reads ")
+    assert said in problem
+
+
+def test_trained_and_replaced_roles_are_refused():
+    assert "trains it" in problems_of(["reference"], Reads(), {"reference"}, set())[0]
+    assert "replaces its weights on the way" in problems_of(["reference"], Reads(), set(), {"reference"})[0]
+    assert problems_of(["reference"], Reads(), {"policy"}, set()) == []
+
+
+def test_a_value_is_found_again_by_all_that_it_was_computed_from():
+    def one(mask=(False, True, True), ids=(5, 6, 7), **columns):
+        tok = {"loss_mask": list(mask), "unread": [1.0, 2.0, 3.0], **columns}
+        return pack([UnitData([SequenceData(ids, tok)])])
+
+    plain = keys(one(), LOGPROBS, "live")
+    assert plain == keys(one(unread=[4.0, 4.0, 4.0]), LOGPROBS, "live"), "what the head does not read"
+    others = [
+        keys(one(ids=(5, 6, 8)), LOGPROBS, "live"),
+        keys(one(mask=(False, False, True)), LOGPROBS, "live"),
+        keys(one(temperature=[1.0, 0.5, 0.5]), LOGPROBS, "live"),
+        keys(one(temperature=[1.0, 0.7, 0.7]), LOGPROBS, "live"),
+        keys(one(), LOGPROBS, "ema"),
+        keys(one(), ENTROPY, "live"),
+    ]
+    assert len({tuple(key) for key in (plain, *others)}) == 7

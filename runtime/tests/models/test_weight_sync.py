@@ -1,0 +1,418 @@
+"""New weights arrive whole, in place and provably; every way to get stale ones is caught and named."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from rlhf.errors import SyncError, TrainingError, WorkerError
+from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
+from rlhf.types import RoleSpec
+from rlhf.weights.bucket import Bucket, buckets
+from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.models.precompute import PrecomputedRole, Table
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.shared_devices import Phases
+from rlhf_runtime.models.weight_sync import WeightSync
+
+VOCABULARY = 11
+
+
+def logprobs(weights, ids):
+    """A model whose prediction of a token is a row of ``body @ head`` chosen by the token before it."""
+    return (weights["body"][ids[:-1]] @ weights["head"]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+class Bigram:
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.live = {n: torch.randn(VOCABULARY, VOCABULARY, generator=draw) for n in ("body", "head", "unused")}
+        self.calls = []
+
+    def facts(self):
+        return TrainerFacts(vocabulary=VOCABULARY)
+
+    def forward(self, micros, heads, view):
+        out = []
+        for micro in micros:
+            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist())]) for ids in micro.ids_N.split(24)]
+            out.append({"logprobs": torch.cat(parts)})
+        return out
+
+    def ship(self, view, limit):
+        self.marks = {}
+        return buckets(self.live.items(), limit, self.marks)
+
+    def sent(self):
+        return self.marks
+
+    def offload(self):
+        self.calls.append("offload")
+
+    def reload(self):
+        self.calls.append("reload")
+
+
+class Local(WorkerGroup):
+    size = 1
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.lost = lambda bucket: bucket
+        """What happens to a bucket on its way."""
+
+    def call(self, method, per_rank):
+        return [getattr(self.trainer, method)(*per_rank[0])]
+
+    def stream(self, method, *arguments, timeout=None):
+        for item in getattr(self.trainer, method)(*arguments):
+            yield self.lost(pickle.loads(pickle.dumps(item, protocol=5)))
+
+
+class Copying(Generator):
+    name = "copying"
+    capabilities = frozenset({"accept:tensors"})
+
+    def __init__(self):
+        self.held, self.calls = {}, []
+        self.forgets = ()
+        """Tensors that arrive and are not used."""
+
+    def generate(self, requests):
+        return iter(())
+
+    def begin_load(self, version):
+        self.version, self.got, self.size = version, {}, 0
+
+    def take(self, bucket):
+        self.got |= bucket.received()
+        self.size += bucket.nbytes
+        self.held |= {
+            name: t.clone() for name, t in bucket.tensors if name not in self.forgets or name not in self.held
+        }
+
+    def end_load(self):
+        return [Proof(self.version, nbytes=self.size, received=self.got)]
+
+    def logprobs(self, sequences):
+        return [[logprobs(self.held, ids).tolist() for ids in sequences]]
+
+    def stale(self, bucket):
+        return [name for name, t in bucket.tensors if not torch.equal(self.held[name], t)]
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def wake(self):
+        self.calls.append("wake")
+
+
+@pytest.fixture
+def made():
+    trainer, notes = Bigram(), []
+    group, generator = Local(trainer), Copying()
+    role = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1000)
+
+    def sync(longest=2048, **section):
+        return WeightSync(role, generator, SyncSection(**section), 0, notes.append, longest)
+
+    sync().push(0)
+    for tensor in trainer.live.values():  # one update
+        tensor += 0.5 * tensor.roll(1, 0)
+    return trainer, group, generator, sync, notes
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(9, 9), (2048, 24)])
+def test_canaries_are_no_longer_than_the_generator_takes(made, monkeypatch, longest, tokens):
+    trainer, _, generator, sync, _ = made
+    seen = []
+    answer = generator.logprobs
+    monkeypatch.setattr(generator, "logprobs", lambda sequences: seen.extend(map(len, sequences)) or answer(sequences))
+    monkeypatch.setattr(
+        trainer, "forward", lambda micros, heads, view: [{"logprobs": per_canary(trainer, micros[0], tokens)}]
+    )
+    assert sync(longest).push(1)["sync/canary"] < 1e-6
+    assert seen == [tokens] * 2
+
+
+def per_canary(trainer, micro, tokens):
+    return torch.cat(
+        [torch.cat([torch.zeros(1), logprobs(trainer.live, i.tolist())]) for i in micro.ids_N.split(tokens)]
+    )
+
+
+def swap(bucket):
+    (a, x), (b, y), *rest = bucket.tensors
+    return Bucket(((a, y), (b, x), *rest), bucket.fingerprints)
+
+
+def withhold(name):
+    def lose(bucket):
+        kept = [(pair, mark) for pair, mark in zip(bucket.tensors, bucket.fingerprints, strict=True) if pair[0] != name]
+        return Bucket(tuple(p for p, _ in kept), tuple(m for _, m in kept))
+
+    return lose
+
+
+def test_a_sync_that_works_says_what_it_moved(made):
+    trainer, _, generator, sync, _ = made
+    metrics = sync(bucket_mb=1).push(1)
+    assert all(torch.equal(generator.held[n], t) for n, t in trainer.live.items())
+    assert metrics["sync/canary"] < 1e-6
+    assert metrics == {"sync/version": 1, "sync/attempts": 1, "sync/canary": metrics["sync/canary"],
+                       "sync/MiB": 3 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (withhold("head"), "did not receive head"),
+        (withhold("unused"), "did not receive unused"),  # the canary cannot see this one
+        (swap, "received other values of body, head"),
+    ],
+)
+def test_what_is_lost_or_mixed_up_on_the_way_is_named(made, fault, named):
+    _, group, _, sync, _ = made
+    group.lost = fault
+    with pytest.raises(SyncError, match=named) as raised:
+        sync().push(1)
+    assert "the run stops" in str(raised.value).lower()
+
+
+def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(made):
+    _, _, generator, sync, _ = made
+    generator.forgets = ("head",)
+    with pytest.raises(SyncError, match=r"canaries differ .* Stale in the generator: head\."):
+        sync().push(1)
+    assert "sync/canary" in sync(canaries=0).push(2)  # what was asked for: fingerprints only
+
+
+@pytest.mark.parametrize(
+    ("shift", "trainer_dtype", "generator_dtype", "tolerance", "passes"),
+    [
+        (5e-5, "fp32", "fp32", None, True),
+        (2e-4, "fp32", "fp32", None, False),
+        (0.04, "bf16", "fp32", None, True),
+        (0.04, "fp32", "bf16", None, True),
+        (0.06, "bf16", "bf16", None, False),
+        (0.06, "fp32", "fp32", 0.07, True),
+        (0.04, "bf16", "bf16", 0.03, False),
+        (float("nan"), "bf16", "bf16", 9.0, False),
+    ],
+)
+def test_how_far_a_canary_may_differ(made, monkeypatch, shift, trainer_dtype, generator_dtype, tolerance, passes):
+    """On average over a canary's tokens, of the worst canary of the worst engine."""
+    _, _, generator, sync, _ = made
+    prove, answer = generator.end_load, generator.logprobs
+
+    def engines(sequences):
+        right, [first, second] = answer(sequences)[0], answer(sequences)[0]
+        half = [x + (2 * shift if i % 2 else 0.0) for i, x in enumerate(second[:-1])]  # 22 of 23 tokens
+        return [right, [first, [*half, second[-1] + shift]], right]
+
+    monkeypatch.setattr(generator, "logprobs", engines)
+    monkeypatch.setattr(generator, "end_load", lambda: [replace(p, dtype=generator_dtype) for p in prove()])
+    made_sync = sync() if tolerance is None else sync(tolerance=tolerance)
+    monkeypatch.setattr(made_sync.policy, "facts", replace(made_sync.policy.facts, dtype=trainer_dtype))
+    if passes:
+        assert made_sync.push(1)["sync/canary"] == pytest.approx(shift, rel=0.01)
+    else:
+        with pytest.raises(
+            SyncError, match=r"differ from the trainer's by .* on average; allowed are .*No single tensor"
+        ):
+            made_sync.push(1)
+
+
+def test_buckets_are_as_large_as_the_run_file_says(made, monkeypatch):
+    trainer, _, _, sync, _ = made
+    limits, ship = [], trainer.ship
+    monkeypatch.setattr(trainer, "ship", lambda view, limit: limits.append((view, limit)) or ship(view, limit))
+    sync(bucket_mb=3).push(1)
+    assert limits == [("live", 3 * 1024 * 1024)]
+
+
+def test_of_many_lost_tensors_eight_are_named(made):
+    trainer, group, _, sync, _ = made
+    trainer.live |= {f"layer{i}": torch.zeros(1) for i in range(10)}
+    group.lost = lambda bucket: Bucket(bucket.tensors[:3], bucket.fingerprints[:3])
+    with pytest.raises(SyncError, match=r"did not receive layer0, (layer\d, ){6}layer7 and 2 more"):
+        sync().push(1)
+
+
+def test_retry_sends_once_more_and_warn_goes_on(made):
+    _, group, _, sync, notes = made
+    faults = iter([withhold("body")])
+    group.lost = lambda bucket: next(faults, lambda b: b)(bucket)
+    assert sync(check="retry").push(1)["sync/attempts"] == 2
+    assert "sending once more" in notes[-1]
+    group.lost = withhold("body")
+    with pytest.raises(SyncError, match="did not receive body"):
+        sync(check="retry").push(2)
+    assert sync(check="warn").push(3)["sync/unproven"] == 1
+    assert "did not receive body" in notes[-1]
+
+
+def test_a_generator_that_refuses_a_part_is_sent_all_once_more_and_never_used_with_it(made, monkeypatch):
+    _, _, generator, sync, notes = made
+    complete = generator.end_load
+    refusals = iter(["no head came"])
+
+    def end_load():
+        for refusal in refusals:
+            raise SyncError(refusal)
+        return complete()
+
+    monkeypatch.setattr(generator, "end_load", end_load)
+    assert sync(check="retry").push(1)["sync/attempts"] == 2
+    assert "no head came" in notes[-1]
+    for check in ("fail", "warn"):
+        refusals = iter(["no head came"])
+        with pytest.raises(SyncError, match="no head came") as raised:
+            sync(check=check).push(2)
+        assert "cannot go on with a part" in str(raised.value)
+
+
+def test_a_version_that_was_not_asked_for_is_refused(made, monkeypatch):
+    _, _, generator, sync, _ = made
+    monkeypatch.setattr(generator, "end_load", lambda: [Proof(7, received=generator.got)])
+    with pytest.raises(SyncError, match="reports version 7"):
+        sync().push(1)
+
+
+def test_a_replaced_engine_gets_the_weights_of_now(made):
+    trainer, _, generator, sync, _ = made
+    sync().push(4)
+    generator.held = {}
+    generator.refresh()
+    assert generator.version == 4
+    assert torch.equal(generator.held["head"], trainer.live["head"])
+
+
+def test_buckets_keep_order_and_limit_and_survive_the_way():
+    weights = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16)), ("c", torch.zeros(100)),
+               ("d", torch.tensor(3)), ("e", torch.zeros(0, 4))]  # fmt: skip
+    sent = {}
+    made = list(buckets(iter(weights), 32, sent))
+    assert [[n for n, _ in b.tensors] for b in made] == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(sent) == ["a", "b", "c", "d", "e"]
+    for bucket in made:
+        copy = pickle.loads(pickle.dumps(bucket, protocol=5))
+        assert (
+            copy.received()
+            == bucket.received()
+            == dict(zip((n for n, _ in bucket.tensors), bucket.fingerprints, strict=True))
+        )
+        for (_, x), (_, y) in zip(bucket.tensors, copy.tensors, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+    assert list(made[0].tensors[0][1]) == list(weights[0][1])
+    with pytest.raises(TrainingError, match="holds nothing"):
+        list(buckets(iter(weights), 0, {}))
+
+
+def test_a_bucket_hands_its_bytes_over_without_a_copy():
+    out_of_band = []
+    bucket = Bucket((("a", torch.zeros(1000)),), ("",))
+    stream = pickle.dumps(bucket, protocol=5, buffer_callback=out_of_band.append)
+    assert len(stream) < 500
+    assert sum(b.raw().nbytes for b in out_of_band) == 4000
+
+
+def test_phases_give_memory_away_in_turn(made):
+    trainer, group, generator, _, _ = made
+    trained = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1)
+    frozen_trainer = Bigram()
+    frozen = Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1)
+    order = trainer.calls = generator.calls
+    base = Role(ModelSpec(RoleSpec("base"), "m"), group, 1, view="base")
+    gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), Table())
+    roles = {"policy": trained, "reference": frozen, "base": base, "gone": gone}
+    apart = Phases(generator, roles, {"policy": Place(), "reference": Place(), "generator": Place()})
+    with apart.generating():
+        pass
+    assert order == []
+    together = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
+    together["base"] = together["gone"] = Place(share="policy")
+    phases = Phases(generator, roles, together)
+    with suppress(KeyError), phases.generating():
+        order.append("generate")
+        raise KeyError
+    assert order == ["sleep", "offload", "wake", "generate", "sleep", "reload"]
+    assert frozen_trainer.calls == ["offload", "reload"], "it may keep memory that it does not use"
+    order.clear()
+    phases.begin_sync()  # new weights find room, and stay for what is generated next
+    order.append("sync")
+    with phases.generating():
+        order.append("generate")
+    phases.begin_learning()
+    assert order == ["offload", "sync", "wake", "generate", "sleep", "reload"]
+    order.clear()
+    phases.begin_sync()
+    phases.begin_learning()
+    phases.begin_learning()
+    assert order == ["offload", "sleep", "reload"], "also where nothing is generated in between"
+    order.clear()
+    with phases.together():  # the batches of a round
+        for _ in range(2):
+            with phases.generating():
+                order.append("generate")
+    assert order == ["offload", "wake", "generate", "wake", "generate", "sleep", "reload"]
+    order.clear()
+    with phases.together():  # inside a round there is nothing to generate
+        pass
+    assert order == []
+
+
+@pytest.mark.parametrize("phase", ["generating", "together"])
+def test_of_what_fails_in_a_phase_the_first_is_seen_and_the_others_get_their_devices(made, monkeypatch, phase):
+    """A generator that stalls, say: the roles beside it are to save what was learnt."""
+    trainer, group, generator, _, _ = made
+    frozen_trainer = Bigram()
+    roles = {
+        "reference": Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1),
+        "policy": Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1),
+    }
+    places = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
+    phases = Phases(generator, roles, places)
+
+    def gone():
+        raise WorkerError("nobody here")
+
+    monkeypatch.setattr(generator, "sleep", gone)
+    monkeypatch.setattr(frozen_trainer, "reload", gone)
+
+    def stalls():
+        with getattr(phases, phase)():
+            phases.begin_sync()
+            raise WorkerError("the generator stalled")
+
+    with pytest.raises(WorkerError, match="stalled"):
+        stalls()
+    assert trainer.calls == ["offload", "reload"]
+    phases.begin_learning()  # before it is saved: nothing is left to do
+    assert trainer.calls == ["offload", "reload"]
+    with pytest.raises(WorkerError, match="nobody here"), phases.generating():
+        pass
+    assert trainer.calls == ["offload", "reload"] * 2
+
+
+def test_the_trainer_computes_while_the_generator_gets_ready(made, monkeypatch):
+    """What it begins is begun before the end of the load, and asked for afterwards."""
+    _, group, generator, sync, _ = made
+    order = []
+
+    def begin(method, per_rank):
+        order.append(f"begin {method}")
+        return lambda: order.append(f"ask {method}") or group.call(method, per_rank)
+
+    def noted(method, call):
+        return lambda *arguments: order.append(method) or call(*arguments)
+
+    monkeypatch.setattr(group, "begin", begin)
+    for method in ("take", "end_load", "logprobs"):
+        monkeypatch.setattr(generator, method, noted(method, getattr(generator, method)))
+    sync().push(1)
+    assert order == ["take", "begin sent", "begin forward", "end_load", "ask sent", "logprobs", "ask forward"]

@@ -1,0 +1,42 @@
+"""Metrics of each reward source."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_runtime.observe.source_rewards import source_metrics
+
+ROW = Row({}, "data", 0)
+
+
+def sample(turn_rewards=(), **rewards):
+    turns = [Turn([1], False), *(Turn([2], True, reward=r) for r in turn_rewards)]
+    return Trajectory(ROW, turns, (0, 0), rewards=rewards)
+
+
+def test_each_source_by_itself_over_the_samples_it_applied_to():
+    groups = [
+        Group(ROW, 0, [sample(math=RewardResult(1.0), style=RewardResult(-2.0)), sample(math=RewardResult(0.0))]),
+        Group(ROW, 1, [sample(math=RewardResult(0.5), style=RewardResult(None)), sample()]),
+    ]
+    assert source_metrics(groups) == {
+        "reward/math/mean": 0.5,
+        "reward/math/std": pytest.approx((0.5 / 3) ** 0.5),
+        "reward/style/mean": -2.0,
+        "reward/style/std": 0.0,
+    }
+    assert source_metrics([]) == {}
+
+
+def test_numbers_of_info_and_rewards_of_an_environment():
+    info = {"found": True, "length": 4, "note": "text", "nan": float("nan"), "list": [1]}
+    groups = [
+        Group(ROW, 0, [sample((1.0, None, 2.0), m=RewardResult(None, info=info)), sample((0.0,))]),
+        Group(ROW, 1, [sample(m=RewardResult(None, info={"found": False}))]),
+    ]
+    assert source_metrics(groups) == {
+        "reward/env/mean": 1.5,
+        "reward/env/std": 1.5,
+        "reward/m/info/found": 0.5,
+        "reward/m/info/length": 4.0,
+    }

@@ -1,0 +1,109 @@
+"""Reward functions of one sample: those of a group run together, each call has its deadline, and each fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+
+ASYNC = """
+import asyncio
+running, most, calls = 0, 0, []
+everybody = asyncio.Barrier(4)
+
+async def score(prompt, completion, row):
+    global running, most
+    calls.append(completion)
+    running += 1
+    most = max(most, running)
+    try:
+        if row["act"] == "meet":
+            await everybody.wait()  # nobody gets past this alone
+        elif completion == "hangs":
+            await asyncio.sleep(600)
+        elif completion == "raises":
+            raise ConnectionError("the judge is down")
+        else:
+            await asyncio.sleep(0.05)
+    finally:
+        running -= 1
+    return float(most)
+"""
+PLAIN = """
+import os, time
+def score(prompt, completion, row):
+    if completion == "hangs":
+        time.sleep(600)
+    if completion == "raises":
+        raise ConnectionError("the judge is down")
+    time.sleep(0.2)
+    return 1.0
+"""
+
+
+def score(resolved, *groups, workers: int = 2, **options) -> int:
+    """Score the groups at the same time. Returns how many attempts were repeated."""
+
+    async def scenario() -> int:
+        scorer = Scorer([ActiveReward("judge", resolved, resolved.cls(None), **options)], workers=workers)
+        try:
+            await scorer.setup()
+            await asyncio.gather(*map(scorer.score, groups))
+            return scorer.counts.retried
+        finally:
+            scorer.close()
+
+    return asyncio.run(scenario())
+
+
+def test_async_calls_of_a_group_run_together(from_file, make_group) -> None:
+    group = make_group("a", "b", "c", "d", act="meet")
+    score(from_file("reward", ASYNC), group, deadline=20.0)
+    assert [t.error for t in group.trajectories] == [""] * 4
+    assert {t.reward for t in group.trajectories} == {4.0}
+
+
+@pytest.mark.parametrize("text", [ASYNC, PLAIN], ids=["async", "plain"])
+def test_each_call_has_a_deadline_and_fails_alone(from_file, make_group, text: str) -> None:
+    group = make_group("a", "hangs", "raises", "d", act="")
+    score(from_file("reward", text), group, deadline=2.0)
+    assert [t.status for t in group.trajectories] == ["ok", "failed", "failed", "ok"]
+    hangs, raises = (t.error for t in group.trajectories[1:3])
+    assert "score() took longer than its deadline of 2 s" in hangs
+    assert hangs.endswith("sample 1 of row 7 of source 'unit'")
+    assert "raised ConnectionError: the judge is down" in raises
+    assert raises.endswith("sample 2 of row 7 of source 'unit'")
+
+
+def test_the_deadline_is_a_calls_and_not_that_of_all_samples(from_file, make_group) -> None:
+    """Ten calls of 0.2 s, one after the other in one process, are more than a deadline of 1.5 s."""
+    group = make_group(*"abcdefghij", act="")
+    score(from_file("reward", PLAIN), group, workers=1, deadline=1.5)
+    assert [t.error for t in group.trajectories] == [""] * 10
+
+
+def test_only_what_failed_is_asked_again(from_file, make_group) -> None:
+    resolved = from_file("reward", ASYNC)
+    group = make_group("a", "raises", "c", act="")
+    assert score(resolved, group, retries=2) == 2
+    assert sorted(sys.modules[resolved.cls.__module__].calls) == ["a", "c", "raises", "raises", "raises"]
+    assert group.trajectories[1].error.endswith("(attempt 3 of 3)")
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(3, 3.0), (None, 64.0), (200, 100.0)])
+def test_calls_at_once_are_limited_and_waiting_counts_for_no_deadline(
+    from_file, make_group, concurrency: int | None, most: float
+) -> None:
+    groups = [make_group(*map(str, range(10)), act="") for _ in range(10)]
+    score(from_file("reward", ASYNC), *groups, concurrency=concurrency, deadline=1.0)  # 100 calls, by threes 1.7 s
+    assert [t.error for g in groups for t in g.trajectories] == [""] * 100
+    assert max(t.reward for g in groups for t in g.trajectories) == most
+
+
+def test_concurrency_of_a_plain_reward_is_its_processes(from_file, make_group) -> None:
+    text = "import os, time\ndef score(prompt, completion, row):\n    time.sleep(0.3)\n    return float(os.getpid())\n"
+    group = make_group(*"abcdefgh")
+    score(from_file("reward", text), group, workers=1, concurrency=3, deadline=20.0)
+    assert len({t.reward for t in group.trajectories}) == 3

@@ -1,0 +1,223 @@
+"""What rewards read off a role: the numbers of the plain model at exactly the tokens they name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from rlhf.errors import RewardError
+from rlhf.interfaces import ModelSpec, WorkerGroup
+from rlhf.ops.heads import LOGPROBS, VALUES
+from rlhf.types import Head, RoleSpec
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
+from rlhf_runtime.workers.deadlines import DeadlineExpired, within
+from rlhf_runtime.workers.main_thread import MainThread
+from rlhf_testing.plain import EmbeddingTrainer
+
+IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]
+
+
+def _both(logits_CV, ids_C, columns, constants):
+    return logits_CV[:, list(constants["ids"])]
+
+
+BOTH = Head("both", _both, over="anything", at="at", constants={"ids": (4, 2)})
+ONE = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", at="at")
+
+
+class Ranks(WorkerGroup):
+    """Two ranks with equal weights, in this process."""
+
+    size = 2
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.workers = [EmbeddingTrainer(None, spec) for _ in range(self.size)]
+
+    def call(self, method, per_rank):
+        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
+
+    def stream(self, method, *arguments, timeout=None):
+        raise NotImplementedError
+
+
+class Model:
+    def __init__(self, head: str) -> None:
+        spec = ModelSpec(RoleSpec("judge", head=head), "", seed=3)
+        self.role = Role(spec, Ranks(spec), budget=6)
+        self.trainer = EmbeddingTrainer(None, spec)
+
+    def ask(self, what, *arguments):
+        main = MainThread()
+        try:
+            return main.run(what({"judge": self.role}, main)("judge", *arguments))
+        finally:
+            main.close()
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.trainer.logits(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("ask", [score_with_role, read_role])
+def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadline(ask) -> None:
+    """A wave of generation holds the main thread for longer than a reward may take; the reward itself takes no time.
+    One that takes its time by itself is stopped all the same, however long it waited before."""
+    model, main = Model("scalar"), MainThread()
+    asked = (IDS,) if ask is score_with_role else (Head("after", VALUES.fn, over="x", at="at"), IDS, [[0], [0], [0]])
+
+    async def reward(idles: float) -> int:
+        found = await asyncio.gather(*(ask({"judge": model.role}, main)("judge", *asked) for _ in range(2)))
+        await asyncio.sleep(idles)
+        return len(found)
+
+    async def scenario(idles: float) -> int:
+        wave = asyncio.ensure_future(main.call(lambda: time.sleep(1.3)))
+        await asyncio.sleep(0)
+        try:
+            return await within(reward(idles), 1.0)
+        finally:
+            await wave
+
+    try:
+        assert main.run(scenario(0.0)) == 2
+        with pytest.raises(DeadlineExpired):
+            main.run(scenario(30.0))
+    finally:
+        main.close()
+
+
+def test_a_head_at_given_tokens() -> None:
+    model = Model("lm")
+    places = [[1, 3], [], [0, 4]]
+    expected = [[model.logits(ids)[p, [4, 2]].tolist() for p in read] for ids, read in zip(IDS, places, strict=True)]
+    found = model.ask(read_role, BOTH, IDS, places)
+    assert [len(v) for v in found] == [2, 0, 2]
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(expected[0]))
+    assert torch.allclose(torch.tensor(found[2]), torch.tensor(expected[2]))
+    assert model.ask(read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
+
+
+def test_what_predicts_a_token_is_read_before_it() -> None:
+    model = Model("lm")
+    logits_TV = torch.log_softmax(model.logits(IDS[2]), 1)
+    found = model.ask(read_role, LOGPROBS, IDS, [[], [], [1, 4]])
+    assert found == [[], [], pytest.approx([float(logits_TV[0, 4]), float(logits_TV[3, 10])])]
+
+
+def test_values_and_scores_of_a_scalar_head() -> None:
+    model = Model("scalar")
+    scores = model.ask(score_with_role, IDS)
+    assert scores == pytest.approx([float(model.logits(ids)[-1, 0]) for ids in IDS])
+    after = Head("after", VALUES.fn, over="steps", at="at")
+    last = model.ask(read_role, after, IDS, [[len(ids) - 1] for ids in IDS])
+    assert [v[0] for v in last] == pytest.approx(scores)
+
+
+def test_nothing_is_computed_where_nothing_is_read() -> None:
+    model = Model("lm")
+    calls = []
+    model.role.group.call = lambda method, per_rank: calls.append(method)  # type: ignore[method-assign]
+    assert model.ask(read_role, ONE, IDS, [[], [], []]) == [[], [], []]
+    assert calls == []
+
+
+@pytest.mark.parametrize("at", [[4], [-1], [2, 1], [1, 1]])
+def test_positions_that_are_not_there_are_refused(at: list[int]) -> None:
+    with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
+        Model("lm").ask(read_role, ONE, IDS[:1], [at])
+
+
+def test_nothing_predicts_a_first_token() -> None:
+    with pytest.raises(RewardError, match=r"1 \.\. 3"):
+        Model("lm").ask(read_role, LOGPROBS, IDS[:1], [[0]])
+
+
+def test_what_a_reward_cannot_give_is_refused() -> None:
+    columns = Head("needy", LOGPROBS.fn, columns=("targets",))
+    with pytest.raises(RewardError, match="'needy' needs columns"):
+        asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="3 sequences at 1 lists"):
+        Model("lm").ask(read_role, ONE, IDS, [[1]])
+
+
+class Counted:
+    """What reaches the model: the sequences of each pass."""
+
+    def __init__(self, model: Model, main: MainThread) -> None:
+        self.passes: list[int] = []
+        begin = model.role.begin_forward
+
+        def counted(batch, heads, view="live"):
+            self.passes.append(batch.sequences)
+            return begin(batch, heads, view)
+
+        model.role.begin_forward = counted  # type: ignore[method-assign]
+        self.score, self.read = together(
+            score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main)
+        )
+
+
+def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> None:
+    """Each gets its own, whatever the others ask; another head, and what is asked later, is another pass."""
+    model, main = Model("scalar"), MainThread()
+    after = Head("after", VALUES.fn, over="steps", at="at")
+    groups = [IDS[:1], IDS[1:], [IDS[2], IDS[0], IDS[1]]]
+    places = [[[1, 3]], [[0], []], [[4], [0, 1, 2], []]]
+
+    async def scenario(counted: Counted):
+        scores = asyncio.gather(*(counted.score("judge", ids) for ids in groups))
+        reads = asyncio.gather(*(counted.read("judge", after, i, p) for i, p in zip(groups, places, strict=True)))
+        return await scores, await reads, await counted.score("judge", IDS[:1])
+
+    try:
+        counted = Counted(model, main)
+        scores, reads, late = main.run(scenario(counted))
+    finally:
+        main.close()
+    assert counted.passes[0] == 6
+    assert counted.passes[-1] == 1
+    assert len(counted.passes) == 4  # of the sequences that the head reads: 6, of which 4 are computed
+    for ids, found in zip(groups, scores, strict=True):
+        assert found == pytest.approx([float(model.logits(one)[-1, 0]) for one in ids])
+    for ids, read, found in zip(groups, places, reads, strict=True):
+        expected = [[float(model.logits(one)[p, 0]) for p in at] for one, at in zip(ids, read, strict=True)]
+        assert [list(map(float, values)) for values in found] == [pytest.approx(values) for values in expected]
+    assert late == pytest.approx(scores[0])
+
+
+def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it() -> None:
+    model, main = Model("scalar"), MainThread()
+    after = Head("after", VALUES.fn, over="steps", at="at")
+
+    async def scenario(counted: Counted, role: str):
+        calls = (counted.read(role, after, IDS[:1], at) for at in ([[0]], [[7]], [[3]]))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    try:
+        first, wrong, last = main.run(scenario(Counted(model, main), "judge"))
+        unknown = main.run(scenario(Counted(model, main), "nobody"))
+    finally:
+        main.close()
+    logits = [float(model.logits(IDS[0])[p, 0]) for p in (0, 3)]
+    assert [first, last] == [[pytest.approx(logits[:1])], [pytest.approx(logits[1:])]]
+    assert isinstance(wrong, RewardError)
+    assert [type(error) for error in unknown] == [KeyError, RewardError, KeyError]
+
+
+def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_together() -> None:
+    model, main = Model("scalar"), MainThread()
+    begin = model.role.begin_forward
+    model.role.begin_forward = lambda *asked: time.sleep(1.2) or begin(*asked)  # type: ignore[method-assign]
+
+    async def scenario() -> list[list[float]]:
+        score, _ = together(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
+        return await asyncio.gather(*(within(score("judge", [ids]), 1.0) for ids in IDS))
+
+    try:
+        found = main.run(scenario())
+    finally:
+        main.close()
+    assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]

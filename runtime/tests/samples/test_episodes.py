@@ -1,0 +1,284 @@
+"""Environments: deadlines, exclusive workers, closed once, and one sample's failure is not another's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import EnvError, PluginInvalid
+from rlhf.interfaces import Env
+from rlhf.plugins import Resolved
+from rlhf.types import EnvStep, Row, Sampling
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.samples.episodes import Episodes
+
+
+def row(**columns) -> Row:
+    return Row(columns, "unit", 0)
+
+
+def section(**options) -> EnvSection:
+    return EnvSection(use="x", **options)
+
+
+class Counter(Env):
+    """Counts its calls; an action is what goes wrong."""
+
+    name = "counter"
+    closed = 0
+
+    async def reset(self, row, seed):
+        Counter.closed = 0
+        self.start = row["start"] + seed
+        if self.start < 0:
+            raise ValueError("negative start")
+        return f"start {self.start}"
+
+    async def step(self, action):
+        if action == "raise":
+            raise ValueError("bad action")
+        if action == "hang":
+            await asyncio.sleep(600)
+        if action == "none":
+            return None
+        if action == "nan":
+            return EnvStep(reward=float("nan"))
+        if action == "huge":
+            return EnvStep(reward=10**1000)
+        if action == "list":
+            return EnvStep(info=[1])
+        if action == "set":
+            return EnvStep(info={"seen": {1}})
+        if action == "hotter":
+            return EnvStep(sampling=replace(self.sampling, temperature=2.0))
+        return EnvStep(observation=action, reward=0.5, done=action == "done", info={"start": self.start})
+
+    async def close(self):
+        Counter.closed += 1
+        if self.start == 99:
+            raise OSError("cannot close")
+
+
+def in_process(cls: type[Env]) -> Resolved:
+    return Resolved("env", cls.name, cls, "in process", "", cls.name)
+
+
+def play(resolved: Resolved, *actions: str, start: int = 1, **options) -> list[EnvStep]:
+    async def scenario():
+        episodes = Episodes(resolved, None, section(**options))
+        episode = episodes.open()
+        try:
+            assert await episode.reset(row(start=start), seed=2) == f"start {start + 2}"
+            return [await episode.step(a) for a in actions]
+        finally:
+            await episode.close()
+            await episode.close()
+            episodes.close()
+
+    return asyncio.run(scenario())
+
+
+def test_an_episode_answers_and_is_closed_once() -> None:
+    steps = play(in_process(Counter), "a", "done")
+    assert [(s.observation, s.reward, s.done) for s in steps] == [("a", 0.5, False), ("done", 0.5, True)]
+    assert Counter.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("raise", r"env 'counter' \(in process\): step\(\) raised ValueError: bad action \(.*test_episodes.py:\d+\)"),
+        ("hang", r"step\(\) took longer than its deadline of 0.2 s and was cancelled.*deadline"),
+        ("none", r"step\(\) returned NoneType None; allowed: an EnvStep"),
+        ("nan", r"step\(\) returned EnvStep\(reward=nan\); allowed: a finite number"),
+        ("huge", r"step\(\) returned EnvStep\(reward=int 1000.*; allowed: a finite number"),
+        ("list", r"step\(\) returned EnvStep\(info=list \[1\]\); allowed: a dict"),
+        ("set", r"step\(\) returned EnvStep\(info=...\) whose info.seen is a set"),
+    ],
+)
+def test_a_failing_step_is_an_env_error_and_still_closes_once(action: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        play(in_process(Counter), "a", action, deadline=0.2)
+    assert Counter.closed == 1
+
+
+def test_a_failing_reset_closes_too() -> None:
+    with pytest.raises(EnvError, match=r"reset\(\) raised ValueError: negative start"):
+        play(in_process(Counter), start=-9)
+    assert Counter.closed == 1
+
+
+def test_close_that_fails_is_an_error_unless_something_failed_before() -> None:
+    with pytest.raises(EnvError, match=r"close\(\) raised OSError: cannot close"):
+        play(in_process(Counter), "a", start=97)
+    with pytest.raises(EnvError, match=r"bad action"):
+        play(in_process(Counter), "raise", start=97)
+
+
+def test_an_env_that_never_ends_is_ended_at_max_turns() -> None:
+    steps = play(in_process(Counter), "a", "b", "c", max_turns=3)
+    assert [s.done for s in steps] == [False, False, True]
+    assert steps[2].info == {"start": 3, "max_turns": True}
+    with pytest.raises(EnvError, match=r"step\(\) was called on an episode that has ended"):
+        play(in_process(Counter), "a", "b", max_turns=1)
+
+
+def test_mixed_methods_are_refused() -> None:
+    class Mixed(Counter):
+        name = "mixed"
+
+        def close(self):
+            return None
+
+    with pytest.raises(PluginInvalid, match=r"reset, step is `async def` and close is plain `def`"):
+        Episodes(in_process(Mixed), None, section())
+
+
+PLAIN = """
+import os
+from dataclasses import replace
+from rlhf.interfaces import ComponentConfig, Env
+from rlhf.types import EnvStep, Sampling
+
+class Plain(Env):
+    class Config(ComponentConfig):
+        log: str = ""
+
+    def reset(self, row, seed):
+        self.row, self.state = row, 0
+        return f"start {row['start'] + seed}"
+
+    def step(self, action):
+        while action == "hang":
+            pass
+        if action == "raise":
+            raise ValueError("bad action")
+        if action == "exit":
+            os._exit(1)
+        self.state += 1
+        return EnvStep(observation=f"{self.state}", reward=0.5, done=action == "done",
+                       sampling=replace(self.sampling or Sampling(), max_new_tokens=3, stop=(";",)),
+                       info={"pid": os.getpid()})
+
+    def close(self):
+        if self.config.log:
+            open(self.config.log, "a").write("closed\\n")
+"""
+
+
+@pytest.fixture
+def plain(from_file) -> Resolved:
+    return from_file("env", PLAIN)
+
+
+def test_a_plain_env_runs_in_a_worker_of_its_own(plain) -> None:
+    steps = play(plain, "a", "done")
+    assert [(s.observation, s.done) for s in steps] == [("1", False), ("2", True)]
+    assert steps[0].sampling == Sampling(max_new_tokens=3, stop=(";",))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("hang", r"step\(\) took longer than its deadline of 1 s; its worker process was killed"),
+        ("raise", r"step\(\) raised ValueError: bad action"),
+        ("exit", r"its worker process exited with code 1 during step\(\)"),
+    ],
+)
+def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None:
+    async def one(episodes: Episodes, *actions: str) -> list[EnvStep]:
+        episode = episodes.open()
+        try:
+            await episode.reset(row(start=0), 0)
+            return [await episode.step(a) for a in actions]
+        finally:
+            await episode.close()
+
+    async def scenario():
+        episodes = Episodes(plain, None, section(concurrency=2, deadline=1.0))
+        try:
+            assert episodes.limit == 2
+            return await asyncio.gather(
+                one(episodes, "a", action), one(episodes, "a", "b"), one(episodes, "a", "b"), return_exceptions=True
+            )
+        finally:
+            episodes.close()
+
+    bad, *good = asyncio.run(scenario())
+    assert isinstance(bad, EnvError)
+    with pytest.raises(EnvError, match=message):
+        raise bad
+    assert [[s.observation for s in steps] for steps in good] == [["1", "2"], ["1", "2"]]  # never a shared state
+
+
+def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, tmp_path) -> None:
+    log = tmp_path / "log"
+
+    async def scenario():
+        episodes = Episodes(plain, plain.cls.Config(log=str(log)), section(concurrency=2))
+        open_now, most, pids, pair = 0, 0, set(), asyncio.Barrier(2)
+
+        async def one() -> None:
+            nonlocal open_now, most
+            episode = episodes.open()
+            try:
+                await episode.reset(row(start=0), 0)
+                open_now += 1
+                most = max(most, open_now)
+                pids.add((await episode.step("a")).info["pid"])
+                await pair.wait()  # two must be open at once to get past this
+                open_now -= 1
+            finally:
+                await episode.close()
+
+        try:
+            await asyncio.gather(*(one() for _ in range(6)))
+        finally:
+            episodes.close()
+        return most, pids
+
+    most, pids = asyncio.run(scenario())
+    assert most == 2
+    assert len(pids) == 2
+    assert log.read_text() == "closed\n" * 6
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
+    async def scenario():
+        episodes = Episodes(in_process(Counter) if kind == "async" else plain, None, section())
+        episode = episodes.open()
+        episode.sampling = Sampling(max_new_tokens=7, top_k=5)
+        try:
+            await episode.reset(row(start=0), 0)
+            return (await episode.step("hotter")).sampling
+        finally:
+            await episode.close()
+            episodes.close()
+
+    changed = {"temperature": 2.0} if kind == "async" else {"max_new_tokens": 3, "stop": (";",)}
+    assert asyncio.run(scenario()) == replace(Sampling(max_new_tokens=7, top_k=5), **changed)
+
+
+def test_the_limit_is_the_option_or_one_that_its_kind_bears(plain) -> None:
+    assert Episodes(in_process(Counter), None, section()).limit == 256
+    assert Episodes(plain, None, section()).limit == 16
+    assert Episodes(in_process(Counter), None, section(concurrency=3)).limit == 3
+
+
+def test_a_row_that_cannot_be_sent_to_a_worker_is_the_environments_failure(plain) -> None:
+    async def scenario():
+        episodes = Episodes(plain, None, section(deadline=5.0))
+        try:
+            episode = episodes.open()
+            with pytest.raises(EnvError, match=r"asking its worker process for reset\(\) raised"):
+                await episode.reset(row(start=lambda: 0), 0)
+            await episode.close()
+            again = episodes.open()
+            assert await again.reset(row(start=1), 0) == "start 1"
+            await again.close()
+        finally:
+            episodes.close()
+
+    asyncio.run(scenario())

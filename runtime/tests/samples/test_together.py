@@ -1,0 +1,147 @@
+"""Rollouts, environments and rewards together: real processes, real deadlines, a generator that needs no model."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import RolloutError
+from rlhf.plugins import Plugins
+from rlhf.types import Row, Sampling, Turn
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.samples.episodes import Episodes
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.workers.main_thread import MainThread
+
+ENV = """
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+class Counting(Env):
+    def reset(self, row, seed):
+        self.row, self.count = row, 0
+        return ""
+
+    def step(self, action):
+        self.count += 1
+        while self.row["act"] == "hang" and self.count == 2:
+            pass
+        if self.row["act"] == "raise":
+            raise ValueError("no such move")
+        return EnvStep(str(self.count), 0.5, done=self.row["act"] != "endless" and self.count == 3)
+"""
+
+REWARD = """
+def score(prompt, completion, row):
+    while row["act"] == "slow reward":
+        pass
+    return float("nan") if row["act"] == "nan" else 1.0
+"""
+
+
+ASYNC = """
+import asyncio
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+class Crowded(Env):
+    now = most = 0
+
+    async def reset(self, row, seed):
+        Crowded.now += 1
+        Crowded.most = max(Crowded.most, Crowded.now)
+        return ""
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return EnvStep("?", float(Crowded.most), done=True)
+
+    async def close(self):
+        Crowded.now -= 1
+"""
+
+
+class Characters:
+    """One token per character; every answer ends with a dot."""
+
+    end_token_ids = (46,)
+
+    def encode_prompt(self, row):
+        return self.encode_observation(row["prompt"])
+
+    def encode_opening(self, row, text):
+        return [self.encode_prompt(row), self.encode_observation(text)]
+
+    def encode_observation(self, text, closed=True):
+        assert closed
+        return Turn([ord(c) for c in text], sampled=False, text=text)
+
+
+class Dots:
+    """Samples one dot, whatever it is asked."""
+
+    def generate(self, requests):
+        for position, _ in enumerate(requests):
+            yield position, Turn([46], sampled=True, logprobs=[0.0], finish="stop", text=".")
+
+
+@pytest.fixture
+def play(from_file):
+    def run(*acts: str, samples: int = 3, abort: bool = False, concurrency: int = 2, text: str = ENV):
+        env, reward = from_file("env", text), from_file("reward", REWARD)
+        episodes = Episodes(env, None, EnvSection(use="x", concurrency=concurrency, deadline=1.0, max_turns=5))
+        scorer = Scorer([ActiveReward("r", reward, reward.cls(), deadline=1.0)], workers=1)
+        rollout = Plugins.discover().resolve("rollout", "multi_turn").cls()
+        main = MainThread()
+        try:
+            main.run(scorer.setup())
+            rollouts = Rollouts(rollout, Dots(), Characters(), scorer, main, episodes.open, episodes.limit)
+            settings = RolloutSettings(Sampling(max_new_tokens=4), samples, "sample", 0, 100, 20.0, abort)
+            rows = [Row({"prompt": "p", "act": act}, "unit", i) for i, act in enumerate(acts)]
+            return rollouts.run(rows, 0, settings)
+        finally:
+            episodes.close()
+            scorer.close()
+            main.close()
+
+    return run
+
+
+def test_more_samples_than_the_environment_takes_at_once(play) -> None:
+    groups = play(*["ok"] * 4, samples=3, concurrency=2)
+    texts = {"".join(t.text for t in s.turns) for g in groups for s in g.trajectories}
+    assert texts == {"p.1.2."}
+    assert {s.reward for g in groups for s in g.trajectories} == {2.5}
+    assert [s.index for g in groups for s in g.trajectories] == [(g, s) for g in range(4) for s in range(3)]
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(2, 2), (5, 5), (100, 12)])
+def test_episodes_of_an_async_environment_are_limited_too(play, concurrency: int, most: int) -> None:
+    groups = play(*["ok"] * 4, samples=3, concurrency=concurrency, text=ASYNC)
+    seen = [t.turns[-1].reward for g in groups for t in g.trajectories]
+    assert max(seen) == most
+    assert len(seen) == 12
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("raise", "EnvError: env 'env_0' (file): step() raised ValueError: no such move"),
+        ("hang", "step() took longer than its deadline of 1 s; its worker process was killed"),
+        ("nan", "RewardError: reward 'r' (file): score() raised RewardError: reward function 'score'"),
+        ("slow reward", "RewardError: reward 'r' (file): score() took longer than its deadline of 1 s"),
+    ],
+)
+def test_what_fails_takes_no_other_sample_with_it(play, act: str, message: str) -> None:
+    good, bad, also_good = play("ok", act, "ok", samples=1)
+    assert [good.trajectories[0].reward, also_good.trajectories[0].reward] == [2.5, 2.5]
+    (failed,) = bad.trajectories
+    assert (failed.status, failed.reward) == ("failed", None)
+    assert message in failed.error
+    with pytest.raises(RolloutError, match=r"(?s)row 1 of 'unit' failed: .*on_failed_sample"):
+        play("ok", act, samples=1, abort=True)
+
+
+def test_an_environment_that_never_ends_is_ended(play) -> None:
+    (group,) = play("endless", samples=1)
+    assert sum(t.sampled for t in group.trajectories[0].turns) == 5
+    assert group.trajectories[0].reward == 3.5

@@ -1,0 +1,338 @@
+"""Rollouts run in waves whose composition depends on counters alone; failures stay with their sample."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from rlhf.errors import RolloutError, WorkerError
+from rlhf.interfaces import Env, Generator, Proof, Rollout
+from rlhf.requests import check_sampling
+from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.workers.main_thread import MainThread
+
+
+class CountingGenerator(Generator):
+    """Answers each request with tokens that are a function of its ids and seed, and keeps every wave it saw."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.waves = []
+        self.version = 3
+
+    def generate(self, requests):
+        self.waves.append([r.ids for r in requests])
+        for position, request in reversed(list(enumerate(requests))):  # finishing order is not request order
+            ids = [sum(request.ids) % 7, request.seed % 5]
+            yield position, Turn(ids, True, [-0.5, -0.5], ((0, 3),), "stop", text=f"{ids[0]}")
+
+    def load(self, source, version):
+        return Proof(version)
+
+
+class PlainTemplate:
+    end_token_ids = (0,)
+
+    def encode_prompt(self, row):
+        return Turn([row["id"]], False, text=str(row["id"]))
+
+    def encode_answer(self, row):
+        return [self.encode_prompt(row), Turn([1, 0], True, finish="stop", text="given", given=True)]
+
+    def encode_opening(self, row, text):
+        return [self.encode_prompt(row), self.encode_observation(text)]
+
+    def encode_observation(self, text, closed=True):
+        return Turn([len(text), *([] if closed else [0])], False, text=text)
+
+
+class OneForAll:
+    async def score(self, group, trained_on=True):
+        for t in group.trajectories:
+            t.rewards["one"] = RewardResult(1.0)
+            t.reward = t.score = 1.0
+
+
+class Turns(Rollout):
+    """As many turns as the row says, with a pause of random length before each: timing must not matter."""
+
+    name = "turns"
+
+    async def run(self, row, seed, ctx):
+        turns = [ctx.encode_prompt(row)]
+        for n in range(row["turns"]):
+            await asyncio.sleep(random.random() / 200)
+            turns.append(await ctx.generate(turns, ctx.sampling, n))
+            if row.get("fail") == n:
+                raise ValueError("the rollout broke")
+            turns.append(ctx.encode_observation("x" * n))
+        return turns
+
+
+@pytest.fixture
+def main():
+    thread = MainThread()
+    yield thread
+    thread.close()
+
+
+def rows(*turns, **columns):
+    return [Row({"id": 10 + i, "turns": n, **columns}, "test", i) for i, n in enumerate(turns)]
+
+
+def settings(**changes):
+    base = {"sampling": Sampling(max_new_tokens=4), "samples": 2, "purpose": "sample", "seed": 0}
+    return RolloutSettings(**{**base, "max_tokens": 100, "deadline": 5.0, **changes})
+
+
+def run(main, the_rows, rollout=None, open_env=None, generator=None, **changes):
+    generator = generator or CountingGenerator()
+    rollouts = Rollouts(rollout or Turns(), generator, PlainTemplate(), OneForAll(), main, open_env)
+    return rollouts.run(the_rows, 0, settings(**changes)), generator
+
+
+def test_waves_hold_every_live_sample_in_index_order_whatever_the_timing(main):
+    groups, generator = run(main, rows(1, 3, 2))
+    assert [len(w) for w in generator.waves] == [6, 4, 2]
+    assert [w[0] for w in generator.waves[0][::2]] == [10, 11, 12]
+    again, generator_again = run(main, rows(1, 3, 2))
+    assert generator_again.waves == generator.waves
+    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in again]
+
+
+def test_groups_come_back_in_row_order_scored_with_their_indices(main):
+    groups, _ = run(main, rows(2, 1))
+    assert [g.row["id"] for g in groups] == [10, 11]
+    assert [t.index for g in groups for t in g.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_a_share_of_the_rows_has_its_own_answers_by_number_and_nothing_is_drawn_or_scored_for_them(main):
+    groups, generator = run(main, rows(*[1] * 40), given=0.25)
+    given = [g.number for g in groups if any(t.given for t in g.trajectories)]
+    assert [n for n in range(40) if settings(given=0.25).gives(n)] == given
+    assert 4 <= len(given) <= 16
+    assert [len(w) for w in generator.waves] == [2 * (40 - len(given))]
+    for g in groups:
+        if g.number in given:
+            [t] = g.trajectories
+            assert (t.index, t.answer, t.reward, t.rewards, t.truncated) == ((g.number, 0), "given", None, {}, False)
+        else:
+            assert [t.reward for t in g.trajectories] == [1.0, 1.0]
+    without, _ = run(main, rows(*[1] * 40))
+    for one, other in zip(groups, without, strict=True):
+        assert one.number in given or [t.turns for t in one.trajectories] == [t.turns for t in other.trajectories]
+
+
+def test_which_rows_have_their_own_answers_depends_on_seed_and_number_alone():
+    chosen = {seed: [n for n in range(4000) if settings(given=0.3, seed=seed).gives(n)] for seed in (0, 1)}
+    assert chosen[0] != chosen[1]
+    assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
+    more = {n for n in range(4000) if settings(given=0.6).gives(n)}
+    assert more > set(chosen[0])
+    assert not any(settings().gives(n) for n in range(100))
+
+
+def test_an_observation_closes_an_answer_that_was_cut(main):
+    groups, _ = run(main, rows(3), samples=8)
+    for t in groups[0].trajectories:
+        for answer, observation in zip(t.turns[1::2], t.turns[2::2], strict=True):
+            assert (observation.ids[-1:] == [0] and len(observation.ids) == 2) == (answer.ids[-1] != 0)
+
+
+def test_samples_of_a_prompt_have_different_seeds_and_purposes_too(main):
+    groups, _ = run(main, rows(1), samples=8)
+    assert len({tuple(t.turns[1].ids) for t in groups[0].trajectories}) > 1
+    evaluated, _ = run(main, rows(1), samples=8, purpose="eval")
+    assert [t.turns[1].ids for t in groups[0].trajectories] != [t.turns[1].ids for t in evaluated[0].trajectories]
+
+
+def test_a_failed_sample_ends_the_run_or_is_data_as_configured(main):
+    with pytest.raises(RolloutError, match=r"(?s)row 0 of 'test' failed.*the rollout broke.*drop_sample"):
+        run(main, rows(2, fail=1))
+    groups, _ = run(main, rows(2, fail=1), abort_on_failure=False)
+    assert [t.status for t in groups[0].trajectories] == ["failed", "failed"]
+    assert "ValueError: the rollout broke" in groups[0].trajectories[0].error
+
+
+def test_a_rollout_that_hangs_meets_its_deadline_and_generation_does_not_count(main):
+    class Hangs(Rollout):
+        name = "hangs"
+
+        async def run(self, row, seed, ctx):
+            await asyncio.sleep(60)
+
+    groups, _ = run(main, rows(1), Hangs(), deadline=0.05, abort_on_failure=False)
+    assert "took over stream.rollout_deadline = 0.05 s" in groups[0].trajectories[0].error
+
+
+class Breaks(CountingGenerator):
+    """As an engine does that is out of memory: with an error that is none of this project's."""
+
+    def generate(self, requests):
+        yield from list(super().generate(requests))[:1]
+        raise RuntimeError("out of memory")
+
+
+class LeavesOut(CountingGenerator):
+    def generate(self, requests):
+        yield from list(super().generate(requests))[1:]
+
+
+@pytest.mark.parametrize(
+    ("generator", "message"),
+    [
+        (Breaks, r"generator 'counting' raised RuntimeError: out of memory \(.*test_waves.py:[0-9]+\)"),
+        (LeavesOut, "generator 'counting' was asked for 4 turns and handed out 3; it must give one for each request"),
+    ],
+)
+def test_a_generator_that_breaks_is_no_failed_sample(main, generator, message):
+    with pytest.raises(WorkerError, match=message):
+        run(main, rows(1, 1), generator=generator(), abort_on_failure=False)
+
+
+class Checks(CountingGenerator):
+    """As the real ones do: nothing of a wave is computed where a request of it is refused."""
+
+    def generate(self, requests):
+        for request in requests:
+            check_sampling(request.sampling)
+        return super().generate(requests)
+
+
+def test_a_request_that_no_generator_takes_fails_its_own_sample(main):
+    class Odd(Turns):
+        async def run(self, row, seed, ctx):
+            sampling = replace(ctx.sampling, stop=("",)) if ctx.index[1] else ctx.sampling
+            prompt = ctx.encode_prompt(row)
+            return [prompt, await ctx.generate([prompt], sampling)]
+
+    groups, _ = run(main, rows(1, 1), Odd(), generator=Checks(), abort_on_failure=False)
+    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
+    assert "sampling.stop is ('',)" in groups[0].trajectories[1].error
+
+
+def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):
+    """Which turns are computed together would depend on the clock: whether the others had asked already."""
+
+    class Branches(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = ctx.encode_prompt(row)
+            if ctx.index[0]:
+                return [prompt, await ctx.generate([prompt], ctx.sampling)]
+            return [prompt, *await asyncio.gather(*(ctx.generate([prompt], ctx.sampling, n) for n in (0, 1)))]
+
+    groups, _ = run(main, rows(1, 1), Branches(), abort_on_failure=False)
+    assert [[t.status for t in g.trajectories] for g in groups] == [["failed"] * 2, ["ok"] * 2]
+    assert "await one, then ask for the next" in groups[0].trajectories[0].error
+
+
+class Recording(Env):
+    name = "recording"
+    closed = 0
+
+    async def reset(self, row, seed):
+        return "hello"
+
+    async def step(self, action):
+        raise RuntimeError("step broke")
+
+    async def close(self):
+        Recording.closed += 1
+
+
+def test_the_samples_of_a_prompt_face_the_same_task(main):
+    seeds = []
+
+    class Keeps(Turns):
+        async def run(self, row, seed, ctx):
+            seeds.append((row["id"], seed))
+            return await super().run(row, seed, ctx)
+
+    run(main, rows(1, 1), Keeps(), samples=4)
+    assert len(seeds) == 8
+    assert len(set(seeds)) == 2
+
+
+def test_environments_are_closed_once_also_after_an_error(main):
+    class Opens(Rollout):
+        name = "opens"
+
+        async def run(self, row, seed, ctx):
+            env = await ctx.open_env()
+            await env.reset(row, seed)
+            assert isinstance(await env.step("a"), EnvStep)
+
+    Recording.closed = 0
+    groups, _ = run(main, rows(1), Opens(), Recording, samples=3, abort_on_failure=False)
+    assert Recording.closed == 3
+    assert all("step broke" in t.error for t in groups[0].trajectories)
+
+
+def test_an_environment_is_closed_whatever_closing_another_raises(main):
+    closed = []
+
+    class Numbered(Recording):
+        async def close(self):
+            closed.append(self)
+            if len(closed) == 1:
+                raise RuntimeError("the first does not close")
+
+    class OpensTwo(Turns):
+        async def run(self, row, seed, ctx):
+            await ctx.open_env()
+            await ctx.open_env()
+            return await super().run(row, seed, ctx)
+
+    groups, _ = run(main, rows(1), OpensTwo(), Numbered, samples=1, abort_on_failure=False)
+    assert len(set(closed)) == 2
+    assert "the first does not close" in groups[0].trajectories[0].error
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "start with a prompt"),
+        ([Turn([1], False)], "no sampled turn"),
+        ([Turn([1], False), Turn([1, 2], True, [-1.0])], "2 tokens and 1 log-probs"),
+        ([Turn([1], False), Turn([1], True, [-1.0]), Turn([2], False, reward=1.0)], r"turn 2 \(sampled = False\) with"),
+        (
+            [Turn([1], False), Turn([1], True, [-1.0], reward=float("nan"))],
+            r"with the reward \(nan\); allowed: a finite",
+        ),
+        ([Turn([1], False), Turn([1], True, [-1.0], reward=10**1000)], r"turn 1 with the reward \(int 1000"),
+        ([Turn([1], False), Turn([1], True, [-1.0], reward="1")], r"turn 1 with the reward \(str '1'\)"),
+        (None, "returned NoneType None; allowed: a list of turns"),
+        ([[1], [2]], r"returned list \[1\] as turn 0; allowed: a Turn"),
+        ([Turn("1", False)], "turn 0 with the tokens str '1'; allowed: a list of integers"),
+        ([Turn([-1], False)], r"turn 0 with the tokens list \[-1\]"),
+    ],
+)
+def test_malformed_turns_are_refused(main, turns, message):
+    class Malformed(Rollout):
+        name = "malformed"
+
+        async def run(self, row, seed, ctx):
+            return turns
+
+    with pytest.raises(RolloutError, match=message):
+        run(main, rows(1), Malformed())
+
+
+def test_a_context_without_room_to_answer_is_an_error(main):
+    with pytest.raises(RolloutError, match=r"data.max_tokens = 1"):
+        run(main, rows(1), max_tokens=1)
+
+
+def test_a_limit_admits_the_next_sample_when_one_ends(main):
+    generator = CountingGenerator()
+    rollouts = Rollouts(Turns(), generator, PlainTemplate(), OneForAll(), main, limit=3)
+    groups = rollouts.run(rows(1, 2, 1), 0, settings())
+    assert all(t.status == "ok" for g in groups for t in g.trajectories)
+    assert max(len(w) for w in generator.waves) == 3
+    first = generator.waves
+    generator.waves = []
+    rollouts.run(rows(1, 2, 1), 0, settings())
+    assert generator.waves == first

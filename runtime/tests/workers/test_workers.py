@@ -1,0 +1,402 @@
+"""Worker processes: real kills, real deaths, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rlhf.errors import EnvError, RewardError
+from rlhf.plugins import Resolved
+from rlhf.types import Row
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.samples.episodes import Episodes
+from rlhf_runtime.workers.worker import Worker
+from rlhf_runtime.workers.worker_pool import WorkerPool
+
+REWARD = """
+import os, sys, time, ctypes, subprocess
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Act(Reward):
+    def score(self, group):
+        action = group.row["act"]
+        if action == "print":
+            print("hello from the plugin")
+            os.write(1, b"raw bytes\\n")
+        elif action == "loop":
+            while True: pass
+        elif action == "exit":
+            print("cannot go on")
+            os._exit(3)
+        elif action == "segfault":
+            ctypes.string_at(0)
+        elif action == "memory":
+            raise MemoryError("no room")
+        elif action == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            open(group.row["pid"], "w").write(str(child.pid))
+            time.sleep(600)
+        info = {"pid": os.getpid(), "torch": "torch" in sys.modules}
+        return [RewardResult(1.0, info=info) for t in group.trajectories]
+"""
+
+
+def gone(pid: int) -> bool:
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def call(resolved: Resolved, group, deadline: float = 20.0) -> tuple[object, Worker]:
+    worker = Worker(resolved, None, RewardError)
+    try:
+        await worker.start()
+        return await worker.call("score", group, deadline=deadline), worker
+    finally:
+        worker.kill()
+
+
+def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_file, make_group, capfd) -> None:
+    (results, worker) = asyncio.run(call(from_file("reward", REWARD), make_group("2", act="print")))
+    assert results[0]["value"] == 1.0
+    assert results[0]["info"]["torch"] is False
+    assert results[0]["info"]["pid"] == worker.pid != os.getpid()
+    shown = capfd.readouterr().err
+    assert "hello from the plugin" in shown
+    assert "raw bytes" in shown
+    assert "[reward 'reward_0' (file)]" in shown
+
+
+def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:
+    resolved = from_file("reward", REWARD)
+
+    async def scenario() -> tuple[Worker, float]:
+        worker = Worker(resolved, None, RewardError)
+        await worker.start()
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match=r"score\(\) took longer than its deadline of 0.5 s; .* was killed"):
+            await worker.call("score", make_group("2", act="loop"), deadline=0.5)
+        return worker, time.monotonic() - begin
+
+    worker, seconds = asyncio.run(scenario())
+    assert 0.5 <= seconds < 3.0
+    assert gone(worker.pid)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("exit", r"worker process exited with code 3 during score\(\). Its last output:\n  cannot go on"),
+        ("segfault", r"(?s)worker process was killed by SIGSEGV during score\(\).*Segmentation fault"),
+        ("memory", r"score\(\) raised MemoryError: no room \(.*reward_0.py:\d+\)"),
+    ],
+)
+def test_a_death_or_an_exception_says_its_first_cause(from_file, make_group, act: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act=act)))
+
+
+def test_a_kill_reaches_what_the_plugin_has_started(from_file, make_group, tmp_path) -> None:
+    pid_file = tmp_path / "child.pid"
+    with pytest.raises(RewardError, match="deadline"):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act="child", pid=str(pid_file)), deadline=2.0))
+    assert gone(int(pid_file.read_text()))
+
+
+DETACHED = {
+    "session": 'subprocess.Popen(["sleep", "600"], start_new_session=True)',
+    "daemon": 'subprocess.run("setsid sleep 600 >/dev/null 2>&1 &", shell=True)',
+}
+STARTS = """
+import subprocess
+def score(prompt, completion, row):
+    START
+    return 1.0
+"""
+
+
+def holding(path: Path) -> list[int]:
+    """Processes that work in this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(path) and process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
+@pytest.mark.parametrize("way", DETACHED)
+def test_what_a_worker_started_in_another_session_ends_with_it(
+    from_file, make_group, tmp_path, monkeypatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # is that of every process that is started from here
+    resolved = from_file("reward", STARTS.replace("START", DETACHED[way]))
+
+    async def scenario() -> Worker:
+        worker = Worker(resolved, None, RewardError)
+        await worker.start()
+        await worker.call("score", make_group("2"), deadline=20.0)
+        return worker
+
+    worker = asyncio.run(scenario())
+    try:
+        while not (left := holding(tmp_path)):
+            time.sleep(0.05)
+    finally:
+        worker.kill()
+    assert all(gone(pid) for pid in left)
+
+
+def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    order: list[int] = []
+
+    async def use(number: int, act: str) -> int:
+        async with pool.worker() as worker:
+            order.append(number)
+            result = await worker.call("score", make_group("2", act=act), deadline=0.5 if act == "loop" else 20.0)
+            return result[0]["info"]["pid"]
+
+    async def scenario() -> list[object]:
+        return await asyncio.gather(
+            use(0, "ok"), use(1, "loop"), use(2, "ok"), use(3, "exit"), use(4, "ok"), return_exceptions=True
+        )
+
+    try:
+        pids = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert order == [0, 1, 2, 3, 4]
+    assert isinstance(pids[1], RewardError)
+    assert isinstance(pids[3], RewardError)
+    assert len({pids[0], pids[2], pids[4]}) == 3
+    assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
+
+
+def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:
+    """Killed from outside, for its memory say: the next call is served by another."""
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def pid() -> int:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act="ok"), deadline=20.0))[0]["info"]["pid"]
+
+    async def scenario() -> tuple[int, int, int]:
+        first = await pid()
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        return first, await pid(), await pid()
+
+    try:
+        first, second, third = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert first != second == third
+    assert gone(second)
+
+
+def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def use(act: str) -> float:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act=act), deadline=20.0))[0]["value"]
+
+    async def scenario() -> float:
+        await use("ok")  # started
+        hanging, waiting = asyncio.create_task(use("loop")), asyncio.create_task(use("loop"))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        hanging.cancel()
+        await asyncio.gather(hanging, waiting, return_exceptions=True)
+        return await use("ok")
+
+    try:
+        assert asyncio.run(asyncio.wait_for(scenario(), 20)) == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_class_of_this_process_only_is_refused_with_what_to_do(make_group) -> None:
+    from rlhf.interfaces import Reward
+
+    class Local(Reward):
+        name = "local"
+
+        def score(self, group):
+            return []
+
+    resolved = Resolved("reward", "local", Local, "in process", "", "local")
+    with pytest.raises(RewardError, match=r"cannot import .*Local.*exists in this process only.*file:.*async def"):
+        Worker(resolved, None, RewardError)
+
+
+def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:
+    text = "import sys\nassert 'worker_process' not in str(sys.argv), 'only in workers'\n" + REWARD
+    with pytest.raises(RewardError, match=r"starting raised PluginImportFailed.*only in workers"):
+        asyncio.run(call(from_file("reward", text), None))
+
+
+ANSWERS = """
+import os, sys, time
+from rlhf_runtime.workers.worker_process import HEADER
+from rlhf.interfaces import Env, Reward
+from rlhf.types import EnvStep
+
+def send(text):
+    body = text.encode()
+    os.write(int(sys.argv[1]), HEADER.pack(len(body)) + body)
+    time.sleep(60)
+
+class Answering(Reward):
+    def score(self, group):
+        if group.row["act"] == "huge":
+            os.write(int(sys.argv[1]), HEADER.pack(1 << 60))
+            time.sleep(60)
+        if group.row["act"] == "fork" and os.fork() == 0:
+            return []
+        if group.row["act"] == "fork":
+            os.wait()
+            raise ValueError("this is the parent")
+        send(group.row["act"])
+
+class Speaking(Env):
+    def reset(self, row, seed):
+        self.row = row
+        if row["at"] == "reset":
+            send(row["act"])
+        return ""
+
+    def step(self, action):
+        send(self.row["act"])
+"""
+
+
+def reply(text: str) -> str:
+    return '{"reply": ' + text + "}"
+
+
+RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("[1.0]", r"worker process sent what is no answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
+        ("1" * 5000, "sent what is no answer"),
+        ("no JSON", "sent what is no answer"),
+        ("[" * 100000, "sent what is no answer"),
+        ('{"answer": 1}', "sent what is no answer"),
+        ("huge", "announced an answer of 1152921504606846976 bytes, of at most 1073741824, and was killed"),
+        ('{"reply": 1.0}', "was answered by its worker process with float 1.0; allowed: a list"),
+        ('{"reply": []}', "returned 0 results for 1 trajectories"),
+        ('{"reply": [[1.0]]}', r"was answered by its worker process with list \[1.0\]; allowed: value, score, steps"),
+        ('{"reply": [{"value": 1.0, "more": 2}]}', "allowed: value, score, steps and info"),
+        (reply("[" + RESULT.replace("1.0", "1" + "0" * 1000) + "]"), r"RewardResult\(value=int 1000"),
+        (reply("[" + RESULT.replace("1.0", "[1.0]") + "]"), r"RewardResult\(value=list \[1.0\]\)"),
+        (reply("[" + RESULT.replace("1.0", "NaN") + "]"), r"RewardResult\(value=nan\)"),
+        (reply("[" + RESULT.replace("[]", "7") + "]"), r"RewardResult\(steps=int 7\)"),
+        ("fork", "raised ValueError: this is the parent"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_a_worker_answers_is_checked_as_it_arrives(from_file, make_group, act: str, message: str) -> None:
+    resolved, group = from_file("reward", ANSWERS), make_group("2", act=act)
+
+    async def scenario() -> None:
+        scorer = Scorer([ActiveReward("r", resolved, resolved.cls(None), deadline=20.0)], workers=1)
+        try:
+            await scorer.setup()
+            await scorer.score(group)
+        finally:
+            scorer.close()
+
+    asyncio.run(scenario())
+    (trajectory,) = group.trajectories
+    assert trajectory.status == "failed"
+    assert re.match("RewardError: reward 'r' ", trajectory.error)
+    assert re.search(message, trajectory.error)
+
+
+STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("at", "act", "message"),
+    [
+        ("reset", '{"reply": 3}', r'reset\(\) returned int 3; allowed: text, "" for nothing'),
+        (
+            "step",
+            '{"reply": [1]}',
+            r"step\(\) was answered by its worker process with list \[1\]; allowed: observation",
+        ),
+        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent what is no answer"),
+        ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
+        ("step", reply(STEP.replace("0.5", "1" + "0" * 1000)), r"EnvStep\(reward=int 1000"),
+        ("step", reply(STEP.replace("true", "1")), r"EnvStep\(done=int 1\)"),
+        ("step", reply(STEP.replace("null", "[1]")), "with dict {'observation'"),
+        ("step", reply(STEP.replace("{}", "[1]")), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
+    ],
+)
+def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act: str, message: str) -> None:
+    async def scenario() -> None:
+        episodes = Episodes(from_file("env", ANSWERS), None, EnvSection(use="x", deadline=20.0))
+        try:
+            episode = episodes.open()
+            await episode.reset(Row({"at": at, "act": act}, "unit", 0), 0)
+            await episode.step("go")
+        finally:
+            episodes.close()
+
+    with pytest.raises(EnvError, match=message):
+        asyncio.run(scenario())
+
+
+DRIVER = """
+import asyncio, sys
+from rlhf_runtime.workers.worker import Worker
+from rlhf.errors import RewardError
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row
+async def main():
+    worker = Worker(Plugins.discover().resolve("reward", sys.argv[1]), None, RewardError)
+    await worker.start()
+    print(worker.pid, flush=True)
+    await worker.call("score", Group(Row({"act": "backtrack"}, "s", 0), 0, []), deadline=600)
+asyncio.run(main())
+"""
+
+BACKTRACK = """
+import re
+from rlhf.interfaces import Reward
+class Backtrack(Reward):
+    def score(self, group):
+        re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
+        return []
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only its kernel ends a process that holds the GIL")
+def test_workers_die_with_a_driver_that_is_killed(from_file) -> None:
+    reference = from_file("reward", BACKTRACK).ref
+    with subprocess.Popen([sys.executable, "-c", DRIVER, reference], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        time.sleep(0.5)
+        assert psutil.Process(pid).cpu_times().user > 0.2  # it is busy
+        os.kill(driver.pid, signal.SIGKILL)
+    assert gone(pid)
