@@ -218,6 +218,8 @@ def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     done = partial.lines()[-1]["step"]
     assert 1 <= done < STEPS
     assert partial.last_checkpoint.name == f"step-{done:06d}"
+    (start,) = json.loads((output / "manifest.json").read_text())["starts"]
+    assert (start["ended"]["status"], start["ended"]["why"]) == ("stopped", number.name)
     assert_same_run(runs.resume(broken), runs.result(whole, reference))
 
 

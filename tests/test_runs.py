@@ -57,6 +57,8 @@ def test_an_algorithm_runs(shop: Workshop, algorithm: str, staleness: int) -> No
     assert (recorded.algorithm.use, recorded.run.seed, recorded.policy.model) == (algorithm, 1, str(shop.model))
     (start,) = json.loads((run.path / "manifest.json").read_text())["starts"]
     assert algorithm in [plugin["name"] for plugin in start["plugins"]]
+    assert (start["total_steps"], start["ended"]["status"], start["ended"]["why"]) == (3, "finished", "")
+    assert {"algorithm.use", "run.seed"} <= {*start["options"]} <= {*recorded.origins.options}
     assert run.last_checkpoint.name == "step-000003"
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -210,11 +212,18 @@ def test_evaluation_on_schedule_and_the_best_checkpoint(shop: Workshop) -> None:
     assert [c.step for c in store.complete()] == [1, 4]
 
 
+def ended(run: Finished) -> dict[str, str]:
+    """What the manifest says of the end of the last start."""
+    return json.loads((run.path / "manifest.json").read_text())["starts"][-1]["ended"]
+
+
 def test_early_stop(shop: Workshop) -> None:
     run = shop.train("sft", "run", run={"steps": 9}, **held_out(shop, metric="loss", mode="max", patience=2))
     assert [line["step"] for line in run.lines()] == [1, 2, 3]
     assert "stopped early: eval/loss has not improved for 2 evaluations" in run.said
     assert run.out.endswith(f"stopped: {run.path}\n")
+    assert ended(run)["status"] == "stopped"
+    assert ended(run)["why"].startswith("eval/loss has not improved for 2 evaluations")
     assert run.last_checkpoint.name == "step-000003"
     assert (run.path / "model" / "model.safetensors").exists()
 
@@ -240,6 +249,8 @@ def test_a_run_that_never_updates_fails(shop: Workshop) -> None:
     assert run.code == 1
     assert "the run made 3 steps and not one update" in run.said
     assert [line["empty"] for line in run.lines()] == [1.0, 1.0, 1.0]
+    assert ended(run)["status"] == "failed"
+    assert ended(run)["why"].startswith("TrainingError: the run made 3 steps and not one update")
     assert not (run.path / "model").exists()
 
 

@@ -6,6 +6,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf_runtime.config.flag_values import FlagText
 from rlhf_runtime.config.load import line_numbers, load, short_flags, to_toml
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import EvalSection
 
 
 @pytest.fixture
@@ -35,6 +37,15 @@ def test_flags_alone_are_a_run():
     assert (run.algorithm.use, run.policy.model) == ("rloo", "m")
     assert [s.path for s in run.data.train] == ["a.jsonl"]
     assert [r.use for r in run.reward] == ["math"]
+
+
+def test_a_run_file_knows_which_options_were_set(write):
+    path = write('reward = ["math"]\nalgorithm = {use = "rloo", loss = {clip_low = 0.1}}\nrun.seed = 0\n')
+    run = load(path, [("data.train", "a.jsonl"), ("policy.trainer.lr", "0.1")])
+    expected = {"run.seed", "algorithm.use", "algorithm.loss.clip_low", "data.train.0.path", "reward.0.use"}
+    assert set(run.origins.options) == {*expected, "policy.trainer.lr"}
+    assert run.model_copy(update={"eval": EvalSection(samples=2)}).origins.options == run.origins.options
+    assert RunFile(algorithm="rloo", sampling={"top_k": 5}).origins.options == ("algorithm.use", "sampling.top_k")
 
 
 def test_a_flag_is_read_by_the_type_of_its_field():

@@ -11,6 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf_runtime.observe import RunDirectory, read_metrics
 from rlhf_runtime.observe import run_directory as module
+from rlhf_runtime.observe.lock import FolderLock
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
@@ -292,3 +293,31 @@ def test_a_folder_that_another_process_works_in_is_not_overwritten(tmp_path):
     with start(tmp_path), pytest.raises(ConfigError, match="at work"):
         RunDirectory.create(tmp_path, overwrite=True)
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_lock_of_another_process_is_seen_without_taking_it(tmp_path):
+    assert not FolderLock.is_held(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path)], stdin=-1, stdout=-1)
+    process.stdout.readline()
+    before = (tmp_path / ".lock").read_text()
+    assert FolderLock.is_held(tmp_path)
+    assert (tmp_path / ".lock").read_text() == before
+    process.communicate()
+    assert not FolderLock.is_held(tmp_path)
+
+
+def test_a_lock_of_this_process_is_seen_and_kept(tmp_path):
+    with RunDirectory.create(tmp_path):
+        assert FolderLock.is_held(tmp_path)
+        with pytest.raises(ConfigError, match="another run of this process is at work"):
+            RunDirectory.create(tmp_path)
+    assert not FolderLock.is_held(tmp_path)
+
+
+def test_the_manifest_says_how_the_last_start_ended(tmp_path):
+    with start(tmp_path) as directory:
+        directory.write_end("failed", "DataError: https://user:password@host/rows is empty")
+    with start(tmp_path, resume=True, first_step=1):
+        first, second = json.loads((tmp_path / "manifest.json").read_text())["starts"]
+    assert (first["ended"]["status"], "ended" in second) == ("failed", False)
+    assert first["ended"]["why"] == "DataError: https://<hidden>@host/rows is empty"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -93,6 +94,9 @@ def long_form(data: dict[str, Any]) -> dict[str, Any]:
 class Origins(dict[str, str]):
     """{dotted path: file and line, or flag} of what the user wrote; takes no part in comparing run files."""
 
+    options: tuple[str, ...] = ()
+    """Dotted paths of the options that the user set, by file, flag or in Python."""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origins)
 
@@ -139,4 +143,21 @@ class RunFile(ComponentConfig):
     def _names(self) -> RunFile:
         unique([r.label for r in self.reward], "reward: two are named", "give one of them another `name`")
         unique([o.label for o in self.observer], "observer: listed twice:", "list it once")
+        self._origins.options = tuple(_paths_set(self))  # later copies have the options filled in that are at defaults
         return self
+
+
+def _paths_set(value: Any, path: str = "") -> Iterator[str]:
+    """Dotted paths of the fields that were given a value, as ``config.toml`` names them."""
+    if isinstance(value, ComponentConfig):
+        items = {name: getattr(value, name) for name in type(value).model_fields if name in value.model_fields_set}
+        items |= items.pop("options", {}) if isinstance(value, Choice) else {}
+    elif isinstance(value, Mapping):
+        items = dict(value)
+    elif isinstance(value, tuple) and any(isinstance(item, ComponentConfig) for item in value):
+        items = {str(number): item for number, item in enumerate(value)}
+    else:
+        yield path
+        return
+    for name, item in items.items():
+        yield from _paths_set(item, f"{path}.{name}" if path else str(name))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from rlhf.errors import TrainingError
+from rlhf.errors import RlhfError, TrainingError
 from rlhf.interfaces import RunInfo
 from rlhf.ops.batch import Batch
 from rlhf.types.examples import Example
@@ -36,6 +37,8 @@ class Run(Built):
         """Of the steps with nothing to learn from: the sum of their :attr:`ReadyBatch.counts`."""
         self.saves = Saves(self)
         self._stopping = False
+        self._no_patience = ""
+        """Which evaluations ended the run, where they did (``eval.patience``)."""
 
     # ------------------------------------------------------------------------------- around the steps
 
@@ -176,8 +179,16 @@ class Run(Built):
                     closing.callback(closer)
                 closing.callback(self.progress.close)
                 closing.callback(self.reports.observe, "run_ended", self.status)
+                closing.callback(self._record_end, sys.exception())
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Say in the manifest how the run ended, for people who look at it later."""
+        failure = "" if error is None else f"{type(error).__name__}: {error}"
+        why = {"finished": "", "stopped": self.stop.reason or self._no_patience, "failed": failure}[self.status]
+        with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is the one to show
+            self.directory.write_end(self.status, why)
 
     def _adapt(self, step: int, metrics: Metrics) -> Metrics:
         """What the algorithm makes of a step with updates; the step is counted where one changed weights."""
@@ -215,10 +226,11 @@ class Run(Built):
         """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""
         if self.best is None or not self.best.exhausted:
             return False
-        self.progress.note(
-            f"stopped early: {self.best.metric} has not improved for {self.best.waited} evaluations; the best, "
-            f"{self.best.value}, was after step {self.best.step}"
+        self._no_patience = (
+            f"{self.best.metric} has not improved for {self.best.waited} evaluations; the best, {self.best.value}, was "
+            f"after step {self.best.step}"
         )
+        self.progress.note(f"stopped early: {self._no_patience}")
         return True
 
 

@@ -6,10 +6,15 @@ import errno
 import fcntl
 import os
 import platform
+import struct
+import sys
 from pathlib import Path
 from typing import ClassVar
 
 from rlhf.errors import ConfigError
+
+_FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
+"""The system's ``struct flock``, and the position of ``l_type`` in it."""
 
 
 class FolderLock:
@@ -50,6 +55,24 @@ class FolderLock:
         cls._require_other(folder)  # first: to close a descriptor gives up this process's own lock
         if (folder / ".lock").exists():
             cls(folder).release()
+
+    @classmethod
+    def is_held(cls, folder: Path) -> bool:
+        """Whether a process holds the lock of ``folder``. Takes no lock and writes nothing, so a run that starts at the
+        same time is not refused."""
+        if os.path.realpath(folder) in cls._held:  # asked first: closing a descriptor gives up this process's own lock
+            return True
+        try:
+            descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            asked = [0] * 5
+            asked[_TYPE] = fcntl.F_WRLCK
+            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+            return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def _require_other(cls, folder: Path) -> None:

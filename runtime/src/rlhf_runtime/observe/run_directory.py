@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.redact import redact
 from rlhf.saved import Saved, SavedPart, validated
 
 from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
@@ -117,7 +118,7 @@ class RunDirectory:
         """``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume adds a start
         to the list and keeps the earlier ones."""
         start = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "time": _now(),
             "first_step": first_step,
             "seed": seed,
             "plugins": [dict(p) for p in plugins],
@@ -125,6 +126,18 @@ class RunDirectory:
             **more,
         }
         write_json(self.path / "manifest.json", {"schema": 1, "starts": [*self.starts(), start]}, nonfinite="mark")
+
+    def write_end(self, status: str, why: str) -> None:
+        """Add to the last start in ``manifest.json`` how it ended. A run that is killed has no such entry.
+
+        Args:
+            status: ``finished``, ``stopped`` or ``failed``.
+            why: the signal, the end of patience or the error; empty where the run finished.
+        """
+        path = self.path / "manifest.json"
+        manifest = read_json(path)
+        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why)}
+        write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:
         """What the manifest says of the starts before this one."""
@@ -209,6 +222,10 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _starts(manifest: Path) -> list[dict[str, Any]]:
