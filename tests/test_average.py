@@ -105,7 +105,7 @@ from rlhf_plugin_local.trainer import TorchTrainer
 
 class Unable(TorchTrainer):
     name = "unable"
-    wear = Trainer.wear
+    use_view = Trainer.use_view
 """
 
 

@@ -39,7 +39,7 @@ def noted(word, method):
 class Trainer(TorchTrainer):
     name = "noting"
     Config = TrainerConfig
-    update, wear, save = (noted(w, getattr(TorchTrainer, w)) for w in ("update", "wear", "save"))
+    update, use_view, save = (noted(w, getattr(TorchTrainer, w)) for w in ("update", "use_view", "save"))
     offload, reload = (noted(w, getattr(TorchTrainer, w)) for w in ("offload", "reload"))
 
 
@@ -64,8 +64,8 @@ BEGINNING = ["sleep", "offload", "load"]
 """The engine is there before the first weights."""
 BACK = ["sleep", "reload"]
 TRAINED = [*BACK, "update"]
-EVALUATED = [*BACK, "wear", "offload", "load", "wake", "generate", *BACK, "wear"]
-"""With the average, after which the live weights are worn again."""
+EVALUATED = [*BACK, "use_view", "offload", "load", "wake", "generate", *BACK, "use_view"]
+"""With the average, after which the live weights are used again."""
 STEP = ["wake", "generate", *TRAINED]
 ENDS = [*EVALUATED, "save"]
 ORDERS = {

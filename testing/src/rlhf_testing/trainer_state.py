@@ -185,26 +185,27 @@ class TrainerStateChecks:
             else:
                 expect(False, f"{self.about(config)} forward() answers for the view 'no_such_view', which is not there")
 
-    def test_wear(self) -> None:
-        """Between ``wear(view)`` and ``wear("live")`` the trainer is that view; afterwards nothing has changed."""
+    def test_use_view(self) -> None:
+        """Between ``use_view(view)`` and ``use_view("live")`` the trainer computes with that view;
+        afterwards nothing has changed."""
         for config in self.grid():
             trainer, twin = self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
             batch = [batch_of(1)]
             for view in (v for v in trainer.views if v != "live"):
-                about = f"{self.about(config)} wear({view!r}):"
+                about = f"{self.about(config)} use_view({view!r}):"
                 weights = {n: t.detach().cpu().clone() for n, t in trainer.weights(view)}
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
-                trainer.wear(view)
-                same_weights(weights, held(trainer), f"{about} weights() of what is worn:")
+                trainer.use_view(view)
+                same_weights(weights, held(trainer), f"{about} weights() of this view:")
                 for asked in ("live", view):
                     got = trainer.forward(batch, ("logprobs",), asked)[0]["logprobs"]
                     expect(same_bits(got, values), f"{about} log-probs of the view {asked!r} are not those of {view!r}")
-                trainer.wear("live")
-                same_weights(held(trainer), held(twin), f"{about} after wear('live'):")
+                trainer.use_view("live")
+                same_weights(held(trainer), held(twin), f"{about} after use_view('live'):")
             a, b = step(trainer, 1), step(twin, 1)
-            expect(a == b, f"{self.about(config)} a step after wear('live') reports {a}, without it {b}")
-            same_weights(held(trainer), held(twin), f"{self.about(config)} a step after wear('live'):")
+            expect(a == b, f"{self.about(config)} a step after use_view('live') reports {a}, without it {b}")
+            same_weights(held(trainer), held(twin), f"{self.about(config)} a step after use_view('live'):")
 
 
 def batch_of(seed: int) -> Any:

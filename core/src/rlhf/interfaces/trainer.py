@@ -160,10 +160,10 @@ class Trainer(Component):
         where adapters are trained and can be switched off."""
         return ("live",)
 
-    def wear(self, view: str) -> None:
-        """From now on ``live`` means ``view``, in every method and in the module itself, until ``wear("live")``: for an
-        evaluation of what will be exported. Meanwhile nothing is trained or saved. Called on every rank; a trainer with
-        other views than ``live`` has it."""
+    def use_view(self, view: str) -> None:
+        """Compute with ``view`` wherever ``live`` is named, in every method and in the module itself, until
+        ``use_view("live")``. An evaluation uses it to measure the weights that will be exported; nothing is trained or
+        saved in between. Every rank calls it. A trainer with other views than ``live`` overrides it."""
         if view != "live":
             raise CapabilityError(
                 f"trainer {self.name!r} cannot compute with its view {view!r} in place of the live one"

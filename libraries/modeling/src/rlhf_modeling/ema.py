@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, and the moment in which the model wears it."""
+"""An exponential moving average of the weights, and how it is swapped with the live weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ema:
         torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - self.decay)
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside, the parameters hold the average; no copy is made."""
         self._swap()
         try:

@@ -71,9 +71,9 @@ class PackedTrainer(Trainer):
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self.borrowed: dict[str, OutputHead] = {}
         """By the role that lends it."""
-        self.worn = "live"
-        """The view that ``live`` means (:meth:`wear`)."""
-        self._clothes = ExitStack()
+        self.current_view = "live"
+        """The view that ``live`` means (:meth:`use_view`)."""
+        self._active_view = ExitStack()
         self.updates = 0
         """Optimizer steps so far, skipped ones included and those that were planned and not taken."""
         self.skipped = 0
@@ -110,12 +110,12 @@ class PackedTrainer(Trainer):
         """Which arithmetic was chosen and why."""
         return self.precision.note
 
-    def wear(self, view: str) -> None:
-        self._clothes.close()
-        self.worn = "live"
+    def use_view(self, view: str) -> None:
+        self._active_view.close()
+        self.current_view = "live"
         if view != "live":
-            self._clothes.enter_context(self._view(view))
-        self.worn = view
+            self._active_view.enter_context(self._view(view))
+        self.current_view = view
 
     def facts(self) -> TrainerFacts:
         dtype, device = self.precision.name, str(self.device)
@@ -144,7 +144,7 @@ class PackedTrainer(Trainer):
     ) -> list[dict[str, Tensor]]:
         resolved = [self._head(o) for o in outputs]
         results = []
-        with self._view("live" if view == self.worn else view):
+        with self._view("live" if view == self.current_view else view):
             for micro in micros:
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)

@@ -33,7 +33,7 @@ def check_wearing(run: Run, trainer: type[Trainer], asked: Literal["exported", "
     """
     if asked == "live" or exported_view(run) == "live":
         return False
-    if trainer.wear is Trainer.wear:
+    if trainer.use_view is Trainer.use_view:
         raise CapabilityError(
             f"trainer {trainer.name!r} keeps an average that it cannot be evaluated with. Set --eval.weights live, and "
             "the best step is that of the live weights, or leave the average out."
@@ -61,7 +61,7 @@ def worn(run: Run, evaluate: Callable[[], Metrics]) -> Metrics:
 
 def _wear(run: Run, view: str, sync: bool) -> None:
     run.take_devices_back()  # weights that were put aside cannot be exchanged
-    run.roles["policy"].every("wear", view)
+    run.roles["policy"].every("use_view", view)
     if run.weights is not None and sync:
         if run.phases is not None:
             run.phases.begin_sync()

@@ -23,7 +23,7 @@ class ShardedEma:
         torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - self.decay)
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside, every rank computes with the average. All ranks enter and leave together."""
         self._swap()
         try:

@@ -104,9 +104,9 @@ class ShardedTrainer(PackedTrainer):
         with self._guard("export"):
             barrier()
 
-    def wear(self, view: str) -> None:
-        with self._guard("wear"):
-            super().wear(view)
+    def use_view(self, view: str) -> None:
+        with self._guard("use_view"):
+            super().use_view(view)
 
     def offload(self) -> None:
         """Optimizer state, its copy of the weights, the average and gradient buffers move to host memory. On a CPU they
@@ -129,7 +129,7 @@ class ShardedTrainer(PackedTrainer):
         if view == "live":
             return nullcontext()
         if view == "ema" and self.average is not None:
-            return self.average.worn()
+            return self.average.swapped_in()
         if view == "base" and self.has_adapters:
             return without_adapters(self.module)
         raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})

@@ -239,7 +239,7 @@ class TorchTrainer(PackedTrainer):
         if view == "live":
             return nullcontext()
         if view == "ema" and self.ema is not None:
-            return self.ema.worn()
+            return self.ema.swapped_in()
         if view == "base" and self.has_adapters:
             return without_adapters(self.module)
         raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
