@@ -11,7 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf_runtime.observe import RunDirectory, read_metrics
 from rlhf_runtime.observe import run_directory as module
-from rlhf_runtime.observe.lock import FolderLock
+from rlhf_runtime.observe.folder_lock import FolderLock
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
