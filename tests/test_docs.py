@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli.describe import options
-from rlhf_cli.main import COMMANDS, split_dotted
+from rlhf_cli.main import command_names
+from rlhf_cli.words import split_dotted
 from rlhf_runtime.config.flag_values import item_of, model_of
 from rlhf_runtime.config.load import short_flags
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
@@ -24,6 +25,8 @@ from rlhf_testing import conformance
 
 from tests.forks import Forks, Place
 from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, tables
+
+COMMANDS = command_names(Plugins.discover())
 
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
 

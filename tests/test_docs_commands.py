@@ -9,9 +9,9 @@ import tomllib
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_cli import plan, train
-from rlhf_cli.flags import overrides
-from rlhf_cli.main import COMMANDS, split_dotted
+from rlhf_cli.main import command_names
+from rlhf_cli.words import split_dotted
+from rlhf_runtime.config.command_line import overrides
 from rlhf_runtime.config.load import load
 from rlhf_runtime.setup.plugins import run_parts
 
@@ -30,11 +30,12 @@ def configure(words: list[str]) -> None:
     """As the command does before it reads data or a model. Raises ConfigError."""
     command, *rest = words
     parser = argparse.ArgumentParser()
-    {"train": train, "plan": plan}[command].add_arguments(parser)
+    plugins = Plugins.discover()
+    plugins.resolve("command", command).cls().add_arguments(parser)
     others, dotted = split_dotted(rest)
     args = parser.parse_args(others)
     args.overrides = dotted
-    run_parts(load(None, overrides(args)), Plugins.discover())
+    run_parts(load(None, overrides(args)), plugins)
 
 
 SHOWN = [
@@ -47,7 +48,7 @@ SHOWN = [
 
 def test_the_page_of_the_command_has_all_of_it():
     page = read(ROOT / "cli" / "README.md")
-    assert {words[0] for words in commands(ROOT / "cli" / "README.md")} >= set(COMMANDS)
+    assert {words[0] for words in commands(ROOT / "cli" / "README.md")} >= set(command_names(Plugins.discover()))
     for action in ("preview", "export"):
         assert f"`rlhf data {action} " in page
     for action in ("list", "show", "check", "new"):

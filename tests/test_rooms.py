@@ -26,7 +26,7 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_algorithms": ["rlhf"],
     "rlhf_runtime": ["rlhf", "rlhf_hub", "rlhf_modeling"],
     "rlhf_testing": ["rlhf", *LIBRARIES, "rlhf_runtime"],
-    "rlhf_cli": ["rlhf", "rlhf_hub", "rlhf_runtime", "rlhf_testing", *COMMANDS],
+    "rlhf_cli": ["rlhf", "rlhf_runtime", "rlhf_testing"],
     **{command: ["rlhf", *LIBRARIES, "rlhf_runtime"] for command in COMMANDS},
 }
 """What each distribution that is no plugin, and each command, may import. Other plugins: the contract and libraries."""

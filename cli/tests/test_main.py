@@ -1,13 +1,17 @@
 import argparse
 import os
+import re
 import subprocess
 import sys
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import rlhf
 from rlhf.errors import ConfigError, PluginNotFound, TrainingError
-from rlhf_cli.main import COMMANDS, main, split_dotted
+from rlhf.interfaces import Command
+from rlhf.plugins import Plugins
+from rlhf_cli.main import command_names, main
+from rlhf_cli.words import split_dotted
 
 HEAVY = ("torch", "transformers", "datasets", "numpy")
 
@@ -100,7 +104,9 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in COMMANDS)
+    names = command_names(Plugins.discover())
+    assert {"train", "plugins", "data", "plan", "doctor", "score", "eval", "generate"} <= {*names}
+    assert all(re.search(rf"^  {name} +[A-Z]", out, re.MULTILINE) for name in names)
 
 
 def test_no_command_is_a_usage_error(capsys):
@@ -109,8 +115,7 @@ def test_no_command_is_a_usage_error(capsys):
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"rlhf {rlhf.__version__}\n"
 
 
@@ -145,7 +150,7 @@ def test_names_without_a_dot_are_reported_together(capsys):
 
 
 def test_a_section_that_selects_plugins_is_a_flag():
-    from rlhf_cli.flags import dotted
+    from rlhf_runtime.config.command_line import dotted
     from rlhf_runtime.config.load import load
 
     run = load(None, dotted(["--algorithm", "sft", "--observer", "wandb", "--env", "game"]))
@@ -153,10 +158,104 @@ def test_a_section_that_selects_plugins_is_a_flag():
 
 
 def test_unknown_command(capsys):
+    names = command_names(Plugins.discover())
     assert main(["plugin", "list"]) == 2
     assert capsys.readouterr().err == (
-        f"rlhf: no command 'plugin'; commands are {', '.join(COMMANDS)}. Did you mean 'plugins'?\n"
+        f"rlhf: no command 'plugin'; commands are {', '.join(names)}. Did you mean 'plugins'?\n"
     )
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """site(name, source): a distribution with the command ``name``, beside what is installed."""
+
+    def add(name, source, distribution=""):
+        distribution = distribution or f"rlhf-plugin-{name}"
+        package = f"throwaway_{distribution.replace('-', '_')}"
+        info = tmp_path / f"{distribution.replace('-', '_')}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[rlhf.command]\n{name} = {package}.{name}\n")
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('the package is broken')" * ("!" in source))
+        (tmp_path / package / f"{name}.py").write_text(source)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield add
+    for module in [m for m in sys.modules if m.startswith("throwaway_")]:
+        del sys.modules[module]
+
+
+HELLO = '''"""Say hello.
+
+More about it.
+"""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+
+
+class Hello(Command):
+    """Say hello."""
+
+    name = "hello"
+
+    def run(self, args):
+        print("hello")
+        return 3
+
+
+@hookimpl
+def rlhf_register_command():
+    return [Hello]
+'''
+
+
+def test_a_command_of_another_distribution_is_found_and_listed(site, capsys):
+    site("hello", HELLO)
+    assert main(["hello"]) == 3
+    assert main(["rlhf-plugin-hello/hello"]) == 3
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("hello\nhello\n")
+    assert re.search(r"^  hello +Say hello$", out, re.MULTILINE)
+
+
+def test_a_broken_command_says_so_when_it_is_called_and_breaks_no_other(site, capsys):
+    site("hello", HELLO)
+    site("broken", '"""Break!"""\n')
+    site("odd", "this is not python (")
+    site("silent", "x = 1\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert re.search(r"^  broken +Break!$", out, re.MULTILINE), "its file is read, not imported"
+    assert re.search(r"^  odd +\(rlhf-plugin-odd 0\.1\.0: its module cannot be read: ", out, re.MULTILINE)
+    assert re.search(r"^  silent +\(rlhf-plugin-silent 0\.1\.0\)$", out, re.MULTILINE)
+    assert main(["hello"]) == 3
+    capsys.readouterr()
+    assert main(["broken"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "rlhf: command 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_rlhf_plugin_broken.broken': "
+        "ImportError: the package is broken ("
+    )
+    assert main(["plugins", "list", "command", "--check"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^command +broken .* failed to import .*: ImportError: the package is broken", out, re.MULTILINE)
+    assert re.search(r"^command +hello .* ok$", out, re.MULTILINE)
+
+
+def test_two_commands_of_one_name_are_told_apart(site, capsys):
+    site("hello", HELLO)
+    site("hello", HELLO, "other-hello")
+    assert main(["hello"]) == 2
+    assert capsys.readouterr().err == (
+        "rlhf: command 'hello' is provided by other-hello and rlhf-plugin-hello; pick one: 'other-hello/hello' or "
+        "'rlhf-plugin-hello/hello'\n"
+    )
+    assert main(["other-hello/hello"]) == 3
 
 
 @pytest.fixture
@@ -164,12 +263,30 @@ def command(monkeypatch):
     """command(run, **attributes): ``rlhf probe`` calls ``run(args)``."""
 
     def install(run, **attributes):
-        module = ModuleType("rlhf_cli.probe", "Probe the dispatcher.\n\nMore.")
-        module.add_arguments = lambda parser: parser.add_argument("--known", type=int)
-        module.run = run
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, "rlhf_cli.probe", module)
-        monkeypatch.setitem(COMMANDS, "probe", "probe")
+        class Probe(Command):
+            """Probe the dispatcher.
+
+            More.
+            """
+
+            name = "probe"
+
+            def add_arguments(self, parser):
+                parser.add_argument("--known", type=int)
+
+            def run(self, args):
+                return run(args)
+
+        for name, value in attributes.items():
+            setattr(Probe, name, value)
+        discover = Plugins.discover
+
+        def with_probe():
+            plugins = discover()
+            plugins.register("command", Probe)
+            return plugins
+
+        monkeypatch.setattr("rlhf_cli.main.Plugins", SimpleNamespace(discover=with_probe))
 
     return install
 
@@ -213,7 +330,7 @@ def test_unknown_arguments_are_refused_unless_the_command_takes_overrides(comman
     assert "unrecognized arguments: --algorithm.loss.clip 0.2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["probe", "--kno", "3"])  # no abbreviations: they would change meaning as flags are added
-    command(lambda args: seen.append(args) or 0, OVERRIDES=True)
+    command(lambda args: seen.append(args) or 0, run_file_flags=True)
     assert main(["probe", "--known", "3", "--algorithm.loss.clip", "0.2"]) == 0
     assert (seen[0].known, seen[0].overrides) == (3, ["--algorithm.loss.clip", "0.2"])
 

@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rlhf.plugins import Plugins
@@ -42,7 +43,7 @@ def rlhf_register_reward():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """installed(name, source): a distribution with the reward ``name``, found beside what is really installed."""
+    """installed(name, source): a distribution with the reward ``name``, the only one that `rlhf plugins` finds."""
 
     def add(name, source):
         module = f"throwaway_{name}"
@@ -53,8 +54,8 @@ def installed(tmp_path, monkeypatch):
         (tmp_path / f"{module}.py").write_text(source)
 
     monkeypatch.syspath_prepend(tmp_path)
-    discover = Plugins.discover
-    monkeypatch.setattr(Plugins, "discover", lambda: discover([str(tmp_path)]))
+    here = SimpleNamespace(discover=lambda: Plugins.discover([str(tmp_path)]))
+    monkeypatch.setattr("rlhf_cli.plugins.Plugins", here)
     yield add
     for module in [m for m in sys.modules if m.startswith("throwaway_")]:
         del sys.modules[module]

@@ -1,7 +1,4 @@
-"""Turn recorded samples into data: `rlhf data export runs/latest --form pairs -o pairs.jsonl`.
-
-Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save`, `generate --save` or `score`.
-"""
+"""Recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.flags import path
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
 
 FORMS = {
     "pairs": "prompt, chosen, rejected: the best answer to each prompt and the worst, where they differ",
@@ -36,48 +34,59 @@ OPTIONS: dict[str, tuple[str, type, str, str]] = {
 """{option: (form that reads it, type, what help calls its value, help)}."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "sources", nargs="+", type=path, metavar="SOURCE", help="run directory, its rollouts, or a file"
-    )
-    listed = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
-    parser.add_argument("--form", choices=FORMS, required=True, help=listed)
-    parser.add_argument("-o", "--output", type=path, required=True, metavar="FILE.jsonl", help="written as JSON lines")
-    parser.add_argument("--force", action="store_true", help="replace the output where it exists")
-    parser.add_argument("--truncated", action="store_true", help="take answers that were cut off at their budget too")
-    for name, (form, kind, metavar, text) in OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=f"{form}: {text}")
-    parser.add_argument("--json", action="store_true", help="print the counts as one JSON object")
+class Export(Command):
+    """Turn recorded samples into data: `rlhf data export runs/latest --form pairs -o pairs.jsonl`.
 
+    Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save`, `generate --save` or `score`.
+    """
 
-def run(args: argparse.Namespace) -> int:
-    from rlhf.errors import ConfigError, DataError
-    from rlhf_runtime.checkpoint.atomic_files import write_atomic
-    from rlhf_runtime.checkpoint.json_values import to_text
-    from rlhf_runtime.data import export
-    from rlhf_runtime.data.recorded_answers import read_answers
+    name = "export"
 
-    options = _options(args)
-    output: Path = args.output
-    if output.exists() and not args.force:
-        raise ConfigError(f"{output} exists; --force replaces it")
-    if not output.parent.is_dir():
-        raise ConfigError(f"there is no folder {output.parent} to write {output.name} into")
-    recorded = read_answers(args.sources, truncated=args.truncated)
-    made = getattr(export, args.form)(recorded.groups, **options)
-    left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | made.left_out
-    counts = {"rows": len(made.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
-    told = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
-    if not made.rows:
-        cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
-        raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{told}")
-    write_atomic(output, "".join(to_text(row) + "\n" for row in made.rows))
-    if args.json:
-        sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")
-    else:
-        of = f"of {counts['answers']} answers to {counts['prompts']} prompts"
-        sys.stdout.write(f"{output}: {len(made.rows)} rows {of}{'; left out:' + told if told else ''}\n")
-    return 0
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "sources", nargs="+", type=path_argument, metavar="SOURCE", help="run directory, its rollouts, or a file"
+        )
+        listed = "; ".join(f"{name}: {text}" for name, text in FORMS.items())
+        parser.add_argument("--form", choices=FORMS, required=True, help=listed)
+        parser.add_argument(
+            "-o", "--output", type=path_argument, required=True, metavar="FILE.jsonl", help="written as JSON lines"
+        )
+        parser.add_argument("--force", action="store_true", help="replace the output where it exists")
+        parser.add_argument(
+            "--truncated", action="store_true", help="take answers that were cut off at their budget too"
+        )
+        for name, (form, kind, metavar, text) in OPTIONS.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=f"{form}: {text}")
+        parser.add_argument("--json", action="store_true", help="print the counts as one JSON object")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.errors import ConfigError, DataError
+        from rlhf_runtime.checkpoint.atomic_files import write_atomic
+        from rlhf_runtime.checkpoint.json_values import to_text
+        from rlhf_runtime.data import export
+        from rlhf_runtime.data.recorded_answers import read_answers
+
+        options = _options(args)
+        output: Path = args.output
+        if output.exists() and not args.force:
+            raise ConfigError(f"{output} exists; --force replaces it")
+        if not output.parent.is_dir():
+            raise ConfigError(f"there is no folder {output.parent} to write {output.name} into")
+        recorded = read_answers(args.sources, truncated=args.truncated)
+        made = getattr(export, args.form)(recorded.groups, **options)
+        left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | made.left_out
+        counts = {"rows": len(made.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
+        told = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
+        if not made.rows:
+            cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
+            raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{told}")
+        write_atomic(output, "".join(to_text(row) + "\n" for row in made.rows))
+        if args.json:
+            sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")
+        else:
+            of = f"of {counts['answers']} answers to {counts['prompts']} prompts"
+            sys.stdout.write(f"{output}: {len(made.rows)} rows {of}{'; left out:' + told if told else ''}\n")
+        return 0
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

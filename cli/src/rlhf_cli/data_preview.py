@@ -1,8 +1,4 @@
-"""Show rows as the model will see them: `rlhf data preview run.toml`, or `--algo NAME --model PATH --data FILE`.
-
-The run file and flags are those of `rlhf train`. The tokenizer is loaded, no model is. Of every source the first rows
-come, as they are written: what is trained on, where steps end, and what would be refused or left out, and why.
-"""
+"""Rows as the model will see them: tokens, what is trained on, what is left out and why."""
 
 from __future__ import annotations
 
@@ -12,53 +8,64 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
 
-OVERRIDES = True
 LONG = 600
 """Tokens of a sequence that are shown without ``--json``; of a longer one its front and its end."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
-    add_short_flags(parser)
-    parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows of each source (default: 3)")
-    parser.add_argument("--check", action="store_true", help="tokenise every row and count what is used, and what not")
-    parser.add_argument("--json", action="store_true", help="one JSON object, with all tokens")
+class Preview(Command):
+    """Show rows as the model will see them: `rlhf data preview run.toml`, or `--algo NAME --model PATH --data FILE`.
 
+    The run file and flags are those of `rlhf train`. The tokenizer is loaded, no model is. The first rows of every
+    source are shown in the order of the file: what is trained on, where steps end, what would be refused or left out,
+    and why.
+    """
 
-def run(args: argparse.Namespace) -> int:
-    from rlhf.errors import ConfigError
-    from rlhf_runtime.config.load import load
-    from rlhf_runtime.config.model_lookup import look_for_models
+    name = "preview"
+    run_file_flags = True
 
-    config = load(args.run_file, overrides(args))
-    if config.policy.model is None:
-        raise ConfigError(
-            "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser)
+        parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows of each source (default: 3)")
+        parser.add_argument(
+            "--check", action="store_true", help="tokenise every row and count what is used, and what not"
         )
-    look_for_models(config)
-    from rlhf.plugins import Plugins
-    from rlhf_runtime.config.components import build_algorithm
-    from rlhf_runtime.config.problems import raise_problems
-    from rlhf_runtime.config.validation import ignored_fields
-    from rlhf_runtime.data.dataset import TrainData
-    from rlhf_runtime.data.preview import preview, survey
-    from rlhf_runtime.data.tokenizer import load_tokenizer
+        parser.add_argument("--json", action="store_true", help="one JSON object, with all tokens")
 
-    algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
-    form, answered = algorithm.data, algorithm.needs().given > 0
-    raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
-    tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
-    data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered)
-    found = preview(data, args.rows)
-    if args.check:
-        found["all"] = survey(data)
-    if args.json:
-        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
-    else:
-        _show(found)
-    return 0
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.errors import ConfigError
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.config.model_lookup import look_for_models
+
+        config = load(args.run_file, overrides(args))
+        if config.policy.model is None:
+            raise ConfigError(
+                "no model is named: its tokenizer makes the tokens. Set --model PATH (a folder or a hub name)."
+            )
+        look_for_models(config)
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.components import build_algorithm
+        from rlhf_runtime.config.problems import raise_problems
+        from rlhf_runtime.config.validation import ignored_fields
+        from rlhf_runtime.data.dataset import TrainData
+        from rlhf_runtime.data.preview import preview, survey
+        from rlhf_runtime.data.tokenizer import load_tokenizer
+
+        algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
+        form, answered = algorithm.data, algorithm.needs().given > 0
+        raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
+        tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
+        data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered)
+        found = preview(data, args.rows)
+        if args.check:
+            found["all"] = survey(data)
+        if args.json:
+            sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+        else:
+            _show(found)
+        return 0
 
 
 def _count(text: str) -> int:

@@ -1,38 +1,24 @@
-"""The command ``rlhf``. A command is a module of this package, imported only when it is called.
-
-Such a module has ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code), and its docstring's first line is
-its help. Where it sets ``OVERRIDES = True``, arguments that its parser does not know (``--algorithm.loss.clip_high
-0.28``) are no error but come as ``args.overrides``, a list of strings.
-"""
+"""The program ``rlhf``: a parser. Every subcommand is a plugin of kind ``command``, imported when it is called."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
+import inspect
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhf import __version__
 from rlhf.errors import ConfigError, PluginConflict, PluginNotFound, RlhfError, did_you_mean
+from rlhf.plugins import Plugins
 
-COMMANDS = {
-    "train": "run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE ...",
-    "eval": "score a model's answers on data",
-    "generate": "sample answers from a model",
-    "score": "score answers that are given",
-    "data": "show rows as the model will see them; make data of recorded samples",
-    "plan": "show placement and memory, and whether a run fits",
-    "plugins": "list, show, check and create plugins",
-    "doctor": "check this installation, this machine, and what a run needs",
-}
-"""Name -> help; here, so that ``rlhf --help`` imports none of them."""
+from rlhf_cli.one_line_help import one_line_help
+from rlhf_cli.words import split_dotted
 
-LIKE = 0.75
-"""Least likeness of a flag to one of a command's own to be taken for it, misspelt. Others are names of the run file."""
+if TYPE_CHECKING:
+    from rlhf.interfaces import Command
 
 USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 """Exit code 2, as for a wrong flag; other errors of this project are 1."""
@@ -41,14 +27,14 @@ USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``rlhf``; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # text of rows and models may hold what the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's encoding may lack letters of rows and models
         sys.stdout.reconfigure(errors="backslashreplace")
     traceback = "--traceback" in words
     words = [w for w in words if w != "--traceback"]
     try:
         try:
             return _dispatch(words)
-        finally:  # also after --help: what fails while Python shuts down is nobody's to catch
+        finally:  # also after --help: nothing catches an error of flushing while Python shuts down
             sys.stdout.flush()
     except RlhfError as error:
         if traceback:
@@ -65,30 +51,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(words: list[str]) -> int:
-    parser = _top_parser()
-    if not words:
-        parser.print_help(sys.stderr)
-        return 2
-    if words[0].startswith("-"):
-        parser.parse_args(words)  # --help and --version end here
-        return 2
-    name, rest = words[0], words[1:]
-    if name not in COMMANDS:
-        raise ConfigError(f"no command {name!r}; commands are {', '.join(COMMANDS)}.{did_you_mean(name, COMMANDS)}")
-    return call(f"rlhf {name}", importlib.import_module(f"rlhf_cli.{name}"), rest)
+def command_names(plugins: Plugins) -> list[str]:
+    """Names of the installed commands, from metadata."""
+    return list(dict.fromkeys(entry.name for entry in plugins.list("command")))
 
 
-def call(prog: str, command: Any, words: list[str]) -> int:
+def call(name: str, words: Sequence[str]) -> int:
+    """Run the command ``name`` with these words; returns its exit code.
+
+    Args:
+        name: as of any plugin: ``plan``, or ``rlhf-plugin-plan/plan`` where several distributions offer the name.
+
+    Raises ConfigError where no command has the name; PluginError where it cannot be imported.
+    """
+    plugins = Plugins.discover()
+    names = command_names(plugins)
+    if "/" not in name and name not in names:
+        install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
+        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{did_you_mean(name, names)}{install}")
+    command = plugins.resolve("command", name).cls()
+    return run_command(f"rlhf {name}", command, words)
+
+
+def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     """Parse a command's words and run it; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description=(command.__doc__ or "").strip().split("\n\n")[0],
+        description=(inspect.getdoc(command) or "").split("\n\n")[0],
         epilog="--traceback shows where an error was raised",
         allow_abbrev=False,
     )
     command.add_arguments(parser)
-    if getattr(command, "OVERRIDES", False):
+    if command.run_file_flags:
         words, dotted = split_dotted(words, [name for action in parser._actions for name in action.option_strings])
         args, unknown = parser.parse_known_args(words)
         args.overrides = dotted + unknown
@@ -97,43 +91,28 @@ def call(prog: str, command: Any, words: list[str]) -> int:
     return int(command.run(args))
 
 
-def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
-    """(other words, flags of the run file with their values): argparse would take such a value for a positional one.
-
-    Args:
-        known: the command's own flags; every other one is taken for one of the run file. Those with a dot only, where
-            absent.
-
-    Raises ConfigError for a flag that is nearly one of ``known``.
-    """
-    others: list[str] = []
-    dotted: list[str] = []
-    rest = list(words)
-    own = [name.removeprefix("--") for name in known or () if name.startswith("--")]
-    while rest:
-        word = rest.pop(0)
-        flag = word.partition("=")[0]
-        if not word.startswith("--") or flag in (known or ("--",)) or (known is None and "." not in flag):
-            others.append(word)
-            continue
-        name = flag.removeprefix("--").replace("_", "-")
-        near = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
-        if near:
-            raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
-        dotted.append(word)
-        if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (known or ())):
-            dotted.append(rest.pop(0))
-    return others, dotted
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        _top_parser().print_help(sys.stderr)
+        return 2
+    if words[0] == "--version":
+        sys.stdout.write(f"rlhf {__version__}\n")
+        return 0
+    if words[0].startswith("-"):
+        _top_parser().parse_args(words)  # --help ends here
+        return 2
+    return call(words[0], words[1:])
 
 
 def _top_parser() -> argparse.ArgumentParser:
-    width = max(map(len, COMMANDS))
+    helps = {entry.name: one_line_help(entry) for entry in Plugins.discover().list("command")}
+    width = max(map(len, helps), default=0)
     parser = argparse.ArgumentParser(
         prog="rlhf",
         usage="rlhf [--version] COMMAND ...",
         description="Post-train language models from feedback.",
         epilog="commands:\n"
-        + "".join(f"  {name.ljust(width)}  {text}\n" for name, text in COMMANDS.items())
+        + "".join(f"  {name.ljust(width)}  {text}\n" for name, text in helps.items())
         + "\n`rlhf COMMAND --help` explains a command; --traceback shows where an error was raised.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

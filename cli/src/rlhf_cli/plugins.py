@@ -10,47 +10,57 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rlhf import hookimpl
 from rlhf.errors import ConfigError, PluginNotFound, RlhfError, did_you_mean
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 from rlhf.plugins.registry import distribution_of
 
-from rlhf_cli.flags import path
 from rlhf_cli.scaffold import LIKE, write_plugin
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+class PluginsCommand(Command):
+    """List, show, check and create plugins."""
 
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.set_defaults(act=globals()[f"_{name}"])
-        return added
+    name = "plugins"
 
-    listing = action("list", "what is installed, from metadata alone: nothing is imported")
-    listing.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
-    listing.add_argument("--json", action="store_true", help="one JSON list of objects")
-    listing.add_argument(
-        "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
-    )
-    show = action("show", "what a plugin is: its options, its needs or capabilities, its source")
-    show.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-    show.add_argument("--kind", help="where several kinds have the name")
-    show.add_argument("--json", action="store_true", help="one JSON list of objects")
-    new = action("new", "write a new plugin: a distribution that installs and passes its own tests")
-    new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
-    new.add_argument("--kind", required=True, help=", ".join(KINDS))
-    new.add_argument("--like", help=f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})")
-    new.add_argument("--output", type=path, default=Path(), metavar="DIR", help="folder to make it in (default: here)")
-    check = action("check", "run the conformance suite of the plugin's kind")
-    check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
-    check.add_argument("--kind", help="where several kinds have the name")
-    check.add_argument("-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this")
-    check.add_argument("--json", action="store_true", help="one JSON list of objects")
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
+        def action(name: str, text: str) -> argparse.ArgumentParser:
+            added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+            added.set_defaults(act=globals()[f"_{name}"])
+            return added
 
-def run(args: argparse.Namespace) -> int:
-    return int(args.act(args))
+        listing = action("list", "what is installed, from metadata alone: nothing is imported")
+        listing.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(KINDS)}")
+        listing.add_argument("--json", action="store_true", help="one JSON list of objects")
+        listing.add_argument(
+            "--check", action="store_true", help="import each and say what is wrong; exit 1 if anything is"
+        )
+        show = action("show", "what a plugin is: its options, its needs or capabilities, its source")
+        show.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+        show.add_argument("--kind", help="where several kinds have the name")
+        show.add_argument("--json", action="store_true", help="one JSON list of objects")
+        new = action("new", "write a new plugin: a distribution that installs and passes its own tests")
+        new.add_argument("name", metavar="NAME", help="lower case letters, digits and '_'")
+        new.add_argument("--kind", required=True, help=", ".join(KINDS))
+        new.add_argument("--like", help=f"what an algorithm begins as: {', '.join(LIKE)} (default: {next(iter(LIKE))})")
+        new.add_argument(
+            "--output", type=path_argument, default=Path(), metavar="DIR", help="folder to make it in (default: here)"
+        )
+        check = action("check", "run the conformance suite of the plugin's kind")
+        check.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:reward.py")
+        check.add_argument("--kind", help="where several kinds have the name")
+        check.add_argument(
+            "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
+        )
+        check.add_argument("--json", action="store_true", help="one JSON list of objects")
+
+    def run(self, args: argparse.Namespace) -> int:
+        return int(args.act(args))
 
 
 # -------------------------------------------------------------------------------------------- list
@@ -175,3 +185,8 @@ def _row(result: Any) -> dict[str, str]:
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [PluginsCommand]

@@ -1,44 +1,59 @@
-"""Run an algorithm: `rlhf train run.toml`, or `rlhf train --algo NAME --model PATH --data FILE [--reward REF] ...`.
-
-Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags are
-laid over the file; `--dry-run` checks all that can be checked without loading a model and shows the resolved config.
-"""
+"""Run an algorithm: rlhf train run.toml, or --algo NAME --model PATH --data FILE."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
 
-OVERRIDES = True
+from rlhf_cli.main import call, command_names
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
-    add_short_flags(parser)
-    parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
-
-
-def run(args: argparse.Namespace) -> int:
+if TYPE_CHECKING:
     from rlhf.plugins import Plugins
-    from rlhf_runtime.config.load import load
-    from rlhf_runtime.config.model_lookup import look_for_models
-
-    config = load(args.run_file, overrides(args))
-    look_for_models(config)
-    plugins = Plugins.discover()
-    if args.dry_run:
-        return _dry_run(config, plugins)
-    from rlhf_runtime.setup.build import train
-
-    finished = train(config, plugins)
-    sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
-    return finished.exit_code
+    from rlhf_runtime.config.runfile import RunFile
 
 
-def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
-    from rlhf_plugin_plan import make_plan, resolve, summary, target
+class Train(Command):
+    """Run an algorithm: `rlhf train run.toml`, or `rlhf train --algo NAME --model PATH --data FILE [--reward REF] ...`.
+
+    Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags are
+    laid over the file. `--dry-run` checks everything that can be checked without loading a model, and shows the
+    resolved configuration.
+    """
+
+    name = "train"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser)
+        parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.config.model_lookup import look_for_models
+
+        given = overrides(args)
+        config = load(args.run_file, given)
+        look_for_models(config)
+        plugins = Plugins.discover()
+        if args.dry_run:
+            _show_run(config, plugins)
+            _show_plan(args.run_file, given, plugins)
+            return 0
+        from rlhf_runtime.setup.build import train
+
+        finished = train(config, plugins)
+        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
+        return finished.exit_code
+
+
+def _show_run(config: RunFile, plugins: Plugins) -> None:
+    """Check the run, and show its resolved configuration as TOML and what it would do as comments."""
     from rlhf_runtime.config.load import to_toml
     from rlhf_runtime.setup.build import row_check
     from rlhf_runtime.setup.prepare import prepare
@@ -60,6 +75,18 @@ def _dry_run(config, plugins) -> int:  # type: ignore[no-untyped-def]
         sys.stdout.write(f"# role {name}: {spec.path} ({spec.role.head} head, {kind}{updates})\n")
     for plugin in prepared.plugins:
         sys.stdout.write(f"# plugin {plugin}\n")
-    for line in summary(make_plan(resolve(config, plugins, target()))):
-        sys.stdout.write(f"# {line}\n")
-    return 0
+
+
+def _show_plan(run_file: str | None, given: list[tuple[str, str | None]], plugins: Plugins) -> None:
+    """Placement and memory in a few comments, from the command `plan` where it is installed."""
+    if "plan" not in command_names(plugins):
+        install = plugins.how_to_install("rlhf-plugin-plan")
+        sys.stdout.write(f"# placement and memory: not shown, as the command `plan` is not installed.{install}\n")
+        return
+    flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in given]
+    call("plan", [*([run_file] if run_file else []), *flags, "--summary"])
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Train]

@@ -1,4 +1,5 @@
-"""The contract, in execution order: the hooks by which a plugin introduces its classes.
+"""The contract: the hooks by which a plugin introduces its classes. First those of a run, in execution order, and after
+them those of the program around it.
 
 Every hook is a *provider*: it is called once per process, when a run first needs something from the plugin's
 module, and returns classes, never instances. It must not touch a device, read files or depend on call order.
@@ -89,3 +90,9 @@ def rlhf_register_observer() -> list[type[i.Observer]]:  # type: ignore[empty-bo
 def rlhf_register_adapter() -> list[type[i.Adapter]]:  # type: ignore[empty-body]
     """Offer adapters for ``file:`` references to files written for another framework. Resolved on the driver and in
     worker processes, only when a ``file:`` defines no component by itself."""
+
+
+@hookspec
+def rlhf_register_command() -> list[type[i.Command]]:  # type: ignore[empty-body]
+    """Offer commands: subcommands of the program, ``rlhf NAME``. Resolved when a command is called; the others are not
+    imported."""

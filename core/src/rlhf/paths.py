@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 from pathlib import Path
@@ -35,6 +36,14 @@ def check_path(text: str) -> str:
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).rstrip(".")
         raise ValueError(f"the path {shown} cannot be used: {why}. Give another path.") from None
     return text
+
+
+def path_argument(text: str) -> Path:
+    """For ``add_argument(type=path_argument)``: a path that the system can look up; any other is a wrong usage."""
+    try:
+        return Path(check_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 PathText = Annotated[str, AfterValidator(check_path)]

@@ -35,6 +35,7 @@ SELECT = {
     "advantage": '`[algorithm.advantage] use = "@NAME@"` in the run file',
     "loss": '`[algorithm.loss] use = "@NAME@"` in the run file',
     "observer": '`[[observer]] use = "@NAME@"` in the run file',
+    "command": "`rlhf @NAME@`",
     "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
 }
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'

@@ -3,6 +3,7 @@
 from rlhf.interfaces.adapter import Adapter
 from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.algorithm import Algorithm, Slot
+from rlhf.interfaces.command import Command
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.env import Env
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
@@ -26,12 +27,13 @@ KINDS: dict[str, type[Component]] = {
     "launcher": Launcher,
     "observer": Observer,
     "adapter": Adapter,
+    "command": Command,
 }
 """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
 
 __all__ = [
-    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Component", "ComponentConfig", "Env",
-    "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Precision", "Proof",
+    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Command", "Component", "ComponentConfig",
+    "Env", "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Precision", "Proof",
     "ReadRole", "Reward", "RewardContext", "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums",
     "Tokens", "Trainer", "TrainerFacts", "WorkerGroup",
 ]  # fmt: skip

@@ -1,8 +1,4 @@
-"""Show who is on which device, what memory each phase takes there, and whether it fits; load and start nothing.
-
-The run file and flags are those of `rlhf train`; of a model only its config.json is read. Where memory does not
-suffice: why, with the arithmetic, and the nearest change that does. The exit code is 1 where the run does not fit.
-"""
+"""Show placement and memory, and whether a run fits."""
 
 from __future__ import annotations
 
@@ -12,47 +8,68 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rlhf_cli.flags import add_short_flags, overrides
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
 
 if TYPE_CHECKING:
     from rich.table import Table
+
     from rlhf_plugin_plan import GroupPlan, Nearest, Plan
 
-OVERRIDES = True
 
+class PlanCommand(Command):
+    """Show who is on which device, what memory each phase takes there, and whether it fits; load and start nothing.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
-    add_short_flags(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for; a GPU where its memory is given")
-    parser.add_argument(
-        "--device-memory", metavar="SIZE", help="of one GPU, or of a CPU's host: 80GiB, 24GB; absent: what is here"
-    )
-    parser.add_argument("--host-memory", metavar="SIZE", help="of a node with GPUs, to judge what is offloaded there")
-    parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    The run file and flags are those of `rlhf train`; of a model only its config.json is read. Where memory does not
+    suffice: why, with the arithmetic, and the nearest change that does. The exit code is 1 where the run does not fit.
+    """
 
+    name = "plan"
+    run_file_flags = True
 
-def run(args: argparse.Namespace) -> int:
-    from rlhf.plugins import Plugins
-    from rlhf_plugin_plan import as_json, make_plan, nearest, resolve, target
-    from rlhf_runtime.config.load import load
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser)
+        parser.add_argument(
+            "--device", choices=("cpu", "cuda"), help="what to plan for; a GPU where its memory is given"
+        )
+        parser.add_argument(
+            "--device-memory", metavar="SIZE", help="of one GPU, or of a CPU's host: 80GiB, 24GB; absent: what is here"
+        )
+        parser.add_argument(
+            "--host-memory", metavar="SIZE", help="of a node with GPUs, to judge what is offloaded there"
+        )
+        parser.add_argument(
+            "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"
+        )
+        parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+        parser.add_argument("--summary", action="store_true", help="a few lines, as `rlhf train --dry-run` shows them")
 
-    given, plugins = overrides(args), Plugins.discover()
-    machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
-    plan = make_plan(resolve(load(args.run_file, given), plugins, machine))
-    found = None
-    if plan.fits is False:
-        found = nearest(plan, plugins, lambda flags: load(args.run_file, given + list(flags.items())))
-    if args.json:
-        sys.stdout.write(json.dumps(as_json(plan, found), indent=2) + "\n")
-    else:
-        _show(plan, found)
-    return 1 if plan.fits is False else 0
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+
+        from rlhf_plugin_plan import as_json, make_plan, nearest, resolve, summary, target
+
+        given, plugins = overrides(args), Plugins.discover()
+        machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
+        plan = make_plan(resolve(load(args.run_file, given), plugins, machine))
+        if args.summary:
+            sys.stdout.write("".join(f"# {line}\n" for line in summary(plan)))
+            return 1 if plan.fits is False else 0
+        found = None
+        if plan.fits is False:
+            found = nearest(plan, plugins, lambda flags: load(args.run_file, given + list(flags.items())))
+        if args.json:
+            sys.stdout.write(json.dumps(as_json(plan, found), indent=2) + "\n")
+        else:
+            _show(plan, found)
+        return 1 if plan.fits is False else 0
 
 
 def _show(plan: Plan, found: Nearest | None) -> None:
     from rich.console import Console
+
     from rlhf_plugin_plan import verdict
 
     console = Console(highlight=False)
@@ -69,6 +86,7 @@ def _show(plan: Plan, found: Nearest | None) -> None:
 
 def _placement(plan: Plan) -> Table:
     from rich.table import Table
+
     from rlhf_plugin_plan import describe
 
     count = plan.layout.devices
@@ -95,6 +113,7 @@ def _placement(plan: Plan) -> Table:
 
 def _memory(plan: Plan, group: GroupPlan) -> Table:
     from rich.table import Table
+
     from rlhf_plugin_plan import PARTS, text
 
     each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
@@ -141,3 +160,8 @@ def _reasons(plan: Plan, found: Nearest | None) -> Iterable[str]:
         tried = f" with {found.command}" if found.flags else ""
         left = max(found.plan.shortages, key=lambda s: s.missing).message if found.plan.shortages else ""
         yield f"Nothing known to the plugins makes it fit. The best found{tried}: {left}."
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [PlanCommand]

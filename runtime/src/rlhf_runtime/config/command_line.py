@@ -1,13 +1,12 @@
-"""Flags that several commands share: the short ones, and dotted ones for every field of the run file."""
+"""Flags of the run file on a command line: the short ones, and a dotted one for every field."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from rlhf.errors import ConfigError
-from rlhf.paths import check_path
+
 from rlhf_runtime.config.load import short_flags
 
 HELP = {
@@ -24,10 +23,16 @@ HELP = {
     "overwrite": "delete the run that the run directory holds",
 }
 SEVERAL = ("reward", "data", "eval-data")
+"""Short flags that may be given several times."""
 
 
-def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """``--algo``, ``--reward``, ... as :func:`rlhf_runtime.config.load.short_flags` maps them."""
+def add_run_file(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Add ``RUN.TOML`` and the short flags that :func:`rlhf_runtime.config.load.short_flags` maps.
+
+    Args:
+        without: short flags that the command does not take, without dashes.
+    """
+    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
     for name in short_flags():
         if name in without:
             continue
@@ -38,18 +43,11 @@ def add_short_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = 
             parser.add_argument(f"--{name}", action=action, metavar=name.upper(), help=HELP[name])
 
 
-def path(text: str) -> Path:
-    """For ``add_argument(type=...)``: a path that the system can look up; else a wrong usage."""
-    try:
-        return Path(check_path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None) -> list[tuple[str, str | None]]:
     """(dotted path, text) of every short and dotted flag that was given; None for a flag without a value.
 
-    ``renamed``: {short flag: dotted path} where a command means something else by it.
+    Args:
+        renamed: {short flag: dotted path} where a command means something else by it.
     """
     targets = {**short_flags(), **(renamed or {})}
     found: list[tuple[str, str | None]] = []
@@ -62,7 +60,7 @@ def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None
     return found + dotted(args.overrides)
 
 
-def dotted(words: list[str]) -> list[tuple[str, str | None]]:
+def dotted(words: Sequence[str]) -> list[tuple[str, str | None]]:
     """``["--a.b", "1", "--c.d=2", "--e"]`` as pairs."""
     found: list[tuple[str, str | None]] = []
     rest = list(words)

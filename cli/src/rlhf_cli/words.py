@@ -1,0 +1,41 @@
+"""Words of a command line: the command's own flags, and those of the run file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from rlhf.errors import ConfigError
+
+LIKE = 0.75
+"""Least likeness at which an unknown flag is taken for a misspelled flag of the command. Below it, the flag is taken
+for a name of the run file."""
+
+
+def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
+    """(other words, flags of the run file with their values). argparse would take such a value for a positional one.
+
+    Args:
+        known: the command's own flags; every other flag is taken for one of the run file. None: only flags with a dot
+            are taken for those.
+
+    Raises ConfigError for a flag that is nearly one of ``known``.
+    """
+    others: list[str] = []
+    dotted: list[str] = []
+    rest = list(words)
+    own = [name.removeprefix("--") for name in known or () if name.startswith("--")]
+    while rest:
+        word = rest.pop(0)
+        flag = word.partition("=")[0]
+        if not word.startswith("--") or flag in (known or ("--",)) or (known is None and "." not in flag):
+            others.append(word)
+            continue
+        name = flag.removeprefix("--").replace("_", "-")
+        near = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
+        if near:
+            raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
+        dotted.append(word)
+        if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (known or ())):
+            dotted.append(rest.pop(0))
+    return others, dotted

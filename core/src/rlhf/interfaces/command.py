@@ -1,0 +1,78 @@
+"""Commands: subcommands of the program ``rlhf``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from argparse import ArgumentParser, Namespace
+from typing import ClassVar
+
+from rlhf.interfaces.component import Component
+
+
+class Command(Component):
+    """A subcommand of the program: ``rlhf NAME``.
+
+    ``rlhf NAME --help`` shows the first paragraph of the class's docstring. ``rlhf --help`` shows the first line of the
+    docstring of the module that the entry point names. It reads that line from the file and imports nothing, so a
+    broken command does not break the others. The module is imported when the command is called: import at its top what
+    is light, and the rest inside of :meth:`run`. Options of a command are its arguments; its ``Config`` stays empty.
+
+    A complete distribution is two files. ``pyproject.toml``::
+
+        [build-system]
+        requires = ["flit_core>=3.11,<5"]
+        build-backend = "flit_core.buildapi"
+
+        [project]
+        name = "rlhf-plugin-hello"
+        version = "0.1.0"
+        description = "Command: say hello."
+        dependencies = ["rlhf-core>=0.1,<0.2"]
+
+        [project.entry-points."rlhf.command"]
+        hello = "rlhf_plugin_hello"
+
+        [tool.flit.module]
+        name = "rlhf_plugin_hello"
+
+    And ``src/rlhf_plugin_hello/__init__.py``::
+
+        \"\"\"Say hello.\"\"\"
+
+        from rlhf import hookimpl
+        from rlhf.interfaces import Command
+
+        class Hello(Command):
+            \"\"\"Say hello to somebody: `rlhf hello --to Ada`.\"\"\"
+
+            name = "hello"
+
+            def add_arguments(self, parser):
+                parser.add_argument("--to", default="you", metavar="NAME", help="who is greeted (default: you)")
+
+            def run(self, args):
+                print(f"Hello, {args.to}.")
+                return 0
+
+        @hookimpl
+        def rlhf_register_command():
+            return [Hello]
+    """
+
+    run_file_flags: ClassVar[bool] = False
+    """Whether the command takes flags of the run file, such as ``--trainer.lr 1e-5``. Where True, flags that
+    :meth:`add_arguments` did not add are no error: they come as ``args.overrides``, a list of words."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the command's arguments. The parser is that of ``rlhf NAME``; its description is set."""
+
+    @abstractmethod
+    def run(self, args: Namespace) -> int:
+        """Do the work.
+
+        Args:
+            args: what :meth:`add_arguments` asked for, and ``overrides`` where :attr:`run_file_flags` is True.
+
+        Returns the exit code: 0 done, 1 failed, 2 wrong usage. Errors of :mod:`rlhf.errors` may be raised instead: the
+        program writes their message to standard error and ends with 2 for a wrong usage or configuration, else with 1.
+        """

@@ -1,0 +1,109 @@
+"""The conformance suite of commands.
+
+::
+
+    from rlhf_testing.command import CommandContract
+
+    class TestMyCommand(CommandContract):
+        command = MyCommand
+        calls = [(["--to", "Ada"], 0)]    # words of a command line, exit code
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_testing.contract import Contract, Nonconformance, expect, missing
+
+HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
+LONGEST = 100
+"""Characters of the line that ``rlhf --help`` shows."""
+
+
+class CommandContract(Contract):
+    """Checks what ``rlhf --help``, ``rlhf NAME --help`` and a call need."""
+
+    kind = "command"
+    command: Any = None
+    calls: Sequence[tuple[Sequence[str], int]] = ()
+    """(words after the command's name, exit code) of calls that may be made here."""
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The parser with the command's own arguments, as the program makes it."""
+        parser = argparse.ArgumentParser(prog=f"rlhf {self.cls.name}", allow_abbrev=False)
+        try:
+            result = self.build(self.grid()[0]).add_arguments(parser)
+        except Exception as error:
+            raise Nonconformance(f"{self.about()} add_arguments() raised {type(error).__name__}: {error}") from error
+        expect(result is None, f"{self.about()} add_arguments() returned {result!r}; it must return None")
+        return parser
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_arguments(self) -> None:
+        """Its arguments can be added to a parser, and their help can be shown."""
+        parser = self.parser()
+        try:
+            parser.format_help()
+        except (ValueError, TypeError, KeyError) as error:
+            raise Nonconformance(
+                f"{self.about()} the help cannot be shown ({error}): write '%%' for a percent sign in a help text"
+            ) from error
+        flags = [name for action in parser._actions for name in action.option_strings]
+        expect("--traceback" not in flags, f"{self.about()} adds --traceback, which the program itself takes")
+        taken = [action.dest for action in parser._actions]
+        free = not (self.cls.run_file_flags and "overrides" in taken)
+        expect(free, f"{self.about()} adds an argument `overrides`: flags of the run file come under this name")
+
+    def test_line_of_help(self) -> None:
+        """The module that the entry point names begins with a docstring, whose first line ``rlhf --help`` shows."""
+        if not self.registered:
+            return
+        import importlib
+
+        from importlib_metadata import entry_points
+
+        package = self.cls.__module__.split(".")[0]
+        points = [p for p in entry_points(group="rlhf.command", name=self.cls.name) if p.module.startswith(package)]
+        for point in points:
+            line = (importlib.import_module(point.module).__doc__ or "").split("\n")[0]
+            expect(
+                0 < len(line) <= LONGEST,
+                f"{self.about()} the docstring of the module {point.module!r} begins with {line!r}; `rlhf --help` "
+                f"shows this line: write 1 to {LONGEST} characters",
+            )
+
+    def test_import_is_light(self) -> None:
+        """Importing its module imports no framework: its help would take seconds. ``run`` imports what it needs."""
+        if not self.registered:
+            return
+        code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        expect(done.returncode == 0, f"{self.about()} its module cannot be imported: {done.stderr[-500:]}")
+        expect(
+            not done.stdout.split(),
+            f"{self.about()} importing {self.cls.__module__} imports {done.stdout.split()}; move the import into run()",
+        )
+
+    def test_calls(self) -> None:
+        """A call returns its exit code, an integer."""
+        if not self.calls:
+            raise missing("calls = [(words after the command's name, exit code), ...] that may be made here")
+        for words, code in self.calls:
+            parser = self.parser()
+            if self.cls.run_file_flags:
+                args, args.overrides = parser.parse_known_args(list(words))
+            else:
+                args = parser.parse_args(list(words))
+            with contextlib.redirect_stdout(io.StringIO()):
+                got = self.build(self.grid()[0]).run(args)
+            expect(
+                type(got) is int and got == code,
+                f"{self.about()} run() with {list(words)} returned {got!r}, expected the exit code {code}",
+            )
