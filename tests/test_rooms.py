@@ -98,7 +98,7 @@ def test_a_distribution_imports_what_it_may_and_declares(member):
                     bad.append(f"{i}: {member.package} may import {sorted(allowed(member))} only")
                 elif i.package != member.package and packages[i.package] not in declared:
                     bad.append(f"{i}: {member.name} does not require {packages[i.package]}")
-                if i.package != member.package and any(n.startswith("_") for n in (*i.module.split("."), *i.names)):
+                if i.package != member.package and any(re.match("_(?!_)", n) for n in (*i.module.split("."), *i.names)):
                     bad.append(f"{i}: private")
             elif i.package not in sys.stdlib_module_names and not i.typing:
                 distributions = {canonicalize_name(d) for d in provided.get(i.package, [i.package])}
