@@ -18,9 +18,9 @@ import torch
 from model import CHARS, make_model
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
-from rlhf_modeling.prefix import unit_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_runtime.models.dispatch import plan

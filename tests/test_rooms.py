@@ -24,7 +24,7 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_modeling": ["rlhf", "rlhf_hub"],
     "rlhf_transport": ["rlhf"],
     "rlhf_algorithms": ["rlhf"],
-    "rlhf_runtime": ["rlhf", "rlhf_hub", "rlhf_modeling"],
+    "rlhf_runtime": ["rlhf", "rlhf_hub"],
     "rlhf_testing": ["rlhf", *LIBRARIES, "rlhf_runtime"],
     "rlhf_cli": ["rlhf", "rlhf_runtime", "rlhf_testing"],
     **{command: ["rlhf", *LIBRARIES, "rlhf_runtime"] for command in COMMANDS},

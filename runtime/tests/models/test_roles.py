@@ -6,9 +6,9 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
+from rlhf.ops.prefixes import share_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
-from rlhf_modeling.prefix import share_prefixes
 from rlhf_runtime.loop.learn import catch_up, minibatches
 from rlhf_runtime.models.roles import Role
 

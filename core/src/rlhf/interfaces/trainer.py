@@ -123,9 +123,22 @@ class Trainer(Component):
     """Options that only a trained role reads: refused in the own section of one that is not trained."""
 
     @classmethod
+    def device_here(cls) -> str:
+        """``cpu`` | ``cuda``: the kind of device on which this machine would run the trainer. Loads no model."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @classmethod
+    def precision_on_processor(cls) -> Precision:
+        """What ``dtype = "auto"`` means on the CPU of this machine. A run asks once and tells every rank
+        (``ModelSpec.on_processor``)."""
+        return Precision(False, "fp32 on cpu: the trainer offers no other arithmetic there")
+
+    @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
-        """Refuse before anything starts what the constructor would refuse, and it in the same words, as far as it shows
-        without loading a model.
+        """Refuse before anything starts what the constructor would refuse, with the message of the constructor, as far
+        as that is known without loading a model.
 
         Args:
             spec: ``total_updates`` and ``rendezvous`` may be unknown yet.

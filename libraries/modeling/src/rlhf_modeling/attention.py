@@ -9,7 +9,7 @@ transformers' own packed path compares every token with every other of the row (
 
 The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
 
-Where sequences share prefixes (:mod:`rlhf_modeling.prefix`), the row holds each of these once: a sequence's queries are
+Where sequences share prefixes (:mod:`rlhf.ops.prefixes`), the row holds each of these once: a sequence's queries are
 those of its own tokens, its keys those of the whole sequence, wherever they are computed.
 """
 
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
+from rlhf.ops.prefixes import Shared, Stretch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
-from rlhf_modeling.prefix import Shared, Stretch
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
 NAME = "rlhf_packed"

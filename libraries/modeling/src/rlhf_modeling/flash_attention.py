@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from rlhf.errors import CapabilityError
+from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 
-from rlhf_modeling.prefix import Stretch, take_rows
 from rlhf_modeling.sdpa_attention import Options
 
 LARGEST_HEAD = 256

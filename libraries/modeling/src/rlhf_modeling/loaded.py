@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from rlhf.errors import ModelError
 from rlhf.ops.heads import OutputHead, shape_logits
+from rlhf.ops.prefixes import share_prefixes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import packed
-from rlhf_modeling.prefix import share_prefixes
 from rlhf_modeling.rope import LengthRope
 
 Layout = Literal["shared", "packed", "alone"]

@@ -2,7 +2,7 @@
 
 torch's fused CPU kernel is built for long sequences: for 70 tokens this takes half of its time. A sequence's padded
 length depends on nothing but its own length, so its result does not depend on what it is packed with. A sequence whose
-front is computed with another one (:mod:`rlhf_modeling.prefix`) has query rows for its own tokens only.
+front is computed with another one (:mod:`rlhf.ops.prefixes`) has query rows for its own tokens only.
 
 Shape suffixes: N tokens (those of ``q``, ``k``, ``v``), G sequences of a bucket, P padded length, Q <= P query rows, H
 query heads, K key heads, R = H / K, D head size.
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from rlhf_modeling.prefix import Stretch, take_rows
 
 LONGEST = {torch.float32: 160, torch.bfloat16: 512}
 """Beyond this many tokens the fused kernel is faster (measured: 2 cores, head size 32)."""

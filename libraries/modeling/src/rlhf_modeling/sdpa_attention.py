@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 from torch.nn import functional as F
-
-from rlhf_modeling.prefix import Stretch, take_rows
 
 MASKED = 0.65
 """With fewer own tokens than this share of a sequence, masked attention of just these beats causal attention of all of

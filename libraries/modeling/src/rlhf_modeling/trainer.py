@@ -47,6 +47,10 @@ class PackedTrainer(Trainer):
     config: TrainingConfig
 
     @classmethod
+    def precision_on_processor(cls) -> Precision:
+        return choose_precision("auto", torch.device("cpu"))
+
+    @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
         check_files(spec)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
+from rlhf.ops.prefixes import Stretch, share_prefixes
 from rlhf.types import RoleSpec
 from rlhf_modeling import flash_attention, sdpa_attention
-from rlhf_modeling.prefix import Stretch, share_prefixes
 from rlhf_modeling.sdpa_attention import Options
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf.errors import ModelError
+from rlhf.ops import prefixes as shared_prefixes
 from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.prefixes import Stretch, share_prefixes, unit_prefixes
 from rlhf.ops.reduce import weigh
-from rlhf_modeling import prefix
 from rlhf_modeling.attention import PackedAttention
 from rlhf_modeling.matmul_attention import lay_out, matmul_attention
-from rlhf_modeling.prefix import Stretch, share_prefixes, unit_prefixes
 from rlhf_testing.tiny import tiny_model
 
 PROMPT, OTHER = [10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26, 27, 28]
@@ -38,8 +38,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def share_all(monkeypatch):
     """Share also what would not pay."""
-    monkeypatch.setattr(prefix, "LEAST", 1)
-    monkeypatch.setattr(prefix, "GAIN", 0.0)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "GAIN", 0.0)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import pytest
 import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import Footprint, Sharding
+from rlhf.ops.prefixes import share_prefixes
 from rlhf.types import RoleSpec
 from rlhf_modeling.adapters import LoraOptions, train_adapters_only
 from rlhf_modeling.attention import packed
 from rlhf_modeling.fused import LAYERS, restore_layers
 from rlhf_modeling.model import load_model
-from rlhf_modeling.prefix import share_prefixes
 from rlhf_plugin_plan import engines, formulas, logits_peak, read_shape
 from rlhf_plugin_plan.adapters import adapter_holes
 from rlhf_testing.tiny import tiny_model

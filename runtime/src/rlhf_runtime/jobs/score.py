@@ -12,13 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
-from rlhf_modeling.precision import choose_device, choose_precision
 
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
@@ -218,10 +216,10 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     made.parts = parts
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
     data = TrainData(made.config.data, tokenizer, "prompts", config.run.seed)
-    places = places_of(made, choose_device("auto").type)
+    places = places_of(made, made.device_here())
     specs = {name: model_spec(made.config, made.roles, name, ranks=places[name].ranks) for name in made.roles}
     if any(spec.dtype == "auto" for spec in specs.values()):
-        specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
+        specs = on_processor(specs, made.trainer_class.precision_on_processor())
     policy = model_spec(made.config, {"policy": RoleSpec("policy")}, "policy")
     check_parts(made, places, specs, here=True)
     check_vocabularies(policy, tokenizer, specs.values())

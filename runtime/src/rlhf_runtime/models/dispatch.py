@@ -1,6 +1,6 @@
 """Which rank computes which units, in which micro-batches.
 
-Units that share a prefix (:mod:`rlhf_modeling.prefix`) should meet in a micro-batch, where it is computed once. So
+Units that share a prefix (:mod:`rlhf.ops.prefixes`) should meet in a micro-batch, where it is computed once. So
 bundles of them are what is spread. A bundle is never longer than a micro-batch, and is cut further where the ranks
 would wait for one another with whole ones.
 """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout
+from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.types import RoleSpec
@@ -42,6 +42,16 @@ class RunParts:
     @property
     def online(self) -> bool:
         return self.algorithm.data == "prompts"
+
+    @property
+    def trainer_class(self) -> type[Trainer]:
+        """The class of the trainer of every role."""
+        cls: type[Trainer] = self.parts["trainer"].resolved.cls
+        return cls
+
+    def device_here(self) -> str:
+        """``cpu`` | ``cuda``: where this machine would run the trainers."""
+        return self.trainer_class.device_here()
 
     def trainer(self, role: str) -> Selection:
         """With the role's own options."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
-from rlhf_modeling.precision import choose_device
 
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.problems import origin
@@ -26,7 +25,7 @@ def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str,
     config, chosen = made.config, made.parts["launcher"]
     launcher, generator = chosen.resolved.cls, made.parts.get(GENERATOR)
     launcher.check(chosen.config, places, generator.resolved.cls if generator else None, config.sync.transport)
-    device = choose_device("auto").type if here and launcher.here(chosen.config) else None
+    device = made.device_here() if here and launcher.here(chosen.config) else None
     for name, spec in specs.items():
         trainer = made.trainer(name)
         if here:

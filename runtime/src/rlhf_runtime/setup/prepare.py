@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from rlhf.errors import ConfigError, PluginInvalid
 from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Precision, Rollout
 from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Update
 from rlhf_hub.hub import use_pins
-from rlhf_modeling.precision import choose_device, choose_precision
 
 from rlhf_runtime.config.components import Selection, resolved_run, select
 from rlhf_runtime.config.problems import raise_problems
@@ -112,10 +110,10 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     steps = total_steps(config, data.rows_per_epoch)
     updates, snapshots = _schedule(algorithm, steps)
     _check_roles(made, steps, updates, snapshots)
-    places = places_of(made, choose_device("auto").type)
+    places = places_of(made, made.device_here())
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
     if any(spec.dtype == "auto" for spec in specs.values()):
-        specs = on_processor(specs, choose_precision("auto", torch.device("cpu")))
+        specs = on_processor(specs, made.trainer_class.precision_on_processor())
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if rollout is not None:

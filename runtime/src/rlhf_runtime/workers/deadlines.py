@@ -10,12 +10,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
+import rlhf.errors
 from rlhf.errors import RlhfError
 
 T = TypeVar("T")
 
-CORE = str(Path(__file__).parents[1])
-"""Folder of this package: a plugin's error that arises in here was still made by the plugin."""
+OURS = tuple(str(Path(file).parent) for file in (rlhf.errors.__file__, Path(__file__).parent))
+"""Folders of the contract and of the runtime: a plugin's error that arises there was still made by the plugin."""
 
 GRACE = 1.0
 """Seconds a cancelled coroutine gets to clean up before it is left behind."""
@@ -94,12 +95,12 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
 
 
 def cause(error: BaseException) -> str:
-    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost place outside of this core, as
-    that is where the plugin's author looks. Errors of this project say enough by themselves."""
+    """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of :data:`OURS`,
+    which is where the author of the plugin looks. Errors of this project name their place themselves."""
     if isinstance(error, RlhfError):
         return f"{type(error).__name__}: {error}"
     frames = list(traceback.extract_tb(error.__traceback__))
-    frames = [f for f in frames if not f.filename.startswith(CORE)] or frames
+    frames = [f for f in frames if not f.filename.startswith(OURS)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 

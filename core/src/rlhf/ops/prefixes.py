@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
+
 from rlhf.ops.batch import Batch
 from rlhf.ops.spans import owners
-from torch import Tensor
 
 LEAST = 4
 """A shorter front is computed again: fetching its keys costs as much as it saves."""
