@@ -36,8 +36,7 @@ def test_name_follows_the_folder(member):
     folder = member.folder.name
     expected = f"rlhf-plugin-{folder.replace('_', '-')}" if member.is_plugin else f"rlhf-{folder}"
     assert member.name == expected
-    packages = {"rlhf-core": "rlhf", "rlhf-cli": "rlhf_cli"}
-    assert member.package == packages.get(member.name, f"rlhf_plugin_{folder}")
+    assert member.package == ("rlhf" if member.name == "rlhf-core" else member.name.replace("-", "_"))
     assert (member.source / "__init__.py").is_file()
 
 

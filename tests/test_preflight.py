@@ -303,7 +303,7 @@ def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch)
 
 
 def test_a_language_model_is_no_reward_model_of_score_and_eval(shop, monkeypatch):
-    monkeypatch.setattr("rlhf_runtime.jobs.score.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_plugin_jobs.score_answers.launch_roles", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr("rlhf_runtime.jobs.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
     for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf_cli.main import main
-from rlhf_runtime.jobs import score
+from rlhf_plugin_jobs import score_answers as score
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop

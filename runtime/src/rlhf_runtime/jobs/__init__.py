@@ -1,1 +1,1 @@
-"""Commands that use the parts of a run and do not train: `rlhf score`, `rlhf eval`, `rlhf generate`."""
+"""Work with the parts of a run that trains nothing."""

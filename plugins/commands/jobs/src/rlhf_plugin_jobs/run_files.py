@@ -1,4 +1,4 @@
-"""What `rlhf eval` and `rlhf generate` share: a run file for answering only."""
+"""The run file of `rlhf eval` and `rlhf generate`: what it must say, and what it may not."""
 
 from __future__ import annotations
 

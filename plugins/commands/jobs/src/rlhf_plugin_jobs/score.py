@@ -57,7 +57,7 @@ class Score(Command):
         if not args.file.parent.is_dir():
             raise ConfigError(f"there is no folder {args.file.parent} to write {args.file.name} into")
         look_for_models(config)
-        from rlhf_runtime.jobs.score import score_answers
+        from rlhf_plugin_jobs.score_answers import score_answers
 
         found = score_answers(
             config, Plugins.discover(), args.answers, args.file, force=args.force, progress=_progress, note=_note

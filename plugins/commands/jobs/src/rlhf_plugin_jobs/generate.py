@@ -37,7 +37,7 @@ class Generate(Command):
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.errors import ConfigError
 
-        from rlhf_cli.answering import check_folder, load_for_answers
+        from rlhf_plugin_jobs.run_files import check_folder, load_for_answers
 
         check_folder(args.save)
         if bool(args.prompt) == bool(args.data):

@@ -17,7 +17,6 @@ from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
-
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
 from rlhf_runtime.config.components import resolved_run

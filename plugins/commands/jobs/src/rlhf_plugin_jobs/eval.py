@@ -32,7 +32,7 @@ class Eval(Command):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_cli.answering import check_folder, load_for_answers
+        from rlhf_plugin_jobs.run_files import check_folder, load_for_answers
 
         check_folder(args.save)
         config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))

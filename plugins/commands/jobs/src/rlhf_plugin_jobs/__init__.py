@@ -1,0 +1,1 @@
+"""Commands that use the models and rewards of a run file and train nothing: score, eval, generate."""
