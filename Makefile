@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 
-.PHONY: help install quickstart test lint bench clean
+.PHONY: help install quickstart test lint docs bench clean
 
 help:
 	@echo "make quickstart  train a tiny model on this machine and watch it learn"
 	@echo "make test        every test"
 	@echo "make lint        ruff and mypy"
+	@echo "make docs        the documentation as a site in site/; stops at a broken link"
 	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
 
 install: $(STAMP)
@@ -50,6 +51,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+DOCS := .venv-docs
+
+$(DOCS)/.installed: docs/requirements.txt
+	@echo "installing Sphinx into $(DOCS) ..."
+	@test -d $(DOCS) || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.installed
+	@$(DOCS)/bin/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -c docs -b html . site
+	@echo "the site begins at site/index.html"
+
 PEERS := .venv-peers
 
 $(PEERS)/.installed: benchmarks/requirements-peers.txt
@@ -62,4 +75,4 @@ bench: install $(PEERS)/.installed
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) runs
+	rm -rf $(VENV) $(DOCS) $(PEERS) runs site

@@ -65,7 +65,7 @@ class Shell:
         self.environment = {
             **os.environ,
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(target),
+            "PYTHONPATH": os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTEST_ADDOPTS": "--import-mode=importlib -p no:cacheprovider",
             "OMP_NUM_THREADS": "1",
         }
@@ -115,7 +115,13 @@ def execute(page: Path, shell: Shell) -> str:
 
 
 @pytest.mark.slow
-def test_writing_a_plugin_works_from_the_first_line_to_the_last(shell):
+@pytest.mark.parametrize("page", ["first-run", "first-reward"])
+def test_the_tutorial_works_from_the_first_line_to_the_last(shell, page):
+    execute(DOCS / f"tutorial/{page}.md", shell)
+
+
+@pytest.mark.slow
+def test_the_tutorials_algorithm_works_and_its_wrong_options_are_refused(shell):
     execute(DOCS / "tutorial/first-algorithm.md", shell)
     code, said = shell.line("rlhf train run.toml --algorithm.advantage.q 0.5 --output runs/other")
     assert code == 2
@@ -183,11 +189,12 @@ def test_python_blocks_compile(page):
 # ---------------------------------------------------------------------------------------- generated
 
 
-def test_the_run_file_page_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("docs_reference_run_file", DOCS / "reference/run_file.py")
+@pytest.mark.parametrize("name", ["run_file", "plugins"])
+def test_generated_pages_are_what_the_code_says(name):
+    spec = importlib.util.spec_from_file_location(f"docs_reference_{name}", DOCS / f"reference/{name}.py")
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    assert read(reference.PAGE) == reference.page(), "run: python docs/reference/run_file.py"
+    assert read(reference.PAGE) == reference.page(), f"run: python docs/reference/{name}.py"
 
 
 def test_the_run_file_page_documents_every_field():

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rlhf.interfaces import ComponentConfig
-from rlhf_runtime import runfile
+from rlhf_runtime.config import runfile
 from rlhf_runtime.config.flag_values import PLUGIN_OPTIONS, item_of, model_of
 from rlhf_runtime.config.sections import Choice
 

@@ -1,0 +1,42 @@
+"""Write ``plugins.md``, the list of the plugins in this repository: ``python docs/reference/plugins.py``.
+
+``tests/test_docs.py`` fails where the page and the code differ.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+PAGE = Path(__file__).parent / "plugins.md"
+ROOT = Path(__file__).parents[2]
+HEAD = """# Plugins in this repository
+
+<!-- Written by docs/reference/plugins.py: do not edit. -->
+
+Options, papers and deviations from them are on the page of each distribution. `rlhf plugins show NAME` says the same
+on the command line, and `rlhf plugins list` shows what is installed.
+"""
+
+
+def page() -> str:
+    """Markdown: a table for each folder of ``plugins/``."""
+    parts = [HEAD.rstrip()]
+    for folder in sorted(path for path in (ROOT / "plugins").iterdir() if path.is_dir()):
+        rows = [row(metadata) for metadata in sorted(folder.glob("*/pyproject.toml"))]
+        if rows:
+            head = [f"## {folder.name.capitalize()}", "", "| distribution | what | offers |", "|---|---|---|"]
+            parts.append("\n".join([*head, *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def row(metadata: Path) -> str:
+    project = tomllib.loads(metadata.read_text(encoding="utf-8"))["project"]
+    link = f"[{project['name']}](../../{metadata.parent.relative_to(ROOT).as_posix()}/README.md)"
+    groups = project.get("entry-points", {})
+    offers = [f"{group.removeprefix('rlhf.')} {', '.join(f'`{n}`' for n in groups[group])}" for group in groups]
+    return f"| {link} | {project['description']} | {'; '.join(offers)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
