@@ -291,7 +291,7 @@ def wrong(words: list[str]) -> str:
     command, *rest = words
     if command.startswith("--"):
         return "" if command[2:] in OWN_FLAGS else f"no flag {command}"
-    if command not in COMMANDS and command not in ("COMMAND", "X"):
+    if command not in COMMANDS and command not in ("COMMAND", "NAME", "X"):
         return f"no command {command!r}"
     if command == "plugins" and rest and rest[0].islower() and rest[0] not in ("list", "show", "check", "new"):
         return f"no action {rest[0]!r}"

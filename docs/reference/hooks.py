@@ -206,11 +206,11 @@ def text(value: Any) -> str:
         made.append(re.sub(r"(?<=\S) {2,}# ", "  # ", line.removeprefix("    ")) if indented else line)
     if indented:
         made.append("```")
-    joined = "\n".join(made)
+    joined = "\n".join(made).replace("```python\n[", "```toml\n[")
     joined = re.sub(
         r"^={3}[= ]+\n.*^={3}[= ]+$", lambda m: f"```text\n{m[0]}\n```", joined, flags=re.DOTALL | re.MULTILINE
     )
-    fences = re.split(r"(```(?:python|text).*?```)", joined, flags=re.DOTALL)
+    fences = re.split(r"(```(?:python|text|toml).*?```)", joined, flags=re.DOTALL)
     return "".join(part if part.startswith("```") else inline(part) for part in fences).strip()
 
 
