@@ -57,8 +57,9 @@ def main() -> None:
             prepared = prepare(config, Plugins.discover())
             run = build(prepared)
             try:
-                batch, _ = run.algorithm.credit(run.algorithm.assemble(examples))
-                (update,) = run.algorithm.updates(0)
+                batch, _ = run.algorithm.assemble(examples)
+                batch, _ = run.algorithm.credit(batch)
+                (update,) = run.algorithm.updates(0, batch)
                 loss = run.algorithm.parts[update.loss]
                 batch = weigh(loss.prepare(batch), loss.reduce())
                 found = run.roles["policy"].gradients(batch, loss, update)

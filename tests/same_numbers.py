@@ -83,7 +83,7 @@ def learn_recorded(run: Prepared, roles: Mapping[str, Role], first: Finished) ->
     batches = recorded_batches(run, first)
     learnt = Learnt(first_gradients(run, roles, batches[0]))
     for step, batch in enumerate(batches):
-        _, metrics = learn(batch, run.algorithm, roles, run.config.run.seed, step)
+        metrics = learn(batch, run.algorithm, roles, run.config.run.seed, step)
         learnt.steps.append(metrics)
     return learnt
 
@@ -92,10 +92,10 @@ def recorded_batches(run: Prepared, first: Finished) -> list[Batch]:
     """What ``assemble`` makes of each step's rollouts, or rows."""
     files = sorted((first.path / "rollouts").glob("*.jsonl")) if run.online else []
     if files:
-        found = [run.algorithm.assemble(read_groups(file, run.data.row)) for file in files]
+        found = [run.algorithm.assemble(read_groups(file, run.data.row))[0] for file in files]
     else:
         size, steps = run.config.data.batch_size, run.total_steps
-        found = [run.algorithm.assemble(run.data.examples(run.data.take(size))) for _ in range(steps)]
+        found = [run.algorithm.assemble(run.data.examples(run.data.take(size)))[0] for _ in range(steps)]
     return [batch for batch in found if batch is not None]
 
 
@@ -108,7 +108,7 @@ def first_gradients(run: Prepared, roles: Mapping[str, Role], batch: Batch) -> G
     batch, _ = algorithm.credit(batch)
     algorithm.load_state_dict(state)
     found = {}
-    for update in algorithm.updates(0):
+    for update in algorithm.updates(0, batch):
         loss, own = algorithm.parts[update.loss], batch
         for annotation in loss.prepass():
             own = roles[annotation.role].annotate(own, [annotation])

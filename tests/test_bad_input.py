@@ -515,12 +515,12 @@ class Undeclared(Algorithm):
         return Needs(roles=(RoleSpec("policy", trained=True),))
 
     def assemble(self, examples):
-        return pack_rows(examples)
+        return pack_rows(examples), {}
 
     def annotations(self, step):
         return [Annotation("reference", "logprobs", "ref_logprobs")] if step >= FROM else []
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss")]
 """
 

@@ -77,7 +77,7 @@ def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, ma
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceSection(path=str(tmp_path / "rows.jsonl"))
     data = TrainData(DataSection(train=(source,), shuffle=False, margin=margin), tokenizer, "pairs", 0)
-    batch = PairLearning().assemble(data.examples(data.take(2)))
+    batch, _ = PairLearning().assemble(data.examples(data.take(2)))
     laid = {
         (name, level, str(values.dtype).removeprefix("torch."))
         for level, columns in (("token", batch.tok), ("sequence", batch.seq), ("unit", batch.unit))

@@ -136,8 +136,8 @@ class ByHand(Apart):
     name = "by_hand"
 
     def assemble(self, examples):
-        batch = super().assemble(examples)
-        return batch and batch.only(["loss_mask"])
+        batch, metrics = super().assemble(examples)
+        return batch and batch.only(["loss_mask"]), metrics
 """
 
 

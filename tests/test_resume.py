@@ -84,8 +84,8 @@ class Moving(PolicyGradient):
     name = "moving"
     slots = PolicyGradient.slots | {"advantage": Slot("advantage", "rloo"), "loss": Slot("loss", "ppo")}
 
-    def updates(self, step):
-        return [*super().updates(step), *([Snapshot("reference", "policy")] if step == 2 else [])]
+    def updates(self, step, batch=None):
+        return [*super().updates(step, batch), *([Snapshot("reference", "policy")] if step == 2 else [])]
 """
 """The reference becomes a copy of the policy after the third step."""
 

@@ -79,11 +79,11 @@ class Recorded:
 
 
 def learn(made: Prepared, policy: Role, examples: Any) -> Learnt:
-    batch = made.algorithm.assemble(examples)
+    batch, _ = made.algorithm.assemble(examples)
     assert batch is not None
     logprobs_N = policy.forward(batch, [resolve_head("logprobs", None)])["logprobs"]
     batch, _ = made.algorithm.credit(batch)
-    [update] = made.algorithm.updates(0)
+    [update] = made.algorithm.updates(0, batch)
     loss = made.algorithm.parts[update.loss]
     weighed: Batch = weigh(loss.prepare(batch), loss.reduce())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

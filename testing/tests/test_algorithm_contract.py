@@ -71,7 +71,7 @@ class Simple(Algorithm):
         return Needs((RoleSpec("policy", trained=True), *reference), group_min=2)
 
     def assemble(self, examples):
-        return assemble(examples, self.step_sources)
+        return assemble(examples, self.step_sources), {}
 
     def annotations(self, step):
         wanted = []
@@ -91,11 +91,11 @@ class Simple(Algorithm):
         adv, _ = advantage.returns(R_NA, mask_NA, None, None)
         return batch.with_column("tok", "advantages", expand(batch, adv)), {"reward": float(r_N.mean())}
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         live = {} if self.config.epochs > 1 or self.config.penalty else {"old_logprobs": "logprobs"}
         return [Update("policy", "loss", epochs=self.config.epochs, live=live)]
 
-    def finish(self, step, metrics):
+    def finish(self, step, batch, metrics):
         self.beta *= 1.1
         return {"beta": self.beta}
 
@@ -156,12 +156,12 @@ class Contextual(Algorithm):
             [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
         )
         context_N = ~batch.tok["loss_mask"] & (batch.position_N > 0)
-        return batch.with_column("tok", "context_mask", context_N, over=None)
+        return batch.with_column("tok", "context_mask", context_N, over=None), {}
 
     def annotations(self, step):
         return [Annotation("reference", CONTEXT, "ref_context")]
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss")]
 
 
@@ -221,11 +221,10 @@ class Imitation(Algorithm):
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples):
-        return pack(
-            [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
-        )
+        units = [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
+        return pack(units), {}
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss")]
 
 
@@ -265,7 +264,7 @@ class NoOldLogprobs(Simple):
     def annotations(self, step):
         return []
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss", epochs=self.config.epochs)]
 
 
@@ -313,7 +312,7 @@ class TrainsReference(Simple):
 class LiveTwice(Simple):
     """Leaves the old log-probs out with several optimizer steps."""
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss", epochs=2, live={"old_logprobs": "logprobs"})]
 
 
@@ -333,7 +332,7 @@ class KeepsFailed(Simple):
         for group in examples:
             for trajectory in group.trajectories:
                 trajectory.reward = trajectory.reward or 0.0
-        return assemble(examples)
+        return assemble(examples), {}
 
 
 class OverAllTokens(Simple):
@@ -374,8 +373,8 @@ class LosesPenalty(Simple):
 class LosesEpochs(Simple):
     """One pass, whatever is asked for."""
 
-    def updates(self, step):
-        return [replace(update, epochs=1) for update in super().updates(step)]
+    def updates(self, step, batch=None):
+        return [replace(update, epochs=1) for update in super().updates(step, batch)]
 
 
 class PerMicroBatch(Ratio):
@@ -401,7 +400,7 @@ def suite(made, **attributes):
             r"reads the role 'reference', but needs\(\) declares \['policy'\]",
         ),
         (LendsTheTrained, {}, "test_needs", "lenders are language models that are not trained"),
-        (WaitsForRewards, {}, "test_steps", r"assemble\(\) returned NoneType for data with something to learn from"),
+        (WaitsForRewards, {}, "test_steps", r"assemble\(\) returned no batch for data with something to learn from"),
         (NoOldLogprobs, {"epochs": 2}, "test_steps", "needs the column 'old_logprobs'"),
         (ReadsGenerator, {}, "test_steps", "no column 'gen_logprobs'"),
         (SampleOrder, {}, "test_order_of_samples", "'advantages' of a sample depends on the order"),
@@ -449,7 +448,8 @@ def test_equal_rewards_may_hold_nothing_to_learn_from():
         """Learns from groups whose rewards differ."""
 
         def assemble(self, examples):
-            return assemble([g for g in examples if len({t.reward for t in g.trajectories}) > 1], self.step_sources)
+            differ = [g for g in examples if len({t.reward for t in g.trajectories}) > 1]
+            return assemble(differ, self.step_sources), {}
 
     suite(Contrast).test_smallest_group()
 

@@ -483,13 +483,13 @@ def test_algorithms_whose_methods_return_something_else():
     class OneUpdate(Good):
         """No list."""
 
-        def updates(self, step):
+        def updates(self, step, batch=None):
             return Update("policy", "loss")
 
     class NoMetrics(Good):
         """Forgets to return."""
 
-        def finish(self, step, metrics):
+        def finish(self, step, batch, metrics):
             pass
 
     class Shuffles(Good):

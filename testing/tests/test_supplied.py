@@ -91,7 +91,8 @@ class Paired(PairLearning):
     def assemble(self, examples):
         secret_U = torch.tensor([float(e.row["secret"]) for e in examples])
         margin_U = torch.tensor([float(e.values["margin"]) for e in examples])
-        return super().assemble(examples).with_column("unit", "margin", margin_U + secret_U)
+        batch, metrics = super().assemble(examples)
+        return batch.with_column("unit", "margin", margin_U + secret_U), metrics
 
 
 class Leveled(PolicyGradient):

@@ -113,20 +113,20 @@ def test_critic_warmup_is_exactly_n_steps():
 def test_the_coefficient_stands_still_while_the_critic_learns_alone():
     """The policy is still its reference then: a KL of 0 would drive beta down before it has done anything."""
     algorithm = build(Critic, critic_warmup=2, kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
+    batch, _ = algorithm.assemble(fabricate.groups(0))
+    assert batch.units == 12
     for step, beta in enumerate([0.1, 0.1, 0.1 * (1 - 0.2 * 12 / 100)]):
-        algorithm._samples, algorithm._measured_kl = 12, 0.0
-        assert algorithm.finish(step, {}) == {"kl/coef": 0.1}
+        assert algorithm.finish(step, batch, {"kl/reference": 0.0}) == {"kl/coef": 0.1}
         assert algorithm.kl.beta == pytest.approx(beta, rel=1e-12)
 
 
 def test_a_batch_that_came_short_has_a_minibatch_for_each_sample():
     """Twelve samples of a batch that should have more; the schedule is planned with what the config says."""
     algorithm = build(minibatches=20, epochs=2)
+    batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(0))[0])
+    [update] = algorithm.updates(0, batch)
+    assert (update.minibatches, update.epochs) == (12, 2)
     assert algorithm.updates(0)[0].minibatches == 20
-    algorithm.credit(algorithm.assemble(fabricate.groups(0)))
-    assert (algorithm.updates(0)[0].minibatches, algorithm.updates(0)[0].epochs) == (12, 2)
-    algorithm.finish(0, {})
-    assert algorithm.updates(1)[0].minibatches == 20
 
 
 @pytest.mark.parametrize(
@@ -209,17 +209,16 @@ def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
     """The batch of all samples is credited; what is left of it is that without the truncated ones, bit for bit."""
     plain, masked = build(), build(mask_truncated=True, minibatches=12)
     groups = fabricate.groups(0)
-    whole, said = plain.credit(plain.assemble(groups))
+    whole, said = plain.credit(plain.assemble(groups)[0])
     cut_U = whole.unit["truncated"]
     assert 0 < int(cut_U.sum()) < whole.units == 12
-    left, told = masked.credit(masked.assemble(groups))
+    left, told = masked.credit(masked.assemble(groups)[0])
     assert told == said
     kept = whole.select((~cut_U).nonzero()[:, 0].tolist())
     assert left.unit["sample"].tolist() == kept.unit["sample"].tolist()
     assert torch.equal(left.tok["advantages"], kept.tok["advantages"])
-    assert masked.updates(0)[0].minibatches == left.units, "one for each sample that is left"
-    masked.finish(0, {})
-    assert masked.updates(1)[0].minibatches == 12
+    assert masked.updates(0, left)[0].minibatches == left.units, "one for each sample that is left"
+    assert masked.updates(0)[0].minibatches == 12
 
 
 def test_where_all_samples_are_truncated_nothing_is_updated():
@@ -227,12 +226,11 @@ def test_where_all_samples_are_truncated_nothing_is_updated():
     groups = fabricate.groups(0)
     for trajectory in (t for g in groups for t in g.trajectories):
         trajectory.status = "truncated" if trajectory.status == "ok" else trajectory.status
-    batch = algorithm.assemble(groups)
+    batch, _ = algorithm.assemble(groups)
     batch = batch.with_column("tok", "old_values", torch.zeros(batch.tokens))
-    algorithm.credit(batch)
-    assert algorithm.updates(0) == [Snapshot("reference", "policy")]
-    algorithm.finish(0, {})
-    assert [u.role for u in algorithm.updates(1)[:2]] == ["critic", "policy"]
+    credited, _ = algorithm.credit(batch)
+    assert algorithm.updates(0, credited) == [Snapshot("reference", "policy")]
+    assert [u.role for u in algorithm.updates(0)[:2]] == ["critic", "policy"]
 
 
 def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_policy():
@@ -259,7 +257,7 @@ def test_the_critic_learns_in_units_of_the_returns():
         for g in groups:
             for n, t in enumerate(g.trajectories):
                 t.reward = t.score = 100.0 + 200.0 * (n % 2)
-        batch = algorithm.assemble(groups)
+        batch = algorithm.assemble(groups)[0]
         said_N = fabricate.values("values", batch.tokens, step)
         mean, std = (float(seen.mean()), float(seen.std(correction=0))) if step else (0.0, 1.0)
         got, metrics = algorithm.credit(batch.with_column("tok", "old_values", said_N))
@@ -299,7 +297,7 @@ class Columns(dict):
 
 
 def run_credit(algorithm, kl=0.5):
-    batch = algorithm.assemble(fabricate.groups(0))
+    batch = algorithm.assemble(fabricate.groups(0))[0]
     lp = fabricate.values("logprobs", batch.tokens, 0)
     batch = batch.with_column("tok", "old_logprobs", lp).with_column("tok", "ref_logprobs", lp - kl)
     return algorithm.credit(batch)
@@ -311,16 +309,16 @@ def test_adaptive_kl_in_the_reward_uses_the_actual_number_of_trajectories():
     batch, metrics = run_credit(algorithm)
     assert batch.units == 12
     assert metrics["kl/reference"] == pytest.approx(0.5, abs=1e-5)
-    assert algorithm.finish(0, metrics) == {"kl/coef": 0.1}
+    assert algorithm.finish(0, batch, metrics) == {"kl/coef": 0.1}
     assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
-    algorithm.finish(1, {})  # a step that learned nothing
+    algorithm.finish(1, batch, {})  # a step without a KL
     assert algorithm.kl.beta == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
 
 
 def test_adaptive_kl_as_a_loss_reads_the_updates_metric_and_travels():
     algorithm = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
-    run_credit(algorithm)
-    algorithm.finish(0, {"policy/kl_reference": 0.225})
+    batch, _ = run_credit(algorithm)
+    algorithm.finish(0, batch, {"policy/kl_reference": 0.225})
     beta = 0.1 * (1 - 0.1 * 12 / 100)
     assert algorithm.updates(1)[0].coef == {"kl": pytest.approx(beta)}
     again = build(kl=KLConfig(coef=0.1, target=0.25, horizon=100.0, where="loss"))
@@ -340,15 +338,15 @@ def test_step_sources_reach_the_batch():
     algorithm = build()
     groups = fabricate.groups(0)
     groups[0].trajectories[0].rewards["fabricated"].steps = ((1, 0, 3.0),)
-    assert not algorithm.assemble(groups).tok["step_reward"].any()
+    assert not algorithm.assemble(groups)[0].tok["step_reward"].any()
     algorithm.step_sources = {"fabricated": 2.0}
-    assert algorithm.assemble(groups).tok["step_reward"].sum() == 6.0
+    assert algorithm.assemble(groups)[0].tok["step_reward"].sum() == 6.0
 
 
 def test_shaping_applies_in_order_and_is_reported():
     shaping = ShapingConfig(overlong_buffer=4, overlong_max=6, overlong_factor=2.0, stop_properly=0.5)
     algorithm = build(shaping=shaping)
-    batch = algorithm.assemble(fabricate.groups(0))
+    batch = algorithm.assemble(fabricate.groups(0))[0]
     _, metrics = algorithm.credit(batch)
     expected = []
     for r, n, cut in zip(*(batch.unit[k].tolist() for k in ("reward", "own_tokens", "truncated")), strict=True):

@@ -80,7 +80,7 @@ class OneUpdate(PolicyGradient):
 
     name = "one_update"
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return [Update("policy", "loss")]
 
 
@@ -112,7 +112,7 @@ def test_an_option_that_an_override_would_lose_is_refused(cls, config, lost):
 def test_what_is_around_the_stages_stays():
     groups = fabricate.groups(0, logprobs=False)
     algorithm = build(ClipsFirst, mask_truncated=True, reward_clip=(-0.1, 0.1))
-    batch, _ = algorithm.credit(algorithm.assemble(groups))
+    batch, _ = algorithm.credit(algorithm.assemble(groups)[0])
     truncated = sum(t.truncated for g in groups for t in g.trajectories)
     assert truncated > 0
     assert batch.units == sum(len(g.trajectories) for g in groups) - truncated
@@ -157,7 +157,7 @@ def test_a_baseline_may_weigh_by_lengths():
 
     algorithm = PolicyGradient(None, {"advantage": ByLength(), "loss": Score()})
     groups = fabricate.groups(0, logprobs=False)
-    batch, _ = algorithm.credit(algorithm.assemble(groups))
+    batch, _ = algorithm.credit(algorithm.assemble(groups)[0])
     for number, group in enumerate(groups):
         own = [t.sampled_tokens for t in group.trajectories]
         mean = sum(t.reward * n for t, n in zip(group.trajectories, own, strict=True)) / sum(own)

@@ -89,9 +89,9 @@ class Algo(Algorithm):
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples):
-        return None
+        return None, {}
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return []
 
 

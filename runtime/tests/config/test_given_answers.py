@@ -21,9 +21,9 @@ class Mixing(Algorithm):
         return self._needs
 
     def assemble(self, examples):
-        return None
+        return None, {}
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return []
 
 

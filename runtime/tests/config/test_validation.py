@@ -24,9 +24,9 @@ class Fake(Algorithm):
         return self._needs
 
     def assemble(self, examples):
-        return None
+        return None, {}
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return []
 
 

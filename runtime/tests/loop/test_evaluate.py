@@ -84,10 +84,10 @@ class Plain(Loss):
 def algorithm(batch):
     return SimpleNamespace(
         name="plain",
-        assemble=lambda examples: batch,
+        assemble=lambda examples: (batch, {"rows/left_out": 1.0}),
         annotations=lambda step: [Annotation("policy", "logprobs", "old")],
         credit=lambda batch: (batch.with_column("unit", "credit", torch.ones(batch.units)), {"reward/mean": 1.0}),
-        updates=lambda step: [
+        updates=lambda step, batch: [
             Snapshot("reference", "policy"),
             Update("policy", "one", coef={"kl": 0.5}),
             Update("critic", "two"),

@@ -139,17 +139,20 @@ def test_a_column_is_left_out_by_a_single_optimizer_step_only():
 def test_every_role_annotates_once_what_is_asked_of_it_and_every_update_reports():
     policy, critic = Told(step(1.0, 0.0, 1.0, 1.0, 0.1)), Told(step(2.0, 0.0, 1.0, 1.0, 0.2))
     asked = [Annotation(r, "logprobs", c) for r, c in (("policy", "a"), ("critic", "b"), ("policy", "c"))]
+    told = []
     algorithm = SimpleNamespace(
         name="plain",
         annotations=lambda step: asked,
         credit=lambda batch: (batch.with_column("unit", "credit", torch.ones(batch.units)), {"reward/mean": 0.5}),
-        updates=lambda step: [Update("policy", "one"), Update("critic", "two")],
+        updates=lambda step, batch: told.append((step, batch)) or [Update("policy", "one"), Update("critic", "two")],
         parts={"one": Plain(), "two": Plain()},
     )
-    made, metrics = learn(batch(), algorithm, {"policy": policy, "critic": critic}, 0, 0)
+    metrics = learn(batch(), algorithm, {"policy": policy, "critic": critic}, 0, 3)
     assert policy.asked == [(4, ["a", "c"])]
     assert critic.asked == [(4, ["b"])]
-    assert {"a", "b", "c"} <= set(made.tok)
+    assert all({"a", "b", "c"} <= set(role.trained[0].tok) for role in (policy, critic))
     assert all("credit" in role.trained[0].unit for role in (policy, critic))
+    [(number, credited)] = told
+    assert (number, set(credited.unit)) == (3, {"credit"}), "asked once, for the batch that credit returned"
     assert (metrics["reward/mean"], metrics["policy/loss"], metrics["critic/loss"]) == (0.5, 1.0, 2.0)
     assert (metrics["policy/lr"], metrics["critic/lr"]) == (0.1, 0.2)

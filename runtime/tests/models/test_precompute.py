@@ -56,12 +56,12 @@ class Reads(Algorithm):
         units = [
             UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in e.sequences]) for e in examples
         ]
-        return pack(units) if units else None
+        return pack(units) if units else None, {}
 
     def annotations(self, step):
         return list(self.wanted)
 
-    def updates(self, step):
+    def updates(self, step, batch=None):
         return []
 
 
@@ -99,9 +99,9 @@ def test_the_columns_are_those_computed_along_in_any_order_and_split(run):
     role = run()
     assert run.groups[0].closed
     for order in ([0, 1, 2, 3], [3, 1], [2], [1, 0, 3, 2]):
-        batch = Reads().assemble([ROWS[i] for i in order])
+        batch = Reads().assemble([ROWS[i] for i in order])[0]
         assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
-    batch = Reads().assemble(ROWS).select([2, 0])
+    batch = Reads().assemble(ROWS)[0].select([2, 0])
     assert torch.equal(role.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
     assert run.notes[0] == "reference: precomputing ref_logprobs of 6 sequences"
 
@@ -112,7 +112,7 @@ def test_a_resume_computes_only_what_is_new(run):
     assert len(run.groups) == 1, "nothing is missing, so no model is loaded"
     run(ROWS)
     assert run.groups[1].sequences == 1  # of the fourth row only [15, 16]; its [9] is the first row's
-    batch = Reads().assemble(ROWS[:3])
+    batch = Reads().assemble(ROWS[:3])[0]
     assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
 
 

@@ -9,7 +9,7 @@ from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
 from rlhf.ops.prefixes import share_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
-from rlhf_runtime.loop.learn import catch_up, minibatches
+from rlhf_runtime.loop.learn import minibatches
 from rlhf_runtime.models.roles import Role
 
 
@@ -157,15 +157,15 @@ def test_each_prompt_is_computed_once_where_the_budget_allows():
         assert sum(w.computed for w in split.group.workers) == answers + computed
 
 
-def test_the_schedule_goes_on_past_planned_steps_that_were_not_taken():
+def test_the_schedule_skips_planned_steps_that_were_not_taken():
     policy, critic = role(2, 40), role(1, 40)
-    planned = [Update("policy", "loss", epochs=2, minibatches=3), Update("critic", "value_loss")]
     weighed = weigh(batch(), NLL().reduce())
     for taken, missed, changes in ((4, [2], 5), (6, [2], 11), (0, [2, 6], 12)):
         for _ in range(taken):
             policy.update(weighed, NLL(), Update("policy", "loss"))
         critic.update(weighed, NLL(), Update("critic", "loss"))
-        catch_up(planned, {"policy": policy, "critic": critic})
+        policy.catch_up(6)
+        critic.catch_up(1)
         assert [w.skipped for w in policy.group.workers] == [missed, missed]  # on every rank
         assert critic.group.workers[0].skipped == []
         assert policy.changes == changes, "a schedule that went on is a change, too"

@@ -27,7 +27,7 @@ from rlhf_runtime.config.problems import describe
 
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards
-from rlhf_testing.algorithm_step import Step, model_step
+from rlhf_testing.algorithm_step import Step, assemble, model_step
 from rlhf_testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, norm, same_bits
 from rlhf_testing.contract import Contract, Nonconformance, check_state, expect, knowing_columns
 from rlhf_testing.options import check_options
@@ -93,7 +93,10 @@ class AlgorithmContract(Contract):
 
     def assemble(self, algorithm: Any, data: list[Any]) -> Batch | None:
         with knowing_columns(self.about(), COLUMNS):
-            return algorithm.assemble(data)
+            try:
+                return assemble(algorithm, data)[0]
+            except Nonconformance as error:
+                raise Nonconformance(f"{self.about()} {error}") from error
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -202,8 +205,8 @@ class AlgorithmContract(Contract):
             )
 
     def test_nothing_to_learn_from(self) -> None:
-        """Samples without a reward (but for ``Needs.reward = False``) and failed samples stay out; when none is left,
-        ``assemble`` returns None."""
+        """Failed samples stay out, and so do samples without a reward unless ``Needs.reward`` is False. When none is
+        left, ``assemble`` returns no batch."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
@@ -226,7 +229,7 @@ class AlgorithmContract(Contract):
                     trajectory.status = trajectory.status if scored else "failed"
             got = self.assemble(algorithm, groups)
             why = "no sample has a reward" if scored else "every sample failed"
-            expect(got is None, f"{about} assemble() must return None when {why}, got {type(got)}")
+            expect(got is None, f"{about} assemble() must return no batch when {why}, got {type(got)}")
 
     def test_options(self) -> None:
         """Each option that a config sets changes what is needed of the data, what is trained and how often, credit, a

@@ -72,11 +72,10 @@ def model_step(
     for each in needs.lent:
         [head] = _named(trainers, each.role, "needs().lent names", "the roles are").lend_head()
         _named(trainers, each.to, "needs().lent names", "the roles are").borrow_head(each.role, head)
-    batch = algorithm.assemble(data)
-    expect(
-        isinstance(batch, Batch),
-        f"assemble() returned {type(batch).__name__} for data with something to learn from",
-    )
+    assembled, counts = assemble(algorithm, data)
+    if assembled is None:
+        raise Nonconformance("assemble() returned no batch for data with something to learn from")
+    batch = assembled
     wanted = algorithm.annotations(number)
     batch = annotate(trainers, batch, wanted, "annotations()")
     over = {a.column: resolve_head(a.output).over for a in wanted}
@@ -90,10 +89,11 @@ def model_step(
     pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
     expect(pair, f"credit() must return (batch, metrics), got {_shown(credited)}")
     batch, metrics = credited
-    updates = algorithm.updates(number)
+    updates = algorithm.updates(number, batch)
     listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
     expect(listed, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
-    step = Step(batch, annotated, {*batch.tok, *batch.seq, *batch.unit} - before, list(updates), dict(metrics))
+    columns = {*batch.tok, *batch.seq, *batch.unit}
+    step = Step(batch, annotated, columns - before, list(updates), {**counts, **metrics})
     for update in step.updates:
         if isinstance(update, Snapshot):
             continue
@@ -102,10 +102,21 @@ def model_step(
         learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
         step.runs[f"{update.role}/{update.loss}"] = learned
         step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
-    finished = algorithm.finish(number, step.metrics)
+    finished = algorithm.finish(number, assembled, step.metrics)
     expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_shown(finished)}")
     step.finished = dict(finished)
     return step
+
+
+def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[str, float]]:
+    """What ``assemble`` returned, in the form that the contract asks for."""
+    made = algorithm.assemble(data)
+    pair = isinstance(made, tuple) and len(made) == 2
+    fits = pair and (made[0] is None or isinstance(made[0], Batch)) and isinstance(made[1], Mapping)
+    expect(
+        fits, f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {_shown(made)}"
+    )
+    return made[0], dict(made[1])
 
 
 def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation], who: str) -> Batch:

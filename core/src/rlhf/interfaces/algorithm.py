@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A part that the algorithm names but does not import: kind, default plugin and defaults on top of the
-    plugin's own. ``[algorithm.<slot>] use = "..."`` replaces it, and with it these defaults."""
+    """A part that the algorithm names but does not import: the kind, the default plugin, and defaults that replace the
+    plugin's own. ``[algorithm.<slot>] use = "..."`` chooses another plugin; these defaults then do not apply."""
 
     kind: str
     use: str
@@ -28,70 +28,94 @@ class Slot:
 
 
 class Algorithm(Component):
-    """Lives on the driver, may keep state. The controllers ask these methods in this order, once a step.
+    """Decides what a step learns from and what it trains. It runs on the driver and holds no model.
 
-    The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is the page
-    ``docs/tutorial/first-algorithm.md``; base classes that algorithms
-    share are in the library ``rlhf_algorithms``.
+    In every step the runtime calls ``assemble``, ``annotations``, ``credit``, ``updates`` and ``finish``, in this order
+    and once each. Each method gets the batch that it needs, so an algorithm keeps nothing between them; an evaluation
+    may call the first four in between. What must outlive a step (an adaptive coefficient) belongs into
+    ``state_dict``.
+
+    The runtime builds ``cls(config, parts)`` with one instance per slot. ``docs/tutorial/first-algorithm.md`` has a complete
+    example; the library ``rlhf_algorithms`` has base classes that algorithms share.
     """
 
     data: ClassVar[DataForm] = "prompts"
-    """Chooses the controller: ``prompts`` is online (rollouts), everything else offline (rows)."""
+    """What the data holds. ``prompts``: the policy answers them and learns from its samples. Everything else: rows are
+    learnt from as they are."""
     slots: ClassVar[Mapping[str, Slot]] = {}
 
     def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         self.parts: dict[str, Any] = dict(parts or {})
         self.step_sources: dict[str, float] = {}
-        """Set by the runtime before the first step: {reward source with ``credit = "step"``: its weight}. An online
-        algorithm hands it to :func:`rlhf.ops.trajectories.assemble`."""
+        """{reward source with ``credit = "step"``: its weight}, set by the runtime before the first step. An algorithm
+        on prompts passes it to :func:`rlhf.ops.trajectories.assemble`."""
         self.max_tokens: int | None = None
-        """Set by the runtime before the first step: ``data.max_tokens``, which every row and sample keeps to. An
-        algorithm that makes sequences of its own keeps to it too."""
+        """``data.max_tokens``, set by the runtime before the first step. No row and no sample is longer; sequences that
+        an algorithm makes itself must not be longer either."""
 
     @abstractmethod
     def needs(self) -> Needs:
-        """Roles, smallest group, generator log-probs: a function of the config and the parts."""
+        """What a run must have: roles, samples per group, log-probs of the generator. A function of the config and the
+        parts."""
 
     def use_tokens(self, tokens: Tokens) -> None:
-        """Once, before a model is loaded: whatever depends on the policy's tokenizer. Raises ConfigError where that
-        does not have what the options ask for."""
+        """Called once, before a model is loaded, with the policy's tokenizer. Raises ConfigError where an option names
+        a token that the tokenizer does not have."""
         return
 
     def misfits(self, shape: OnlineShape) -> list[str]:
-        """Online, before a model is loaded: which options could not do what they say in a run of this shape, one
-        sentence each, with what to set. Default: what the losses say."""
+        """Options that cannot have their effect in a run of this shape: one sentence each, with what to set instead.
+        Called before a model is loaded, for data form ``prompts`` only. Default: what the losses say."""
         return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
 
     @abstractmethod
-    def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> Batch | None:
-        """Groups (online) or tokenised examples (offline) become units. None: nothing to learn from (counted).
+    def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
+        """The batch of a step, and metrics about it (how many rows were left out).
 
-        A sample with an empty answer is a unit too, without a token under ``loss_mask``: its reward counts in its
-        group. ``credit`` and the losses must expect it."""
+        A batch of None says that there is nothing to learn from: the step is counted as empty, and the other methods
+        are not called for it.
+
+        A sample with an empty answer is a unit too. It has no token under ``loss_mask``, but its reward counts in its
+        group; ``credit`` and the losses must allow for it.
+
+        Args:
+            examples: scored groups where ``data`` is ``prompts``, else tokenised rows.
+        """
 
     def annotations(self, step: int) -> list[Annotation]:
-        """Columns to compute before the update."""
+        """The columns that models add to the batch before ``credit``."""
         return []
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Rewards become advantage columns, on the driver. Default: nothing to do (offline)."""
+        """The batch with the columns that the losses need (advantages from rewards), and metrics about them. Default:
+        the batch as it is."""
         return batch, {}
 
     @abstractmethod
-    def updates(self, step: int) -> list[Update | Snapshot]:
-        """What is trained this step, in order. Asked before the run too, for every step, and before ``assemble``: what
-        it says then, learning rates are planned by; a batch that came short may have fewer minibatches."""
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        """What is trained in step ``step`` (from 0), in order.
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """After the updates, with the step's metrics: adapt coefficients. Returns further metrics."""
+        Args:
+            batch: what ``credit`` returned. None before the run: the runtime then asks for every step, and plans the
+                learning rates by the number of optimizer steps in the answer. Answer for a full batch; for a smaller
+                batch there may be fewer minibatches, and the schedule of the learning rate goes on as planned.
+        """
+
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Called after the updates of a step: adapt coefficients. Returns further metrics.
+
+        Args:
+            batch: what ``assemble`` returned.
+            metrics: of the step, those of the updates included.
+        """
         return {}
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """After an evaluation, with its metrics (``eval/...``)."""
+        """Called after an evaluation, with its metrics (``eval/...``)."""
         return
 
     def model_config(self) -> dict[str, Any]:
-        """JSON values that belong into the ``config.json`` of every model that the run exports (a reward model's mean
-        and standard deviation)."""
+        """JSON values for the ``config.json`` of every model that the run exports (the mean and standard deviation of a
+        reward model)."""
         return {}

@@ -14,36 +14,34 @@ if TYPE_CHECKING:
 
 
 class PairLearning(Algorithm):
-    """One optimizer step per step, over all its pairs, with the loss in the slot ``loss``. Complete example::
+    """One optimizer step in every step of the run, on all its pairs, with the loss in the slot ``loss``. Complete
+    example::
 
         class Mine(PairLearning):
             name = "mine"
             slots = {"loss": Slot("loss", "mine")}
 
-    A unit is a pair: sequences of role 0 (chosen) and 1 (rejected). Where ``data.margin`` names a column, a loss that
-    has ``margin`` among its ``columns()`` reads it, one number a pair. A pair in which an answer has no token to train
-    on is left out and counted (``pairs/left_out``): its log-prob would be 0 whatever the policy does.
+    A unit is a pair: a sequence of role 0 (chosen) and one of role 1 (rejected). Where ``data.margin`` names a column,
+    a loss with ``margin`` among its ``columns()`` reads it, one number per pair. A pair in which an answer has no token
+    to train on is left out and counted (metric ``pairs/left_out``): its log-prob would be 0 for every policy.
     """
 
     data = "pairs"
-    _left_out = 0
 
     def needs(self) -> Needs:
         """The policy alone; override it for a reference, and ``annotations`` with it."""
         return Needs((RoleSpec("policy", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        """:func:`rlhf.ops.pairs.pack_pairs`; None where no pair is left."""
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+        """:func:`rlhf.ops.pairs.pack_pairs`, and how many pairs were left out. No batch where no pair is left."""
         from rlhf.ops.pairs import pack_pairs
 
         batch = pack_pairs(examples)
-        self._left_out = len(examples) - (batch.units if batch is not None else 0)
-        return batch
+        if batch is None:
+            return None, {}
+        left_out = len(examples) - batch.units
+        return batch, {"pairs/left_out": float(left_out)} if left_out else {}
 
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Nothing to compute: reports how many pairs were left out."""
-        return batch, {"pairs/left_out": float(self._left_out)} if self._left_out else {}
-
-    def updates(self, step: int) -> list[Update | Snapshot]:
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """One optimizer step of the policy on all pairs."""
         return [Update("policy", "loss")]

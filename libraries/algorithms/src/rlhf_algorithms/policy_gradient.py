@@ -23,6 +23,7 @@ from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
 from rlhf.ops.value_scale import ValueScale
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
+from torch import Tensor
 
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
@@ -67,10 +68,6 @@ class PolicyGradient(Algorithm):
         if kl.coef > 0 and kl.where == "loss":
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         self.loss: Loss = self.parts["loss"]
-        self._samples = 0
-        self._taught: int | None = None
-        """Samples of the batch in work that are trained on; None before it is known."""
-        self._measured_kl: float | None = None
         self.scale = ValueScale() if self.config.normalise_values else None
         """Units in which the critic is trained; None: those of rewards."""
         if not self.advantage.needs_values:
@@ -152,16 +149,18 @@ class PolicyGradient(Algorithm):
                 wanted.append(Annotation("critic", BOOTSTRAP, "bootstrap"))
         return wanted
 
-    def updates(self, step: int) -> list[Update | Snapshot]:
-        """``step`` counts from 0: with ``critic_warmup`` N the policy stands still in the steps 0 .. N-1. A batch of
-        fewer samples than minibatches (filtered, failed, or masked) has a minibatch for each; one in which all samples
-        are masked has no update. A snapshot comes last: the next step's ``ref_logprobs`` are the new reference's."""
-        taught = self.config.minibatches if self._taught is None else self._taught
-        passes = {"epochs": self.config.epochs, "minibatches": min(self.config.minibatches, taught)}
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        """The critic's update, the policy's, and the snapshot of the reference.
+
+        With ``critic_warmup`` N the policy is not trained in the steps 0 .. N-1. A batch with fewer samples than
+        minibatches (filtered, failed, masked) gets one minibatch per sample; a batch in which all samples are masked
+        gets no update. The snapshot comes last: the ``ref_logprobs`` of the next step are the new reference's."""
+        trained_on = self.config.minibatches if batch is None else batch.units - int(self._masked(batch).sum())
+        passes = {"epochs": self.config.epochs, "minibatches": min(self.config.minibatches, trained_on)}
         updates: list[Update | Snapshot] = []
-        if self.advantage.needs_values and taught:
+        if self.advantage.needs_values and trained_on:
             updates.append(Update("critic", "value_loss", **passes))
-        if step >= self.config.critic_warmup and taught:
+        if step >= self.config.critic_warmup and trained_on:
             coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
             live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
@@ -172,16 +171,16 @@ class PolicyGradient(Algorithm):
 
     # ---------------------------------------------------------------------------------------- work
 
-    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
-        return assemble(examples, self.step_sources)
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+        return assemble(examples, self.step_sources), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """:meth:`stages`, with what comes before and after it: the critic's units, samples that are not trained on."""
+        """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
+        it (``normalise_values``); at the end masked samples are removed (``mask_truncated``)."""
         kl: KLConfig = self.config.kl
         penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
         said_N = batch.tok["old_values"] if self.scale is not None else None
         batch, metrics = self.stages(batch if self.scale is None else self.scale.values(batch), penalty)
-        self._samples, self._measured_kl = batch.units, metrics.get("kl/reference")
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
@@ -202,23 +201,25 @@ class PolicyGradient(Algorithm):
             batch, self.advantage, kl=kl, shapers=self.config.shaping.shapers(), reward_clip=self.config.reward_clip
         )
 
-    def _without_masked(self, batch: Batch) -> Batch:
-        """``batch`` without the samples that are not trained on (``mask_truncated``); whole where that is all of them,
-        as then nothing is (:meth:`updates`)."""
-        masked_U = batch.unit["truncated"] & self.config.mask_truncated
-        self._taught = batch.units - int(masked_U.sum())
-        return batch.keep(~masked_U[batch.unit_B]) if 0 < self._taught < batch.units else batch
+    def _masked(self, batch: Batch) -> Tensor:
+        """bool [U]: samples that are not trained on (``mask_truncated``)."""
+        return batch.unit["truncated"] & self.config.mask_truncated
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient to the KL of this step and its number of trajectories."""
-        samples, measured, used = self._samples, self._measured_kl, self.kl.beta
-        self._samples, self._measured_kl, self._taught = 0, None, None
+    def _without_masked(self, batch: Batch) -> Batch:
+        """``batch`` without the masked samples. It stays whole where all are masked, as no batch is empty; then
+        :meth:`updates` trains nothing."""
+        masked_U = self._masked(batch)
+        some = bool(masked_U.any()) and not bool(masked_U.all())
+        return batch.keep(~masked_U[batch.unit_B]) if some else batch
+
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the KL coefficient to the KL of this step and to its number of trajectories, masked ones included."""
         if not self._uses_kl:
             return {}
-        kl = measured if self._kl_in("reward") else metrics.get("policy/kl_reference")
-        # The policy's first steps may be the critic's alone: what it did not cause must not move the coefficient.
-        if kl is not None and step >= self.config.critic_warmup:  # None: its only update was skipped
-            self.kl.update(kl, samples)
+        used, kl = self.kl.beta, metrics.get("kl/reference" if self._kl_in("reward") else "policy/kl_reference")
+        # During critic_warmup the policy is not trained, so its KL says nothing about the coefficient.
+        if kl is not None and step >= self.config.critic_warmup:  # None: the only update was skipped
+            self.kl.update(kl, batch.units)
         return {"kl/coef": used}
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def distilled(models, loss, examples, **options):
     """(loss, gradients, sums) of one optimizer batch, through annotation and lending."""
     student, teacher = make(models[0], trained=True, **options), make(models[1], "teacher")
     algorithm = DistillDemonstrations(parts={"loss": loss})
-    batch = algorithm.assemble(examples)
+    batch = algorithm.assemble(examples)[0]
     [annotation] = algorithm.annotations(0)
     hidden_NH = teacher.forward([batch], [annotation.output])[0]["hidden"]
     batch = weigh(batch.with_column("tok", annotation.column, hidden_NH), loss.reduce())

@@ -37,7 +37,7 @@ LOG_RATIOS = {"chosen": [1.0, -1.0], "rejected": [-1.0, 2.0]}
 def measured(coef=None, **options):
     """(loss, metrics) of the two pairs."""
     loss = DPOLoss(DPOLoss.Config(**options))
-    batch = algorithm(**options).assemble(PAIRS)
+    batch = algorithm(**options).assemble(PAIRS)[0]
     column = torch.zeros(batch.tokens).masked_scatter(batch.tok["loss_mask"], REFERENCE)
     batch = weigh(batch.with_column("tok", "ref_logprobs", column), loss.reduce())
     total, sums = evaluate(loss, batch, {"logprobs": LOGP}, coef or {}, {})
@@ -96,11 +96,10 @@ def test_metrics_by_hand():
 
 def test_a_pair_with_an_answer_without_tokens_is_left_out_and_counted():
     built = algorithm()
-    batch = built.assemble([pair(2, 0), pair(1, 1), pair(0, 0)])
-    assert batch.units == 1
-    assert built.credit(batch)[1] == {"pairs/left_out": 2.0}
-    assert built.assemble([pair(0, 3)]) is None
-    assert built.credit(built.assemble(PAIRS))[1] == {}
+    batch, metrics = built.assemble([pair(2, 0), pair(1, 1), pair(0, 0)])
+    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
+    assert built.assemble([pair(0, 3)]) == (None, {})
+    assert built.assemble(PAIRS)[1] == {}
 
 
 def test_the_reference_is_replaced_behind_the_update():
@@ -115,8 +114,8 @@ def test_the_reference_is_replaced_behind_the_update():
 
 
 def step(built, chosen, rejected, pairs=PAIRS):
-    built.assemble(pairs)
-    return built.finish(0, {"policy/chosen_reward": chosen, "policy/rejected_reward": rejected})
+    batch, _ = built.assemble(pairs)
+    return built.finish(0, batch, {"policy/chosen_reward": chosen, "policy/rejected_reward": rejected})
 
 
 def test_the_running_shift_is_the_mean_of_all_earlier_rewards():
@@ -138,9 +137,10 @@ def test_evaluation_and_skipped_updates_leave_the_shift_alone():
     built = algorithm(loss_type="bco_pair", bco_shift="running")
     step(built, 1.0, 0.0)
     before = built.state_dict()
-    built.credit(built.assemble(PAIRS))  # all that an evaluation does with the algorithm
+    batch, _ = built.assemble(PAIRS)  # with credit and updates all that an evaluation does with the algorithm
+    built.updates(0, built.credit(batch)[0])
     built.evaluated({"eval/chosen_reward": 9.0, "eval/rejected_reward": 9.0})
-    built.finish(1, {"policy/skipped": 1.0})
+    built.finish(1, batch, {"policy/skipped": 1.0})
     assert built.state_dict() == before
 
 

@@ -40,13 +40,12 @@ def answers(batch):
 
 def test_the_best_and_the_worst():
     built = algorithm()
-    batch = built.assemble([group([0.1, 0.9, -1.0, 0.5]), group([1.0, 0.0], number=1)])
+    batch, metrics = built.assemble([group([0.1, 0.9, -1.0, 0.5]), group([1.0, 0.0], number=1)])
     assert answers(batch) == [([11, 0], [12, 0]), ([10, 0], [11, 0])]
     assert batch.unit["chosen_score"].tolist() == [0.9, 1.0]
     assert batch.unit["rejected_score"].tolist() == [-1.0, 0.0]
     assert batch.tok["temperature"][batch.tok["loss_mask"]].unique().tolist() == [0.5]
     assert set(batch.tok) == {"loss_mask", "temperature"}
-    _, metrics = built.credit(batch)
     assert metrics == {
         "pairs/made": 2.0,
         "pairs/groups": 2.0,
@@ -62,31 +61,30 @@ def test_the_first_of_several_equals_in_any_order():
     rewards = [0.0, 1.0, 1.0, 0.0]
     samples = group(rewards).trajectories
     for order in itertools.permutations(samples):
-        assert answers(algorithm().assemble([Group(ROW, 0, list(order))])) == [([11, 0], [10, 0])]
+        assert answers(algorithm().assemble([Group(ROW, 0, list(order))])[0]) == [([11, 0], [10, 0])]
 
 
 def test_ties_and_equal_answers_give_no_pair_and_are_counted():
     built = algorithm()
     same = [[7, 0], [7, 0]]
     groups = [group([1.0, 1.0]), group([1.0, 0.0], same, 1), group([3.0], number=2), group([2.0, 1.0], number=3)]
-    batch = built.assemble(groups)
+    batch, metrics = built.assemble(groups)
     assert answers(batch) == [([10, 0], [11, 0])]
-    metrics = built.credit(batch)[1]
     assert (metrics["pairs/groups"], metrics["pairs/tied_groups"], metrics["pairs/equal_answers"]) == (4.0, 2.0, 1.0)
-    assert algorithm().assemble([group([1.0, 1.0]), group([0.0, 0.0], number=1)]) is None
-    assert algorithm().assemble([group([1.0, 0.0], same)]) is None
+    assert algorithm().assemble([group([1.0, 1.0]), group([0.0, 0.0], number=1)]) == (None, {})
+    assert algorithm().assemble([group([1.0, 0.0], same)]) == (None, {})
 
 
 def test_a_gap():
-    assert algorithm(min_gap=0.5).assemble([group([1.0, 0.5])]) is None
-    assert algorithm(min_gap=0.4).assemble([group([1.0, 0.5])]).units == 1
+    assert algorithm(min_gap=0.5).assemble([group([1.0, 0.5])]) == (None, {})
+    assert algorithm(min_gap=0.4).assemble([group([1.0, 0.5])])[0].units == 1
 
 
 def test_all_that_differ():
-    batch = algorithm(pairs="all").assemble([group([1.0, 0.0, 1.0]), group([2.0, 1.0, 0.0], number=1)])
+    batch = algorithm(pairs="all").assemble([group([1.0, 0.0, 1.0]), group([2.0, 1.0, 0.0], number=1)])[0]
     assert answers(batch)[:2] == [([10, 0], [11, 0]), ([12, 0], [11, 0])]
     assert answers(batch)[2:] == [([10, 0], [11, 0]), ([10, 0], [12, 0]), ([11, 0], [12, 0])]
-    gapped = algorithm(pairs="all", min_gap=1.0).assemble([group([2.0, 1.0, 0.0])])
+    gapped = algorithm(pairs="all", min_gap=1.0).assemble([group([2.0, 1.0, 0.0])])[0]
     assert answers(gapped) == [([10, 0], [12, 0])]
 
 
@@ -94,14 +92,14 @@ def test_samples_without_reward_or_tokens_take_part_in_nothing():
     mixed = group([5.0, 1.0, 0.0, -5.0])
     mixed.trajectories[0].reward = None
     mixed.trajectories[3].turns[1].ids = []
-    assert answers(algorithm().assemble([mixed])) == [([11, 0], [12, 0])]
+    assert answers(algorithm().assemble([mixed])[0]) == [([11, 0], [12, 0])]
 
 
 def test_a_group_without_any_answer_gives_no_pair():
     silent = group([1.0, 0.0], answers=[[], []])
     built = algorithm()
-    assert answers(built.assemble([silent, group([0.0, 1.0], number=1)])) == [([11, 0], [10, 0])]
-    _, metrics = built.credit(built.assemble([silent, group([0.0, 1.0], number=1)]))
+    batch, metrics = built.assemble([silent, group([0.0, 1.0], number=1)])
+    assert answers(batch) == [([11, 0], [10, 0])]
     assert (metrics["pairs/made"], metrics["pairs/groups"], metrics["pairs/tied_groups"]) == (1.0, 2.0, 1.0)
 
 
@@ -111,7 +109,7 @@ def test_step_rewards_count():
     steps.trajectories[1].rewards["prm"] = RewardResult(None, steps=((1, 0, 1.0), (1, 1, 2.0)))
     built = algorithm()
     built.step_sources = {"prm": 0.5}
-    batch = built.assemble([steps])
+    batch = built.assemble([steps])[0]
     assert answers(batch) == [([11, 0], [10, 0])]
     assert batch.unit["chosen_score"].tolist() == [1.5]
 
@@ -120,7 +118,7 @@ def test_a_rewritten_context_stays_one_side():
     """A side may be several sequences: its log-prob is the sum over all of them."""
     turns = [Turn([1, 2], False), Turn([10, 11], True), Turn([3], False, fresh=True), Turn([12], True)]
     long = Trajectory(ROW, turns, (0, 0), reward=1.0)
-    batch = algorithm().assemble([Group(ROW, 0, [long, group([9, 0.0]).trajectories[1]])])
+    batch = algorithm().assemble([Group(ROW, 0, [long, group([9, 0.0]).trajectories[1]])])[0]
     assert batch.role_B.tolist() == [0, 0, 1]
     assert (batch.units, batch.answers) == (1, 2)
     assert answers(batch) == [([10, 11, 12], [11, 0])]
@@ -128,8 +126,6 @@ def test_a_rewritten_context_stays_one_side():
 
 def test_no_more_minibatches_than_pairs():
     built = algorithm(minibatches=4, epochs=2)
-    assert built.updates(0)[0].minibatches == 4, "what a schedule is planned with"
-    built.assemble([group([1.0, 0.0]), group([1.0, 0.0], number=1), group([0.0, 0.0], number=2)])
-    assert (built.updates(0)[0].minibatches, built.updates(0)[0].epochs) == (2, 2)
-    built.finish(0, {})
-    assert built.updates(1)[0].minibatches == 4
+    batch, _ = built.assemble([group([1.0, 0.0]), group([1.0, 0.0], number=1), group([0.0, 0.0], number=2)])
+    assert (built.updates(0, batch)[0].minibatches, built.updates(0, batch)[0].epochs) == (2, 2)
+    assert built.updates(0)[0].minibatches == 4, "what the schedule is planned with"

@@ -46,7 +46,7 @@ def test_dr_grpo_refuses_answers_beyond_the_constant():
     turn = groups[0].trajectories[0].turns[-1]
     turn.ids, turn.logprobs = [1] * 300, [-1.0] * 300
     with pytest.raises(TrainingError, match="300 own tokens"):
-        algorithm.loss.prepare(algorithm.assemble(groups))
+        algorithm.loss.prepare(algorithm.assemble(groups)[0])
 
 
 @pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coef=0.1, where="loss")])
@@ -60,6 +60,6 @@ def test_dr_grpo_says_before_the_run_that_answers_can_exceed_the_constant(kl):
 
 def test_group_of_equal_rewards_teaches_nothing():
     algorithm = TestGRPO().build(GRPO.Config())
-    batch, metrics = algorithm.credit(algorithm.assemble(fabricate.groups(0, equal_rewards=True)))
+    batch, metrics = algorithm.credit(algorithm.assemble(fabricate.groups(0, equal_rewards=True))[0])
     assert not batch.tok["advantages"].any()
     assert metrics["reward/groups_all_equal"] == 1.0

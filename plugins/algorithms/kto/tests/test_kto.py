@@ -53,7 +53,7 @@ def twin_of(batch):
 
 
 def test_a_prompt_gets_the_answer_of_the_row_before_it():
-    batch = make().assemble([row([1, 2], [11], index=0), row([3], [12, 13], False, 1), row([4, 5], [14], index=2)])
+    batch = make().assemble([row([1, 2], [11], index=0), row([3], [12, 13], False, 1), row([4, 5], [14], index=2)])[0]
     assert sequences(batch) == {
         0: [(0, [1, 2, 11], [0, 0, 1], [0, 0, 0]), (1, [1, 2, 14], [0, 0, 0], [0, 0, 1])],
         1: [(0, [3, 12, 13], [0, 1, 1], [0, 0, 0]), (1, [3, 11], [0, 0], [0, 1])],
@@ -64,26 +64,26 @@ def test_a_prompt_gets_the_answer_of_the_row_before_it():
 
 def test_the_order_of_rows_in_a_batch_does_not_matter():
     rows = [row([i], [20 + i], index=i) for i in (3, 0, 2, 1)]
-    assert twin_of(make().assemble(rows)) == [[3, 22], [0, 23], [2, 21], [1, 20]]
+    assert twin_of(make().assemble(rows)[0]) == [[3, 22], [0, 23], [2, 21], [1, 20]]
     other = [row([9], [29], index=0, source="a"), *rows]  # sources one after another
-    assert twin_of(make().assemble(other)) == [[9, 23], [3, 22], [0, 29], [2, 21], [1, 20]]
+    assert twin_of(make().assemble(other)[0]) == [[9, 23], [3, 22], [0, 29], [2, 21], [1, 20]]
 
 
 def test_answers_to_the_same_prompt_are_no_mismatch():
     rows = [row([1], [11], index=0), row([1], [12], index=1), row([2], [13], index=2), row([1], [11], index=3)]
-    assert twin_of(make().assemble(rows)) == [[1, 13], [1, 13], [2, 12], [1, 13]]
+    assert twin_of(make().assemble(rows)[0]) == [[1, 13], [1, 13], [2, 12], [1, 13]]
 
 
 def test_with_one_prompt_only_another_answer_has_to_do():
     rows = [row([1], [11], index=0), row([1], [12], index=1), row([1], [11], index=2)]
-    assert twin_of(make().assemble(rows)) == [[1, 12], [1, 11], [1, 12]]
+    assert twin_of(make().assemble(rows)[0]) == [[1, 12], [1, 11], [1, 12]]
 
 
 def test_equal_rows_have_no_mismatched_answer_and_z_is_zero():
     algorithm = make()
-    batch = algorithm.assemble([row([1], [11], index=0), row([1], [11], index=1)])
+    batch, metrics = algorithm.assemble([row([1], [11], index=0), row([1], [11], index=1)])
     assert twin_of(batch) == [None, None]
-    assert algorithm.credit(batch)[1] == {"labels/without_twin": 2.0}
+    assert metrics == {"labels/without_twin": 2.0}
     batch = batch.with_column("tok", "twin_logprobs", torch.ones(4), over="twin_mask")
     batch = batch.with_column("tok", "twin_ref_logprobs", torch.zeros(4), over="twin_mask")
     assert algorithm.parts["loss"].prepare(batch).unit["kl"].tolist() == [0.0, 0.0]
@@ -93,19 +93,20 @@ def test_a_mismatched_answer_is_cut_at_the_longest_sequence_allowed_and_counted(
     algorithm = make()
     rows = [row([1, 2, 3], [11], index=0), row([4], [12, 13, 14], index=1), row([5, 6], [15, 16], index=2)]
     algorithm.max_tokens = 4
-    batch = algorithm.assemble(rows)
+    batch, metrics = algorithm.assemble(rows)
     assert twin_of(batch) == [[1, 2, 3, 15], [4, 11], [5, 6, 12, 13]], "one token of two, all, two of three"
     assert sequences(batch)[0][1] == (1, [1, 2, 3, 15], [0, 0, 0, 0], [0, 0, 0, 1])
     assert [s[0][1] for s in sequences(batch).values()] == [[1, 2, 3, 11], [4, 12, 13, 14], [5, 6, 15, 16]]
-    assert algorithm.credit(batch)[1] == {"labels/cut_twins": 2.0}
+    assert metrics == {"labels/cut_twins": 2.0}
     algorithm.max_tokens = 5
-    assert twin_of(algorithm.assemble(rows)) == [[1, 2, 3, 15, 16], [4, 11], [5, 6, 12, 13, 14]]
-    assert algorithm.credit(batch)[1] == {}
-    assert max(len(ids) for ids in twin_of(make().assemble(rows))) == 5, "without a limit, whole"
+    batch, metrics = algorithm.assemble(rows)
+    assert twin_of(batch) == [[1, 2, 3, 15, 16], [4, 11], [5, 6, 12, 13, 14]]
+    assert metrics == {}
+    assert max(len(ids) for ids in twin_of(make().assemble(rows)[0])) == 5, "without a limit, whole"
 
 
 def test_an_empty_prompt_gives_no_mask_at_a_first_token():
-    batch = make().assemble([row([], [11, 12], index=0), row([], [13, 14, 15], index=1)])
+    batch = make().assemble([row([], [11, 12], index=0), row([], [13, 14, 15], index=1)])[0]
     assert batch.tok["loss_mask"].int().tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 0, 0]
     # without prompts all prompts are equal
     assert sequences(batch)[0][1] == (1, [13, 14, 15], [0, 0, 0], [0, 1, 1])
@@ -113,10 +114,10 @@ def test_an_empty_prompt_gives_no_mask_at_a_first_token():
 
 def test_rows_without_a_trained_token_are_left_out_and_counted():
     algorithm = make()
-    batch = algorithm.assemble(
+    batch, metrics = algorithm.assemble(
         [row([1], [], index=0), row([2], [12], index=1), row([], [13], index=2), row([3], [14], index=3)]
     )
-    assert (batch.units, algorithm.credit(batch)[1]) == (2, {"labels/left_out": 2.0})
+    assert (batch.units, metrics) == (2, {"labels/left_out": 2.0})
     assert twin_of(batch) == [[2, 14], [3, 12]]
 
 
@@ -124,20 +125,20 @@ def test_rows_without_a_trained_token_are_left_out_and_counted():
 def test_one_row_is_nothing_to_learn_from(cls):
     """The last rows of an evaluation, say. A pair's own answers are not mismatched with each other."""
     one = row([1], [11]) if cls is KTO else pair([1], [11], [12])
-    assert make(cls).assemble([one]) is None
-    assert make(cls).assemble([]) is None
-    assert make(cls, loss_type="apo_zero_unpaired").assemble([one]).units == (1 if cls is KTO else 2)
+    assert make(cls).assemble([one]) == (None, {})
+    assert make(cls).assemble([]) == (None, {})
+    assert make(cls, loss_type="apo_zero_unpaired").assemble([one])[0].units == (1 if cls is KTO else 2)
 
 
 def test_two_rows_a_step_are_needed_where_answers_are_mismatched():
     assert make().needs().rows_min == 2
     assert make(loss_type="vanilla").needs().rows_min == 1
     assert make(loss_type="apo_zero_unpaired").needs().rows_min == 1
-    assert "twin_mask" not in make(loss_type="vanilla").assemble([row([1], [11]), row([2], [12])]).tok
+    assert "twin_mask" not in make(loss_type="vanilla").assemble([row([1], [11]), row([2], [12])])[0].tok
 
 
 def test_a_pair_is_a_desirable_and_an_undesirable_row():
-    batch = make(KTOPair).assemble([pair([1], [11], [12], 0), pair([2], [13], [14], 1), pair([3], [15], [16], 2)])
+    batch = make(KTOPair).assemble([pair([1], [11], [12], 0), pair([2], [13], [14], 1), pair([3], [15], [16], 2)])[0]
     assert batch.unit["label"].tolist() == [True, False] * 3
     own = [s[0][1] for s in sequences(batch).values()]
     assert own == [[1, 11], [1, 12], [2, 13], [2, 14], [3, 15], [3, 16]]
@@ -152,7 +153,7 @@ def loss_of(h, labels, kl, parts=None, **config):
     """(loss, gradient per answer, metrics) of answers of one token with these log-ratios, the reference at -3."""
     loss = KTOLoss(KTOLoss.Config(**config))
     algorithm = make(loss_type="apo_zero_unpaired")
-    batch = algorithm.assemble([row([1], [5], label, i) for i, label in enumerate(labels)])
+    batch = algorithm.assemble([row([1], [5], label, i) for i, label in enumerate(labels)])[0]
     reference_N = torch.full((batch.tokens,), -3.0)
     batch = batch.with_column("tok", "ref_logprobs", reference_N)
     if kl is not None:
@@ -235,7 +236,7 @@ def test_one_minus_sigma_keeps_its_digits():
 def prepared(rows, drift, cls=KTO):
     """A batch after ``prepare``, where the policy is above its reference by ``drift[i]`` at every token of twin i."""
     algorithm = make(cls)
-    batch = algorithm.assemble(rows)
+    batch = algorithm.assemble(rows)[0]
     reference_N = -torch.arange(batch.tokens, dtype=torch.float32)
     up_N = torch.tensor(drift)[batch.unit_N]
     batch = batch.with_column("tok", "twin_ref_logprobs", reference_N, over="twin_mask")
@@ -265,7 +266,7 @@ def test_mismatched_answers_are_not_trained_on():
 
 def test_a_row_without_a_mismatched_answer_does_not_enter_z():
     loss = KTOLoss()
-    batch = make().assemble([row([1], [11], index=0), row([2], [12], index=1)])
+    batch = make().assemble([row([1], [11], index=0), row([2], [12], index=1)])[0]
     batch = batch.keep(torch.tensor([True, True, True, False]))  # the second row's is gone
     batch = batch.with_column("tok", "twin_ref_logprobs", torch.zeros(batch.tokens), over="twin_mask")
     batch = batch.with_column("tok", "twin_logprobs", torch.full((batch.tokens,), 3.0), over="twin_mask")
@@ -274,20 +275,20 @@ def test_a_row_without_a_mismatched_answer_does_not_enter_z():
 
 def test_vanilla_holds_each_kind_against_the_other():
     algorithm = make(loss_type="vanilla")
-    batch = algorithm.assemble(ROWS)
+    batch = algorithm.assemble(ROWS)[0]
     up_N = torch.tensor([1.0, 0.5, 2.0])[batch.unit_N]
     batch = batch.with_column("tok", "ref_logprobs", torch.full((batch.tokens,), -2.0))
     batch = batch.with_column("tok", "own_logprobs", up_N - 2.0)
     kl = algorithm.parts["loss"].prepare(batch).unit["kl"]
     assert kl.tolist() == pytest.approx([1.0, (1.0 + 6.0) / 2, 1.0])
-    desirable = algorithm.assemble([ROWS[0], ROWS[2]])
+    desirable = algorithm.assemble([ROWS[0], ROWS[2]])[0]
     for column in ("ref_logprobs", "own_logprobs"):
         desirable = desirable.with_column("tok", column, torch.ones(desirable.tokens))
     assert algorithm.parts["loss"].prepare(desirable).unit["kl"].tolist() == [0.0, 0.0]
 
 
 def test_a_batch_without_mismatched_answers_is_refused():
-    batch = make(loss_type="apo_zero_unpaired").assemble(ROWS)
+    batch = make(loss_type="apo_zero_unpaired").assemble(ROWS)[0]
     with pytest.raises(TrainingError, match="needs mismatched answers under the mask 'twin_mask'"):
         KTOLoss().prepare(batch)
 

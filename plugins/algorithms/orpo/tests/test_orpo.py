@@ -57,7 +57,7 @@ def pair(prompt: int = 2, chosen: int = 2, rejected: int = 1, index: int = 0) ->
 def loss_of(logprobs, examples, **config):
     """(loss, gradient per token under the loss's mask, metrics)."""
     loss = ORPOLoss(ORPOLoss.Config(**config))
-    batch = weigh(ORPO(parts={"loss": loss}).assemble(examples), loss.reduce())
+    batch = weigh(ORPO(parts={"loss": loss}).assemble(examples)[0], loss.reduce())
     logprobs_A = torch.tensor(logprobs, requires_grad=True)
     total, sums = evaluate(loss, batch, {"logprobs": logprobs_A}, {}, {})
     total.backward()
@@ -84,7 +84,7 @@ def test_the_likelihood_may_be_of_the_prompt_too_but_the_odds_are_the_answers():
     """A prompt of three tokens, of which the first is predicted by nothing: its other two have probability 1/2."""
     examples = [pair(prompt=3)]
     loss = ORPOLoss(ORPOLoss.Config(nll_on="all"))
-    batch = ORPO(parts={"loss": loss}).assemble(examples)
+    batch = ORPO(parts={"loss": loss}).assemble(examples)[0]
     assert batch.tok[TEXT_MASK].tolist() == [False, True, True, True, True, False, False, False, True]
     assert batch.tok["loss_mask"].tolist() == [False, False, False, True, True, False, False, False, True]
     total, _, metrics = loss_of([HALF, HALF, 0.0, QUARTER, QUARTER], examples, nll_on="all")
@@ -112,8 +112,7 @@ def test_log_probs_at_the_extremes(chosen: float, rejected: float):
 
 def test_pairs_with_an_empty_answer_are_left_out_and_counted():
     algorithm = ORPO(parts={"loss": ORPOLoss()})
-    batch = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
-    assert (batch.units, algorithm.credit(batch)[1]) == (1, {"pairs/left_out": 2.0})
-    assert algorithm.assemble([pair(rejected=0)]) is None
-    batch = algorithm.assemble([pair()])
-    assert algorithm.credit(batch)[1] == {}
+    batch, metrics = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
+    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
+    assert algorithm.assemble([pair(rejected=0)]) == (None, {})
+    assert algorithm.assemble([pair()])[1] == {}

@@ -32,7 +32,7 @@ def solution(steps, length: int = 6, index: int = 0) -> Example:
 def loss_of(logits, examples, **config):
     """(loss, gradient per step, metrics); ``logits`` are the steps' log-odds, in order."""
     loss = StepLabels(StepLabels.Config(**config))
-    batch = weigh(make(loss).assemble(examples), loss.reduce())
+    batch = weigh(make(loss).assemble(examples)[0], loss.reduce())
     logits_A = torch.tensor(logits, requires_grad=True)
     total, sums = evaluate(loss, batch, {"step_logits": logits_A}, {}, {})
     total.backward()
@@ -74,11 +74,11 @@ def test_log_odds_that_overflow_an_exponential(logit: float, label: float, loss:
 
 
 def test_labels_lie_at_the_ends_of_their_steps() -> None:
-    batch = make().assemble([solution([(3, 1.0), (5, 0.25)]), solution([], index=1), solution([(2, 0.0)], index=2)])
+    batch = make().assemble([solution([(3, 1.0), (5, 0.25)]), solution([], index=1), solution([(2, 0.0)], index=2)])[0]
     assert batch.units == 2, "a solution without a step is left out"
     assert batch.tok["step_end"].nonzero()[:, 0].tolist() == [3, 5, 6 + 2]
     assert batch.tok["step_label"].tolist() == [0, 0, 0, 1.0, 0, 0.25, *[0] * 6]
-    assert make().assemble([solution([])]) is None
+    assert make().assemble([solution([])]) == (None, {})
 
 
 def test_label_tokens_are_resolved_before_anything_is_loaded() -> None:

@@ -23,7 +23,7 @@ class TestReinforcePPBaseline(AlgorithmContract):
 @pytest.mark.parametrize("suite", [TestReinforcePP, TestReinforcePPBaseline])
 def test_advantages_are_whitened_over_tokens(suite):
     algorithm = suite().build(suite.algorithm.Config())
-    batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(3)))
+    batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(3))[0])
     own = batch.tok["advantages"][batch.tok["loss_mask"]].double()
     assert own.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert own.var(correction=0).item() == pytest.approx(1.0, abs=1e-5)

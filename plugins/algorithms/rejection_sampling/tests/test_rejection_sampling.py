@@ -53,11 +53,11 @@ def kept(batch):
 )
 def test_the_best_are_kept(config, rewards, answers, ties):
     algorithm = build(**config)
-    batch = algorithm.assemble([group(n, r) for n, r in enumerate(rewards)])
+    batch, metrics = algorithm.assemble([group(n, r) for n, r in enumerate(rewards)])
     assert kept(batch) == answers
     if batch is None:
+        assert metrics == {}
         return
-    _, metrics = algorithm.credit(batch)
     flat = [r for group in rewards for r in group]
     assert metrics == {
         "reward/mean": pytest.approx(sum(flat) / len(flat)),
@@ -73,7 +73,7 @@ def test_ties_do_not_depend_on_the_order_in_which_samples_come():
     for seed in range(5):
         mixed = list(whole.trajectories)
         random.Random(seed).shuffle(mixed)
-        assert kept(build(keep=2).assemble([replace(whole, trajectories=mixed)])) == [1, 2]
+        assert kept(build(keep=2).assemble([replace(whole, trajectories=mixed)])[0]) == [1, 2]
 
 
 def test_samples_without_a_reward_or_a_token_do_not_take_part():
@@ -82,12 +82,12 @@ def test_samples_without_a_reward_or_a_token_do_not_take_part():
     made.trajectories[1].reward = None
     made.trajectories[2].turns[1] = Turn([], True, [])
     algorithm = build()
-    batch = algorithm.assemble([made])
+    batch, metrics = algorithm.assemble([made])
     assert kept(batch) == [3]
-    assert algorithm.credit(batch)[1]["reward/mean"] == 1.0
+    assert metrics["reward/mean"] == 1.0
     made.trajectories[3].reward = float("nan")
     with pytest.raises(TrainingError, match="its reward is nan"):
-        algorithm.assemble([made])
+        algorithm.assemble([made])[0]
 
 
 def test_rewards_of_steps_count():
@@ -97,14 +97,14 @@ def test_rewards_of_steps_count():
         trajectory.rewards["judge"] = RewardResult(None, steps=((1, 0, value), (1, 1, value)))
     algorithm = build(keep=2)
     algorithm.step_sources = {"judge": -1.0}
-    batch = algorithm.assemble([made])
+    batch, metrics = algorithm.assemble([made])
     assert kept(batch) == [1, 0]
-    assert algorithm.credit(batch)[1]["reward/best"] == pytest.approx((1 - 0.5 + 1 - 1) / 2)
+    assert metrics["reward/best"] == pytest.approx((1 - 0.5 + 1 - 1) / 2)
 
 
 def test_what_is_kept_is_a_demonstration():
     """The tokens that were sampled, under the mask, at temperature 1; the prompt and nothing else before them."""
-    batch = build().assemble([group(0, [0.0, 1.0], temperature=0.7)])
+    batch = build().assemble([group(0, [0.0, 1.0], temperature=0.7)])[0]
     assert batch.ids_N.tolist() == [5, 6, 1, 1]
     assert batch.tok["loss_mask"].tolist() == [False, False, True, True]
     assert set(batch.tok) == {"loss_mask"}, "no temperature: log-probs are those at 1"
@@ -118,7 +118,7 @@ def test_needs():
 
 def test_no_minibatch_is_empty():
     algorithm = build(minibatches=4, epochs=2)
-    assert algorithm.updates(0)[0].minibatches == 4  # before the first step: what the schedule counts on
-    algorithm.assemble([group(0, [1.0]), group(1, [1.0])])
-    (update,) = algorithm.updates(0)
+    batch, _ = algorithm.assemble([group(0, [1.0]), group(1, [1.0])])
+    assert algorithm.updates(0)[0].minibatches == 4, "what the schedule is planned with"
+    (update,) = algorithm.updates(0, batch)
     assert (update.role, update.loss, update.epochs, update.minibatches) == ("policy", "loss", 2, 2)

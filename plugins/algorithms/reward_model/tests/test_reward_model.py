@@ -28,10 +28,13 @@ def pair(index: int = 0, masks=((False, True), (False, True, True)), **values) -
     return Example(Row({}, "data", index), sequences, values)
 
 
+BATCH = make().assemble([pair()])[0]
+
+
 def loss_of(scores, examples, **config):
     """(loss, gradient per score, metrics) of the pairs, chosen and rejected score after one another."""
     loss = Pairwise(Pairwise.Config(**config))
-    batch = make().assemble(examples)
+    batch = make().assemble(examples)[0]
     scores_B = torch.tensor(scores, requires_grad=True)
     total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"scores": scores_B}, {}, {})
     total.backward()
@@ -81,26 +84,26 @@ def test_equal_scores_are_not_right() -> None:
 
 
 def test_pairs_become_units_with_their_margins() -> None:
-    batch = make().assemble([pair(0, margin=0.5), pair(1, margin=-1.0)])
+    batch = make().assemble([pair(0, margin=0.5), pair(1, margin=-1.0)])[0]
     assert (batch.units, batch.role_B.tolist()) == (2, [0, 1, 0, 1])
     assert batch.unit["margin"].tolist() == [0.5, -1.0]
-    assert not make().assemble([pair()]).has("margin")
+    assert not make().assemble([pair()])[0].has("margin")
 
 
 def test_a_pair_of_empty_answers_is_left_out() -> None:
     empty = pair(0, masks=((True, False), (True,)))  # nothing predicts a first token
     half = pair(1, masks=((False, False), (False, True)))
-    assert make().assemble([empty]) is None
-    assert make().assemble([empty, half]).units == 1
+    assert make().assemble([empty]) == (None, {})
+    assert make().assemble([empty, half])[0].units == 1
 
 
 def test_an_evaluation_is_what_an_export_says() -> None:
     algorithm = make()
     assert algorithm.model_config() == {}
-    algorithm.finish(0, {"policy/score_mean": 1.0, "policy/score_square": 5.0})
+    algorithm.finish(0, BATCH, {"policy/score_mean": 1.0, "policy/score_square": 5.0})
     assert algorithm.model_config() == pytest.approx({"mean": 1.0, "std": 2.0})
     algorithm.evaluated({"eval/score_mean": 3.0, "eval/score_square": 13.0})
-    algorithm.finish(1, {"policy/score_mean": 9.0, "policy/score_square": 90.0})
+    algorithm.finish(1, BATCH, {"policy/score_mean": 9.0, "policy/score_square": 90.0})
     assert algorithm.model_config() == pytest.approx({"mean": 3.0, "std": 2.0})
     other = make()
     other.load_state_dict(algorithm.state_dict())
@@ -110,11 +113,11 @@ def test_an_evaluation_is_what_an_export_says() -> None:
 
 def test_running_moments_fade_and_survive_a_checkpoint() -> None:
     algorithm = make(moments_decay=0.5)
-    algorithm.finish(0, {"policy/score_mean": 0.0, "policy/score_square": 4.0})
-    algorithm.finish(1, {})  # a skipped step has no metrics
+    algorithm.finish(0, BATCH, {"policy/score_mean": 0.0, "policy/score_square": 4.0})
+    algorithm.finish(1, BATCH, {})  # a skipped step has no metrics
     other = make(moments_decay=0.5)
     other.load_state_dict(algorithm.state_dict())
-    other.finish(2, {"policy/score_mean": 3.0, "policy/score_square": 10.0})
+    other.finish(2, BATCH, {"policy/score_mean": 3.0, "policy/score_square": 10.0})
     # weights 1/4 and 1/2 of 3/4: mean 2, square 8
     assert other.model_config() == pytest.approx({"mean": 2.0, "std": 2.0})
     assert algorithm.model_config() == pytest.approx({"mean": 0.0, "std": 2.0})
@@ -123,5 +126,5 @@ def test_running_moments_fade_and_survive_a_checkpoint() -> None:
 def test_equal_scores_have_no_deviation() -> None:
     """0.0, also where rounding makes the mean square smaller than the squared mean."""
     algorithm = make()
-    algorithm.finish(0, {"policy/score_mean": 0.1, "policy/score_square": 0.00999})
+    algorithm.finish(0, BATCH, {"policy/score_mean": 0.1, "policy/score_square": 0.00999})
     assert algorithm.model_config()["std"] == 0.0

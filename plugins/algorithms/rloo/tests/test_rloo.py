@@ -26,7 +26,7 @@ def test_needs_two_samples():
 def test_kl_before_the_baseline_is_the_papers_form():
     """r_i - beta sum_t kl_it enters the leave-one-out mean, and every token of an answer gets the same credit."""
     algorithm = TestRLOO().build(RLOO.Config(kl=KLConfig(coef=0.5, before_baseline=True)))
-    batch = algorithm.assemble(fabricate.groups(1))
+    batch = algorithm.assemble(fabricate.groups(1))[0]
     for name in ("old_logprobs", "ref_logprobs"):
         batch = batch.with_column("tok", name, fabricate.values(name, batch.tokens, 0))
     credited, _ = algorithm.credit(batch)

@@ -37,10 +37,10 @@ def example(mask, index=0):
 
 def test_rows_without_a_trained_token_are_left_out():
     algorithm = TestAlgorithm().build(SFT.Config())
-    batch = algorithm.assemble([example([False, True, True]), example([True, False]), example([False, False, True])])
+    batch = algorithm.assemble([example([False, True, True]), example([True, False]), example([False, False, True])])[0]
     assert batch.units == 2  # the second row's only trained token is its first, which nothing predicts
     assert batch.tok["loss_mask"].tolist() == [False, True, True, False, False, True]
-    assert algorithm.assemble([example([False, False])]) is None
+    assert algorithm.assemble([example([False, False])]) == (None, {})
 
 
 def test_only_a_policy_is_needed_and_trained_once():
@@ -68,7 +68,7 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
     model = AutoModelForCausalLM.from_pretrained(str(tiny_model(tmp_path))).eval()
     rows = [example([False, True]), example([False, False, True, True, True]), example([False] * 3 + [True] * 2)]
     loss = NLL(NLL.Config(reduce=reduce))
-    batch = weigh(TestAlgorithm().build(SFT.Config()).assemble(rows), loss.reduce())
+    batch = weigh(TestAlgorithm().build(SFT.Config()).assemble(rows)[0], loss.reduce())
     means, counts, logprobs = [], [], []
     with torch.no_grad():
         for r in rows:

@@ -26,7 +26,7 @@ def pair(chosen: int = 2, rejected: int = 3, index: int = 0) -> Example:
 def loss_of(logprobs, examples, **config):
     """(loss, gradient per token, metrics); log-probs of chosen and rejected answers after one another."""
     loss = SimPOLoss(SimPOLoss.Config(**config))
-    batch = weigh(SimPO(parts={"loss": loss}).assemble(examples), loss.reduce())
+    batch = weigh(SimPO(parts={"loss": loss}).assemble(examples)[0], loss.reduce())
     logprobs_A = torch.tensor(logprobs, requires_grad=True)
     total, sums = evaluate(loss, batch, {"logprobs": logprobs_A}, {}, {})
     total.backward()
@@ -82,8 +82,7 @@ def test_no_reference_model_is_held():
 
 def test_pairs_with_an_empty_answer_are_left_out_and_counted():
     algorithm = SimPO(parts={"loss": SimPOLoss()})
-    batch = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
-    assert (batch.units, algorithm.credit(batch)[1]) == (1, {"pairs/left_out": 2.0})
-    assert algorithm.assemble([pair(rejected=0)]) is None
-    batch = algorithm.assemble([pair()])
-    assert algorithm.credit(batch)[1] == {}
+    batch, metrics = algorithm.assemble([pair(), pair(rejected=0), pair(chosen=0)])
+    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
+    assert algorithm.assemble([pair(rejected=0)]) == (None, {})
+    assert algorithm.assemble([pair()])[1] == {}

@@ -33,10 +33,10 @@ class Answer(Algorithm):
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy"),))
 
-    def assemble(self, examples: Sequence[object]) -> Batch | None:
-        return None
+    def assemble(self, examples: Sequence[object]) -> tuple[Batch | None, dict[str, float]]:
+        return None, {}
 
-    def updates(self, step: int) -> list:
+    def updates(self, step: int, batch: Batch | None = None) -> list:
         return []
 
 

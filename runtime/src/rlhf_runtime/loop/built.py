@@ -15,6 +15,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.reports import Reports
+from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.weight_sync import WeightSync
@@ -40,7 +41,7 @@ class Built:
     store: CheckpointStore
     progress: Progress
     total_steps: int
-    snapshots: frozenset[str] = frozenset()
+    schedule: Schedule = field(default_factory=Schedule)
     stream: Stream | None = None
     weights: WeightSync | None = None
     """Takes the policy's weights to the generator, where there is one."""
@@ -57,7 +58,7 @@ class Built:
 
     def __post_init__(self) -> None:
         self.trained_roles = tuple(name for name, role in self.roles.items() if role.spec.role.trained)
-        self.saved_roles = tuple(name for name in self.roles if name in (*self.trained_roles, *self.snapshots))
+        self.saved_roles = tuple(name for name in self.roles if name in (*self.trained_roles, *self.schedule.snapshots))
         """Roles whose weights no model of the run file holds: a checkpoint does."""
         self.updates = 0
         """Steps that changed weights, those before a resume included."""

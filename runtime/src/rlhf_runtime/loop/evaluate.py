@@ -67,14 +67,14 @@ def check_metric(
 
 def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
     """The losses that the algorithm would train with, on held-out examples as one batch; nothing is learnt."""
-    batch = algorithm.assemble(examples)
+    batch, _ = algorithm.assemble(examples)
     if batch is None:
         return {}
     for annotation in algorithm.annotations(0):
         batch = role_of(roles, annotation.role, f"annotations() of {algorithm.name!r}").annotate(batch, [annotation])
     batch, _ = algorithm.credit(batch)
     metrics: Metrics = {}
-    for update in algorithm.updates(0):
+    for update in algorithm.updates(0, batch):
         if not isinstance(update, Update):
             continue
         loss = algorithm.parts[update.loss]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from rlhf.errors import TrainingError, boundary
@@ -30,14 +29,14 @@ def learn(
     seed: int,
     step: int,
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
-) -> tuple[Batch, Metrics]:
-    """Annotate the batch, turn rewards into credit, train every role the algorithm names.
+) -> Metrics:
+    """Annotate the batch, turn rewards into credit, train every role that the algorithm names.
 
     Args:
-        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient was not finite: weights
-            stay as they were, and the batch is kept for study.
+        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient was not finite. Such a
+            step changes no weights, and its batch is kept for study.
 
-    Returns: (the batch with every column that was added on the way, the metrics of the step).
+    Returns: the metrics of ``credit`` and of the updates.
     """
     wanted = algorithm.annotations(step)
     for name in dict.fromkeys(a.role for a in wanted):
@@ -45,13 +44,13 @@ def learn(
         batch = role.annotate(batch, [a for a in wanted if a.role == name])
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
-        updates = algorithm.updates(step)
+        updates = algorithm.updates(step, batch)
     for update in updates:
         if isinstance(update, Snapshot):
             snapshot(roles, update)
         else:
             metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
-    return batch, metrics
+    return metrics
 
 
 def role_of(roles: Mapping[str, Role], name: str, who: str) -> Role:
@@ -62,17 +61,6 @@ def role_of(roles: Mapping[str, Role], name: str, who: str) -> Role:
             f"algorithm declares its roles: needs() must return Needs(roles=(..., RoleSpec({name!r})))."
         )
     return roles[name]
-
-
-def catch_up(planned: Iterable[Update | Snapshot], roles: Mapping[str, Role]) -> None:
-    """At the end of a step, with what :meth:`Algorithm.updates` said before it: a step with nothing to learn from, or
-    with too little for all minibatches, took fewer optimizer steps than the learning rates' schedules count on."""
-    steps: Counter[str] = Counter()
-    for update in planned:
-        if isinstance(update, Update):
-            steps[update.role] += update.epochs * update.minibatches
-    for name, count in steps.items():
-        roles[name].catch_up(count)
 
 
 def train(

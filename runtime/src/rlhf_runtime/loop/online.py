@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rlhf_runtime.loop.learn import catch_up, learn
+from rlhf_runtime.loop.learn import learn
 from rlhf_runtime.loop.run import Run
 
 
 def online(run: Run) -> None:
     """Every algorithm that learns from its own samples, whatever its rollout, reward and environment.
 
-    A step whose groups hold nothing to learn from updates nothing and is counted; a run without any update is an
-    error (:meth:`Run.close` raises it).
+    A step whose groups hold nothing to learn from updates nothing and is counted. A run without any update is an error
+    (:meth:`Run.close` raises it).
     """
     stream = run.stream
     assert stream is not None, "an online run is built with a stream"
@@ -18,14 +18,12 @@ def online(run: Run) -> None:
         with run.generating():
             stream.start(step)  # every batch of this round (or up to step + staleness) is generated and scored
         ready = stream.take(step)  # this step's groups: filtered, refilled, in submission order
-        planned = run.algorithm.updates(step)  # asked before the batch is known: what a full one would be updated by
-        batch = run.algorithm.assemble(ready.groups) if ready.groups else None
+        batch, metrics = run.algorithm.assemble(ready.groups) if ready.groups else (None, {})
         if batch is None:
-            metrics = run.nothing_to_learn(step, ready)
+            metrics |= run.nothing_to_learn(step, ready)
         else:
-            with run.learning():
-                batch, metrics = learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
-        catch_up(planned, run.roles)  # schedules move on by the optimizer steps that were planned
+            with run.learning(step):
+                metrics |= learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, where anybody will sample with it
-        run.finish(step, metrics, ready)  # observe, evaluate, checkpoint
+        run.finish(step, batch, metrics, ready)  # adapt, evaluate, record, save

@@ -85,11 +85,12 @@ class Run(Built):
             yield
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self, step: int) -> Iterator[None]:
         """The phase that changes weights."""
         self.take_devices_back()
         with self.timed("learn"):
             yield
+        self._catch_up(step)
 
     def sync(self, version: int) -> Metrics:
         """Weights of the policy go to the generator, which samples with ``version`` from now on; nothing moves where
@@ -108,7 +109,8 @@ class Run(Built):
         return self.data.examples(self.data.take(self.config.data.batch_size))
 
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
-        """A step whose rows or groups held nothing to learn from: counted, nothing is updated."""
+        """A step whose rows or groups held nothing to learn from: it is counted, and no weight changes."""
+        self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
         why = left_out(counts)
@@ -120,11 +122,16 @@ class Run(Built):
         path = self.directory.keep_batch(self.done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
-    def finish(self, step: int, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
-        """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due."""
+    def finish(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
+        """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due.
+
+        Args:
+            batch: what the step learnt from; None where there was nothing to learn from.
+            ready: the samples of an online step.
+        """
         done = step + 1
-        if "empty" not in metrics:
-            metrics |= self._adapt(step, metrics)
+        if batch is not None:
+            metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
             metrics |= self._keep_rollouts(done, ready)
         metrics["epoch"] = self.data.epoch
@@ -190,11 +197,17 @@ class Run(Built):
         with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is the one to show
             self.directory.write_end(self.status, why)
 
-    def _adapt(self, step: int, metrics: Metrics) -> Metrics:
-        """What the algorithm makes of a step with updates; the step is counted where one changed weights."""
-        # a role has a gradient norm where at least one of its optimizer steps was not skipped
+    def _catch_up(self, step: int) -> None:
+        """Learning rates go on as planned where the step took fewer optimizer steps: it had nothing to learn from, or
+        too little for all minibatches."""
+        for name, count in self.schedule.planned[step].items():
+            self.roles[name].catch_up(count)
+
+    def _adapt(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
+        """The algorithm's metrics after its updates. The step is counted where an update changed weights."""
+        # A role has a gradient norm where at least one of its optimizer steps was not skipped.
         self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
-        adapted = self.algorithm.finish(step, metrics)
+        adapted = self.algorithm.finish(step, batch, metrics)
         self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles}, metrics)
         return adapted
 

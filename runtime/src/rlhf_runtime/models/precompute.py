@@ -122,7 +122,7 @@ def precompute(
     wanted = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:
-        assembled = (algorithm.assemble(part) for part in examples())
+        assembled = (algorithm.assemble(part)[0] for part in examples())
         return (batch for batch in assembled if batch is not None)
 
     heads = [(Role.head_of(spec, a.output), a.view) for a in wanted]

@@ -30,7 +30,7 @@ class Role:
     changes = 0
     """How often its weights were asked to change: optimizer steps and snapshots."""
     taken = 0
-    """Optimizer steps of this step of the run (:meth:`catch_up`)."""
+    """Optimizer steps so far in this step of the run (:meth:`catch_up`)."""
 
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
         self.spec, self.group, self.budget = spec, group, budget
@@ -87,8 +87,8 @@ class Role:
         return add_sums(sums for sums, _ in results), results[0][1]
 
     def catch_up(self, planned: int) -> None:
-        """At the end of a step of the run: the learning rate goes on past those of its ``planned`` optimizer steps that
-        were not taken, so that the schedule ends with the run."""
+        """End a step of the run: the schedule of the learning rate skips those of the ``planned`` optimizer steps that
+        were not taken, so that it ends with the run."""
         missed, self.taken = planned - self.taken, 0
         if missed > 0:
             self.changes += 1

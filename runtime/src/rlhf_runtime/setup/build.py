@@ -119,7 +119,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         store=store,
         progress=progress,
         total_steps=prepared.total_steps,
-        snapshots=prepared.snapshots,
+        schedule=prepared.schedule,
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
     )

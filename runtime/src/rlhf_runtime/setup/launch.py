@@ -51,6 +51,6 @@ def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role |
     """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
     declared = {each: spec.role for each, spec in prepared.specs.items()}
     source = roles.get(base_of(prepared.config, declared, prepared.places, name) or "")
-    if source is None or name in prepared.snapshots or "base" not in source.facts.views:
+    if source is None or name in prepared.schedule.snapshots or "base" not in source.facts.views:
         return None
     return Role(prepared.specs[name], source.group, source.budget, view="base")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
+from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models import shared_heads
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.observe.numbered_folders import default_folder
@@ -50,8 +50,7 @@ class Prepared:
     total_steps: int
     specs: dict[str, ModelSpec]
     """By role."""
-    snapshots: frozenset[str]
-    """Roles whose weights the algorithm replaces on the way: they are in the checkpoint like trained ones."""
+    schedule: Schedule
     parts: dict[str, Selection]
     """``launcher``, ``trainer``, ``generator``, ... and, per role with options of its own, ``trainer.<role>``."""
     rewards: list[ActiveReward]
@@ -108,8 +107,9 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
-    updates, snapshots = _schedule(algorithm, steps)
-    _check_roles(made, steps, updates, snapshots)
+    schedule = Schedule.of(algorithm, steps)
+    updates = schedule.total()
+    _check_roles(made, steps, updates, schedule.snapshots)
     places = places_of(made, made.device_here())
     specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
     if any(spec.dtype == "auto" for spec in specs.values()):
@@ -131,7 +131,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         tokenizer,
         steps,
         specs,
-        snapshots,
+        schedule,
         parts,
         rewards,
         rollout,
@@ -158,7 +158,8 @@ def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapsho
     """Raises ConfigError where a trained role would never be, or a frozen one cannot be precomputed or lend its head.
 
     Args:
-        updates, snapshots: of the whole run, as :func:`_schedule` counts them.
+        updates: {role: optimizer steps of the whole run}.
+        snapshots: roles whose weights the algorithm replaces.
     """
     algorithm, roles = made.algorithm, made.roles
     _check_declared(algorithm, roles, snapshots)
@@ -204,7 +205,7 @@ def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
     """Raises ConfigError where the loss reads margins and the algorithm does not lay them. Only an algorithm that makes
     units of rows by itself can leave them out."""
     rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
-    batch = algorithm.assemble(rows) if rows else None
+    batch = algorithm.assemble(rows)[0] if rows else None
     if batch is not None and not batch.has("margin"):
         raise ConfigError(
             f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
@@ -239,16 +240,3 @@ def total_steps(config: RunFile, rows_per_epoch: int) -> int:
             f"are {asked:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
         )
     return max(1, math.ceil(asked))
-
-
-def _schedule(algorithm: Algorithm, steps: int) -> tuple[Counter[str], frozenset[str]]:
-    """({role: optimizer steps of the whole run}, which its learning-rate schedule spans; roles that are snapshots)."""
-    count: Counter[str] = Counter()
-    snapshots = set()
-    for step in range(steps):
-        for update in algorithm.updates(step):
-            if isinstance(update, Update):
-                count[update.role] += update.epochs * update.minibatches
-            else:
-                snapshots.add(update.role)
-    return count, frozenset(snapshots)

@@ -40,7 +40,7 @@ class _Distillation(Algorithm):
         output = "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
         return [Annotation(TEACHER, output, HIDDEN)]
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
         return [Update("policy", "loss")]
 
 
@@ -56,10 +56,10 @@ class DistillDemonstrations(_Distillation):
     data = "demonstrations"
     slots = {"loss": Slot("loss", "distill")}
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         from rlhf.ops.rows import pack_rows
 
-        return pack_rows(examples)
+        return pack_rows(examples), {}
 
 
 class DistillOnPolicy(_Distillation):
@@ -96,16 +96,15 @@ class DistillOnPolicy(_Distillation):
     def needs(self) -> Needs:
         return replace(super().needs(), given=1 - self.config.sampled)
 
-    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+        from rlhf.ops.pipeline import length_metrics
         from rlhf.ops.trajectories import assemble
 
         batch = assemble(examples, scored=False)
-        # without the column temperature: heads read the student's logits as they are
-        return None if batch is None else batch.only(("loss_mask", "own_tokens", "truncated", "given"))
-
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        from rlhf.ops.pipeline import length_metrics
-
+        if batch is None:
+            return None, {}
+        # Without the column temperature: heads read the student's logits as they are.
+        batch = batch.only(("loss_mask", "own_tokens", "truncated", "given"))
         own = [unit for unit, given in enumerate(batch.unit["given"].tolist()) if not given]
         return batch, length_metrics(batch.select(own)) if own else {}
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Needs, Update
 
-from rlhf_plugin_dpo.pairing import PairChoice, Pairing, as_pairs, pair_samples
+from rlhf_plugin_dpo.pairing import PairChoice, as_pairs, pair_samples
 from rlhf_plugin_dpo.pairwise import Pairwise, PairwiseConfig
 
 if TYPE_CHECKING:
@@ -44,31 +44,29 @@ class OnlineDPO(Pairwise):
     name = "online_dpo"
     source = "Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792"
     Config = OnlineDPOConfig
-    _pairing = Pairing()
 
     def needs(self) -> Needs:
         # "correction": pairs may come from any distribution, so sampling with top_p needs no importance weights.
         return replace(super().needs(), group_min=2, features=("correction",))
 
-    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         samples = assemble(examples, self.step_sources)
         if samples is None:
-            return self.counted(None)
-        self._pairing = pair_samples(samples, self.config.pairs, self.config.min_gap)
-        return self.counted(as_pairs(samples, self._pairing.pairs) if self._pairing.pairs else None)
-
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        p = self._pairing
+            return None, {}
+        found = pair_samples(samples, self.config.pairs, self.config.min_gap)
+        if not found.pairs:
+            return None, {}
+        batch = as_pairs(samples, found.pairs)
         return batch, {
-            "pairs/made": float(len(p.pairs)),
-            "pairs/groups": float(p.groups),
-            "pairs/tied_groups": float(p.tied_groups),
-            "pairs/equal_answers": float(p.equal_answers),
+            "pairs/made": float(len(found.pairs)),
+            "pairs/groups": float(found.groups),
+            "pairs/tied_groups": float(found.tied_groups),
+            "pairs/equal_answers": float(found.equal_answers),
             "pairs/chosen_score": float(batch.unit["chosen_score"].mean()),
             "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
         }
 
-    def update(self) -> Update:
-        """At most as many minibatches as there are pairs: how many a step has is not known beforehand."""
-        minibatches = min(self.config.minibatches, self._pairs or self.config.minibatches)
+    def update(self, batch: Batch | None) -> Update:
+        """At most one minibatch per pair: how many pairs a step has is not known before its samples are scored."""
+        minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
         return Update("policy", "loss", self.config.epochs, minibatches, coef=self.coef())

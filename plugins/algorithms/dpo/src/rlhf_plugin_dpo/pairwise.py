@@ -43,9 +43,7 @@ class Pairwise(Algorithm):
         super().__init__(config, parts)
         self.loss: Loss = self.parts["loss"]
         self._shift, self._rewards = 0.0, 0
-        """Running mean of rewards, and how many it is of: what ``bco_pair`` subtracts."""
-        self._pairs = 0
-        """Of the batch in work."""
+        """The running mean of rewards, which ``bco_pair`` subtracts, and the number of rewards in it."""
         if self.config.snapshot_every is not None and not self.reads_reference:
             raise ConfigError(
                 f"algorithm.snapshot_every = {self.config.snapshot_every} copies the policy to the reference, which "
@@ -67,33 +65,26 @@ class Pairwise(Algorithm):
     def annotations(self, step: int) -> list[Annotation]:
         return [Annotation("reference", "logprobs", "ref_logprobs")] if self.reads_reference else []
 
-    def updates(self, step: int) -> list[Update | Snapshot]:
-        """The update, and behind it, when due, the snapshot: the next step's ``ref_logprobs`` are annotated before its
-        updates, so they are the new reference's."""
-        return [self.update(), *self._snapshot(step)]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        """The update and, when it is due, the snapshot. The snapshot comes last: the ``ref_logprobs`` of the next step
+        are the new reference's."""
+        return [self.update(batch), *self._snapshot(step)]
 
-    def update(self) -> Update:
+    def update(self, batch: Batch | None) -> Update:
         return Update("policy", "loss", coef=self.coef())
 
     def coef(self) -> dict[str, float]:
         return {"bco_shift": self._shift} if self._running else {}
 
-    def counted(self, batch: Batch | None) -> Batch | None:
-        """``batch``, its pairs noted for the running shift."""
-        self._pairs = 0 if batch is None else batch.units
-        return batch
-
-    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the step's rewards into the running mean. The loss reads that of earlier steps, so an evaluation
-        changes nothing."""
-        pairs, self._pairs = self._pairs, 0
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add the step's rewards to the running mean. The loss reads the mean of earlier steps."""
         if not self._running:
             return {}
         used = self._shift
-        if pairs and "policy/chosen_reward" in metrics:  # absent where the only update was skipped
+        if "policy/chosen_reward" in metrics:  # absent where the only update was skipped
             mean = (metrics["policy/chosen_reward"] + metrics["policy/rejected_reward"]) / 2
-            self._rewards += 2 * pairs
-            self._shift += (mean - self._shift) * 2 * pairs / self._rewards
+            self._rewards += 2 * batch.units
+            self._shift += (mean - self._shift) * 2 * batch.units / self._rewards
         return {"bco_shift": used}
 
     def state_dict(self) -> dict[str, Any]:

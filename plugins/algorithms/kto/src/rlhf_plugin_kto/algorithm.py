@@ -35,13 +35,16 @@ class KTOConfig(ComponentConfig):
 
 
 class KTO(Algorithm):
-    """Make desirable answers likelier and undesirable ones less likely than they are for the reference.
+    """Make desirable answers likelier and undesirable answers less likely than they are for the reference.
 
-    One optimizer step per step, over all its rows. A unit is a row's answer (role 0, unit column ``label``: whether it
-    is desirable) and, where the loss reads the policy's drift on mismatched answers, its prompt with another row's
-    answer (role 1, under the mask ``twin_mask``), whose end is cut where both go beyond ``data.max_tokens`` (counted).
-    A row without a trained token is left out and counted; with fewer than two rows left there is nothing to mismatch,
-    and nothing is learnt.
+    One optimizer step in every step of the run, on all its rows. A unit is a row's answer (role 0, unit column
+    ``label``: whether it is desirable). Where the loss reads the policy's drift on mismatched answers, the unit also
+    has the row's prompt with another row's answer (role 1, under the mask ``twin_mask``). That answer is cut at its end
+    where both are longer than ``data.max_tokens``. Where fewer than two rows are left there is nothing to mismatch, and
+    the step learns nothing.
+
+    Metrics, where they are not 0: ``labels/left_out`` (answers without a trained token), ``labels/without_twin``
+    (answers without a mismatched one), ``labels/cut_twins`` (mismatched answers that were cut).
     """
 
     name = "kto"
@@ -49,10 +52,6 @@ class KTO(Algorithm):
     data: ClassVar[DataForm] = "labels"
     slots = {"loss": Slot("loss", "kto")}
     Config = KTOConfig
-
-    _left_out = 0
-    _without_twin = 0
-    _cut_twins = 0
 
     @property
     def _mismatched(self) -> bool:
@@ -68,7 +67,7 @@ class KTO(Algorithm):
         """(index of the sequence, whether it is desirable) of each answer of a row."""
         return [(0, example.values["label"])]
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         from rlhf.ops.batch import pack
 
         rows, answers, sources = [], 0, set()
@@ -79,23 +78,24 @@ class KTO(Algorithm):
                     place = (side, example.row.source, example.row.index)
                     rows.append(Labelled.of(example.sequences[index], desirable, place))
                     sources.add(number)
-        self._left_out, self._without_twin, self._cut_twins = answers - len(rows), 0, 0
         if not rows or (self._mismatched and len(sources) < 2):
-            return None
-        return pack(self._with_twins(rows) if self._mismatched else [_unit(row) for row in rows])
+            return None, {}
+        left_out = {"labels/left_out": answers - len(rows)}
+        units, counts = self._with_twins(rows) if self._mismatched else ([_unit(row) for row in rows], {})
+        return pack(units), {name: float(count) for name, count in (left_out | counts).items() if count}
 
-    def _with_twins(self, rows: Sequence[Labelled]) -> list[UnitData]:
+    def _with_twins(self, rows: Sequence[Labelled]) -> tuple[list[UnitData], dict[str, int]]:
+        """(a unit per row, counts for the metrics)."""
         chosen = twins(rows)
-        self._without_twin = chosen.count(None)
-        units = []
+        units, cut = [], 0
         for row, i in zip(rows, chosen, strict=True):
             twin = None if i is None else rows[i]
             room = None if self.max_tokens is None else self.max_tokens - len(row.prompt)
             if twin is not None and room is not None and len(twin.answer) > room:
-                self._cut_twins += 1
+                cut += 1
                 twin = replace(twin, answer=twin.answer[:room], mask=twin.mask[:room])
             units.append(_unit(row, twin, twinned=True))
-        return units
+        return units, {"labels/without_twin": chosen.count(None), "labels/cut_twins": cut}
 
     def annotations(self, step: int) -> list[Annotation]:
         own = Annotation("reference", "logprobs", "ref_logprobs")
@@ -105,16 +105,8 @@ class KTO(Algorithm):
 
         return [own, Annotation("reference", twin_logprobs(), "twin_ref_logprobs", per_row=False)]
 
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        counts = {
-            "labels/left_out": self._left_out,
-            "labels/without_twin": self._without_twin,
-            "labels/cut_twins": self._cut_twins,
-        }
-        return batch, {name: float(count) for name, count in counts.items() if count}
-
-    def updates(self, step: int) -> list[Update | Snapshot]:
-        """The snapshot comes last: the next step's columns are the new reference's."""
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        """The snapshot comes last: the columns of the next step are the new reference's."""
         every = self.config.snapshot_every
         due = every is not None and (step + 1) % every == 0
         snapshot = [Snapshot("reference", "policy", self.config.snapshot_share)] if due else []

@@ -29,12 +29,12 @@ class ORPO(PairLearning):
     source = "Hong et al. 2024, arXiv:2403.07691"
     slots = {"loss": Slot("loss", "orpo")}
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
-        batch = super().assemble(examples)
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
+        batch, metrics = super().assemble(examples)
         if batch is None or all(r.over != TEXT_MASK for r in self.parts["loss"].reduce().values()):
-            return batch
+            return batch, metrics
         text_N = (batch.position_N > 0) & (batch.role_B == 0)[batch.seq_N]
-        return batch.with_column("tok", TEXT_MASK, batch.tok["loss_mask"] | text_N, over=None)
+        return batch.with_column("tok", TEXT_MASK, batch.tok["loss_mask"] | text_N, over=None), metrics
 
 
 @hookimpl

@@ -76,7 +76,7 @@ class ProcessRewardModel(Algorithm):
         if isinstance(self.parts["loss"], StepLabels):  # another loss declares what it reads itself
             self.parts["loss"].head = step_logits(right, wrong)
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         """Token columns ``step_end`` (bool) and ``step_label`` (the label there, 0 elsewhere)."""
         from rlhf.ops.batch import SequenceData, UnitData, pack
 
@@ -91,9 +91,9 @@ class ProcessRewardModel(Algorithm):
             }
             if labels:
                 units.append(UnitData([SequenceData(sequence.ids, tok)]))
-        return pack(units) if units else None
+        return pack(units) if units else None, {}
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
         return [Update("policy", "loss")]
 
     def model_config(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -12,8 +12,6 @@ from rlhf.types import Group, Needs, RoleSpec, Update
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
-
-    from rlhf_plugin_rejection_sampling.best import Best
 
 
 class RejectionSamplingConfig(ComponentConfig):
@@ -47,27 +45,24 @@ class RejectionSampling(Algorithm):
     source = "Touvron et al. 2023, Llama 2, arXiv:2307.09288, section 3.2.3"
     Config = RejectionSamplingConfig
     slots = {"loss": Slot("loss", "nll")}
-    _best: Best | None = None
 
     def needs(self) -> Needs:
         # "correction": any text may be a demonstration, so sampling with top_p needs no importance weights.
         return Needs((RoleSpec("policy", trained=True),), self.config.keep, features=("correction",))
 
-    def assemble(self, examples: Sequence[Group]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         from rlhf.ops.trajectories import assemble
 
         from rlhf_plugin_rejection_sampling.best import best_of
 
         samples = assemble(examples, self.step_sources)
-        self._best = None if samples is None else best_of(samples, self.config.keep, self.config.min_reward)
-        if samples is None or self._best is None or not self._best.units:
-            return None
-        # without `temperature`: the log-probs of a demonstration are those at temperature 1
-        return samples.only(["loss_mask", "group", "sample"]).select(self._best.units)
-
-    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        best = self._best
-        assert best is not None
+        if samples is None:
+            return None, {}
+        best = best_of(samples, self.config.keep, self.config.min_reward)
+        if not best.units:
+            return None, {}
+        # Without the column temperature: the log-probs of a demonstration are those at temperature 1.
+        batch = samples.only(["loss_mask", "group", "sample"]).select(best.units)
         return batch, {
             "reward/mean": best.mean,
             "reward/best": best.mean_kept,
@@ -76,16 +71,10 @@ class RejectionSampling(Algorithm):
             "rejection/ties": float(best.ties),
         }
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
-        """At most as many minibatches as samples were kept: how many a step keeps is not known beforehand."""
-        minibatches = self.config.minibatches
-        if self._best is not None and self._best.units:
-            minibatches = min(minibatches, len(self._best.units))
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+        """At most one minibatch per kept sample: how many a step keeps is not known before its samples are scored."""
+        minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
         return [Update("policy", "loss", self.config.epochs, minibatches)]
-
-    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        self._best = None  # what the next step is planned with knows nothing of this one
-        return {}
 
 
 @hookimpl

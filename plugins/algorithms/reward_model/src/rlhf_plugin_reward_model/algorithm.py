@@ -47,7 +47,7 @@ class RewardModel(Algorithm):
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy", head="scalar", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` where rows have one."""
         from rlhf.ops.batch import SequenceData, UnitData, pack
 
@@ -59,12 +59,12 @@ class RewardModel(Algorithm):
             for example in examples
             if any(any(s.loss_mask[1:]) for s in example.sequences)  # neither answer has a token: two equal prompts
         ]
-        return pack(units) if units else None
+        return pack(units) if units else None, {}
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
         return [Update("policy", "loss")]
 
-    def finish(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         if "policy/score_mean" in metrics:  # absent where the step was skipped, or with another loss
             self._training.add(metrics["policy/score_mean"], metrics["policy/score_square"])
         return {}

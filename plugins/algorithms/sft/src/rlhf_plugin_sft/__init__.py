@@ -31,12 +31,12 @@ class SFT(Algorithm):
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> Batch | None:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         from rlhf.ops.rows import pack_rows
 
-        return pack_rows(examples)
+        return pack_rows(examples), {}
 
-    def updates(self, step: int) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
         return [Update("policy", "loss")]
 
 

@@ -26,6 +26,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
 from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_runtime.data.vocabulary import check_vocabularies
+from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.answering import scorer_of
@@ -48,10 +49,10 @@ class Score(Algorithm):
     def needs(self) -> Needs:
         return Needs(())
 
-    def assemble(self, examples: Sequence[object]) -> Batch | None:
-        return None
+    def assemble(self, examples: Sequence[object]) -> tuple[Batch | None, dict[str, float]]:
+        return None, {}
 
-    def updates(self, step: int) -> list:
+    def updates(self, step: int, batch: Batch | None = None) -> list:
         return []
 
 
@@ -230,7 +231,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
         tokenizer=tokenizer,
         total_steps=0,
         specs=specs,
-        snapshots=frozenset(),
+        schedule=Schedule(),
         parts=parts,
         rewards=made.rewards,
         rollout=None,

@@ -1,0 +1,44 @@
+"""What an algorithm plans to train: the number of optimizer steps of each role in each step of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.interfaces import Algorithm
+from rlhf.types import Update
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The answers of ``Algorithm.updates`` for every step of the run, as they were before the first one."""
+
+    planned: tuple[Mapping[str, int], ...] = ()
+    """Of each step of the run: {role: optimizer steps}."""
+    snapshots: frozenset[str] = frozenset()
+    """Roles whose weights the algorithm replaces by those of another role. A checkpoint holds them, as it holds the
+    weights of trained roles."""
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, steps: int) -> Schedule:
+        """Ask the algorithm for each of ``steps`` steps."""
+        planned: list[Mapping[str, int]] = []
+        different: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # most steps are alike: kept once
+        snapshots = set()
+        for step in range(steps):
+            count: Counter[str] = Counter()
+            for update in algorithm.updates(step):
+                if isinstance(update, Update):
+                    count[update.role] += update.epochs * update.minibatches
+                else:
+                    snapshots.add(update.role)
+            planned.append(different.setdefault(tuple(count.items()), dict(count)))
+        return cls(tuple(planned), frozenset(snapshots))
+
+    def total(self) -> Counter[str]:
+        """{role: optimizer steps of the whole run}: the length of its learning-rate schedule."""
+        total: Counter[str] = Counter()
+        for count in self.planned:
+            total.update(count)
+        return total
