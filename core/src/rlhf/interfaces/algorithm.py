@@ -35,8 +35,8 @@ class Algorithm(Component):
     may call the first four in between. What must outlive a step (an adaptive coefficient) belongs into
     ``state_dict``.
 
-    The runtime builds ``cls(config, parts)`` with one instance per slot. ``docs/tutorial/first-algorithm.md`` has a complete
-    example; the library ``rlhf_algorithms`` has base classes that algorithms share.
+    The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is on the page
+    ``docs/tutorial/first-algorithm.md``. The library ``rlhf_algorithms`` has base classes that algorithms share.
     """
 
     data: ClassVar[DataForm] = "prompts"
