@@ -10,23 +10,19 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import math
-import numbers
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, RewardError, shown
+from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid
 from rlhf.paths import check_path
+from rlhf.plugins.functions import SAMPLE_PARAMETERS, reward_of_samples
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
-
-FUNCTION_PARAMETERS = ("prompt", "completion", "row")
-"""A reward function: ``def NAME(prompt: str, completion: str, row: Mapping) -> float | None``, plain or async."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ def looks_native(source: SourceFile, kind: str) -> bool:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "rlhf":
             return True
     functions = (n for n in source.tree().body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    return kind == "reward" and any(tuple(a.arg for a in f.args.args) == FUNCTION_PARAMETERS for f in functions)
+    return kind == "reward" and any(tuple(a.arg for a in f.args.args) == SAMPLE_PARAMETERS for f in functions)
 
 
 def pick_component(source: SourceFile, kind: str, attribute: str | None, module: ModuleType) -> type[Any] | None:
@@ -124,7 +120,7 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
     candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, INTERFACES[kind])]
     concrete = [c for c in candidates if not abstract_methods(c)] or candidates
     if kind == "reward" and not concrete:
-        concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == FUNCTION_PARAMETERS]
+        concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == SAMPLE_PARAMETERS]
     if len(concrete) > 1:
         choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
         raise PluginInvalid(f"{what}: the file defines {len(concrete)} of that kind; pick one: {choices}")
@@ -160,7 +156,7 @@ def _expected(kind: str) -> str:
 
     text = f"one subclass of rlhf.interfaces.{INTERFACES[kind].__name__}"
     return text + (
-        f", or one function 'def score({', '.join(FUNCTION_PARAMETERS)}) -> float | None'" if kind == "reward" else ""
+        f", or one function 'def score({', '.join(SAMPLE_PARAMETERS)}) -> float | None'" if kind == "reward" else ""
     )
 
 
@@ -188,41 +184,9 @@ def _function_reward(source: SourceFile, function: Callable[..., Any], module: M
     if class_name in vars(module):
         cls: type[Any] = vars(module)[class_name]
         return cls
-    from rlhf.interfaces import Reward
-    from rlhf.types import Group, RewardResult, Trajectory
-
     label = f"reward function {function.__name__!r} of {source.path}"
-
-    def arguments(t: Trajectory) -> tuple[str, str, Mapping[str, Any]]:
-        return t.prompt_text, t.completion, t.row.columns
-
-    def result(value: Any, t: Trajectory) -> RewardResult:
-        if value is None:
-            return RewardResult(None)
-        try:
-            number = float(value) if isinstance(value, numbers.Real) else math.nan
-        except OverflowError:  # an integer beyond what a float holds
-            number = math.inf
-        if not math.isfinite(number):
-            raise RewardError(f"{label} returned {shown(value)} for sample {t.index}; expected a finite number or None")
-        return RewardResult(number)
-
-    def score(self: Any, group: Group) -> list[RewardResult]:
-        return [result(function(*arguments(t)), t) for t in group.trajectories]
-
-    async def score_async(self: Any, group: Group) -> list[RewardResult]:
-        return [result(await function(*arguments(t)), t) for t in group.trajectories]
-
-    body = {
-        "name": source.name,
-        "per_sample": True,
-        "__module__": module.__name__,
-        "__doc__": function.__doc__
-        or f"Scores each trajectory with {function.__name__}({', '.join(FUNCTION_PARAMETERS)}).",
-        "score": score_async if inspect.iscoroutinefunction(function) else score,
-    }
+    made = reward_of_samples(function, name=source.name, class_name=class_name, module=module.__name__, label=label)
     if hasattr(module, "conformance"):  # what the suite cannot guess (rlhf_testing.conformance), beside the function
-        body["conformance"] = module.conformance
-    made = type(class_name, (Reward,), body)
+        made.conformance = module.conformance
     setattr(module, class_name, made)  # so that it pickles
     return made

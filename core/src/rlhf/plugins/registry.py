@@ -24,7 +24,7 @@ from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_co
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
 from rlhf.plugins.requirements import check_requirements, published
-from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved
+from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved, source_sha256
 
 Entries = list[Entry]
 Manifest = list[dict[str, str]]
@@ -98,8 +98,12 @@ class Plugins:
             self._files[reference.path] = source
             return self._resolve_file(reference, source)
         entry = self._find(reference)
-        cls = self._registered.get((kind, entry.name, entry.distribution)) or self._import(entry)
-        return Resolved(kind, entry.name, cls, entry.distribution, entry.version, ref, options=reference.options)
+        own = self._registered.get((kind, entry.name, entry.distribution))
+        sha256 = source_sha256(own) if own is not None and entry.distribution == IN_PROCESS else ""
+        cls = own or self._import(entry)
+        return Resolved(
+            kind, entry.name, cls, entry.distribution, entry.version, ref, sha256, options=reference.options
+        )
 
     def resolve_text(self, kind: str, ref: str, path: str, text: str) -> Resolved:
         """Resolve a ``file:`` reference from text that another process read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +29,7 @@ class Resolved:
     ref: str
     """The reference as the user wrote it."""
     sha256: str = ""
-    """Of the file's bytes; empty for installed plugins."""
+    """Of the file's bytes, or of the source of a class of this process; empty for installed plugins."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the reference itself sets: ``model:PATH`` is the plugin ``model`` with ``{"model": PATH}``."""
     path: str = ""
@@ -43,4 +45,21 @@ class Resolved:
         item = {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
         if self.distribution == FILE:
             item |= {"ref": self.ref, "sha256": self.sha256}
+        elif self.distribution == IN_PROCESS:
+            item |= {"sha256": self.sha256}
         return item
+
+
+def source_sha256(cls: type[Any]) -> str:
+    """SHA-256 (hexadecimal) of the source of a class of this process, or of what it was made from (its attribute
+    ``made_from``: a function). Of the compiled code where the source of a function is not known; empty where nothing
+    is."""
+    source = getattr(cls, "made_from", cls)
+    try:
+        return hashlib.sha256(inspect.getsource(source).encode()).hexdigest()
+    except (OSError, TypeError):  # typed at a prompt, or an object that has no source of its own
+        code = getattr(source, "__code__", None)
+        if code is None:
+            return ""
+        constants = [c for c in code.co_consts if not inspect.iscode(c)]
+        return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()

@@ -14,6 +14,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -49,6 +50,13 @@ class FlagText(str):
         """The TOML value it spells, or the text itself."""
         value = toml_value(self)
         return str(self) if value is _MISSING else value
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that was given in Python in place of a flag's text: it is taken as it is."""
+
+    value: Any
 
 
 def toml_value(text: str) -> Any:

@@ -22,8 +22,8 @@ from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.components import chosen_by, option_problems
-from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, plain, read
-from rlhf_runtime.config.overrides import Overrides
+from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
+from rlhf_runtime.config.overrides import Override, Overrides
 from rlhf_runtime.config.problems import describe, got, origin, raise_problems
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf_runtime.config.secrets import find_secrets
@@ -65,14 +65,15 @@ def short_flags() -> Mapping[str, str]:
     return MappingProxyType(_SHORT)
 
 
-def load(path: str | None, overrides: Sequence[tuple[str, str | None]] = ()) -> RunFile:
+def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins | None = None) -> RunFile:
     """The run file with flags laid over it.
 
     Args:
         path: a TOML file, or None where flags say everything.
-        overrides: (dotted flag without dashes, raw text, or None for a flag without a value). A list section's entries
-            are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``); ``reward``, ``observer``,
-            ``data.train`` and ``data.eval`` alone, given once or more, replace the whole list.
+        overrides: (dotted flag without dashes, raw text, None for a flag without a value, or a value given in Python).
+            A list section's entries are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``);
+            ``reward``, ``observer``, ``data.train`` and ``data.eval`` alone replace the whole list.
+        plugins: those whose options and names are suggested; the installed ones where absent.
 
     Raises ConfigError listing every problem with its path, where it was written, the value got and what is allowed.
     """
@@ -84,7 +85,7 @@ def load(path: str | None, overrides: Sequence[tuple[str, str | None]] = ()) -> 
         raise ConfigError(f"{path} is not valid TOML: {error}.{unquoted(text, str(error))}") from None
     origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
-    plugins = Plugins.discover()
+    plugins = plugins or Plugins.discover()
     layers = Overrides(
         expand(data), origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True)
     )
@@ -203,11 +204,12 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the run file {path}: {error}") from None
 
 
-def _expand_backend(overrides: Sequence[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
-    expanded: list[tuple[str, str | None]] = []
-    for key, value in overrides:
+def _expand_backend(overrides: Sequence[Override]) -> list[Override]:
+    expanded: list[Override] = []
+    for key, given in overrides:
+        value = given.value if isinstance(given, Given) else given
         if key != "backend" or value is None:
-            expanded.append((key, value))
+            expanded.append((key, given))
         elif value in BACKENDS:
             expanded += [(f"{kind}.use", name) for kind, name in BACKENDS[value].items()]
         else:

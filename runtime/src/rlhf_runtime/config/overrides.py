@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.errors import did_you_mean
 
-from rlhf_runtime.config.flag_values import ALONE, FlagText, item_of, model_of, toml_value
+from rlhf_runtime.config.flag_values import ALONE, FlagText, Given, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice, label_of
@@ -17,6 +17,9 @@ LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "p
 RUNTIME = ("launcher", "trainer", "generator")
 """Where another plugin does the same work elsewhere: it reads the options of the one that it replaces (a learning rate
 is one on any trainer), and refuses those that it does not have."""
+
+Override = tuple[str, str | Given | None]
+"""(dotted path, the flag's text; None of a flag without a value; or a value given in Python)."""
 
 
 class Overrides:
@@ -34,10 +37,10 @@ class Overrides:
         self.origins = dict(origins)
         self.problems: list[str] = []
 
-    def apply(self, overrides: Sequence[tuple[str, str | None]]) -> None:
+    def apply(self, overrides: Sequence[Override]) -> None:
         """Whole lists first, then ``use``, then single fields: the order on the command line does not matter."""
-        lists: dict[str, list[str]] = {}
-        fields: dict[str, str | None] = {}
+        lists: dict[str, list[str | Given]] = {}
+        fields: dict[str, str | Given | None] = {}
         for key, raw in overrides:
             if raw is None and (key in LIST_PATHS or key in SINGLE or key.endswith(".use")):
                 what = "PATH" if key.startswith("data.") else "NAME"
@@ -51,7 +54,7 @@ class Overrides:
         for key in sorted(fields, key=lambda k: (not k.endswith(".use"), k.count("."))):
             self._set(key, fields[key], fields)
 
-    def _replace_list(self, key: str, texts: Sequence[str]) -> None:
+    def _replace_list(self, key: str, texts: Sequence[str | Given]) -> None:
         field = LIST_PATHS[key]
         section, _, name = key.rpartition(".")
         parent = self.data.setdefault(section, {}) if section else self.data
@@ -61,22 +64,29 @@ class Overrides:
             extra = sorted(set(entry) - {field}) if isinstance(entry, dict) else []
             if extra:
                 first = f"{key}.{i}.{extra[0]}"
+                said = " ".join(text for text in texts if isinstance(text, str))
                 self.problems.append(
-                    f"--{key} {' '.join(texts)} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
+                    f"--{key} {said} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
                     f"{', '.join(extra)} is set{origin(first, self.origins)}. Remove it from the file, or change that "
                     f"entry with --{key}.{i}.{field}."
                 )
-        entries: list[dict[str, Any]] = []
+        entries: list[Any] = []
         for text in texts:
+            if isinstance(text, Given):
+                listed = text.value if isinstance(text.value, list | tuple) else [text.value]
+                entries += [
+                    {field: v} if isinstance(v, str) else dict(v) if isinstance(v, Mapping) else v for v in listed
+                ]
+                continue
             value = toml_value(text)
             several = value if isinstance(value, list) and all(isinstance(v, str) for v in value) else [text]
             entries += [{field: str(v)} for v in several]
         parent[name] = entries
         for path in [p for p in self.origins if p.startswith(f"{key}.")]:
             del self.origins[path]
-        self.origins[key] = f"flag --{key}"
+        self.origins[key] = _origin(key, texts[-1])
 
-    def _set(self, key: str, raw: str | None, flags: Collection[str]) -> None:
+    def _set(self, key: str, raw: str | Given | None, flags: Collection[str]) -> None:
         parts = key.split(".")
         if not all(parts):
             self.problems.append(f"--{key}: a flag is a path of names joined by single dots, e.g. --run.seed")
@@ -94,10 +104,14 @@ class Overrides:
             return
         last = parts[-1]
         full = f"{path}.{last}" if path else last
-        if last == "use" and path and raw is not None:
-            self._check_replaced(node, path, raw, flags)
-        node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
-        self.origins[full] = f"flag --{key}"
+        new = raw.value if isinstance(raw, Given) else raw
+        if last == "use" and path and isinstance(new, str):
+            self._check_replaced(node, path, new, flags)
+        if isinstance(raw, Given):
+            node[last] = raw.value
+        else:
+            node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
+        self.origins[full] = _origin(key, raw)
 
     def _descend(self, parts: Sequence[str], key: str) -> tuple[Any, str]:
         node: Any = self.data
@@ -143,12 +157,17 @@ class Overrides:
             return
         left = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
         for field in left:
-            if field not in flags and not self.origins.get(field, "").startswith("flag"):
+            if field not in flags and not self.origins.get(field, "").startswith(("flag", "option")):
                 was = f"{old!r}" if old is not None else "the plugin that is there by default"
                 self.problems.append(
                     f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces by {new!r}. "
                     f"Remove it from the file, or say what it should be with --{field}."
                 )
+
+
+def _origin(key: str, raw: str | Given | None) -> str:
+    """Who set a value, for messages."""
+    return f"option {key!r}" if isinstance(raw, Given) else f"flag --{key}"
 
 
 def _is_section(key: str) -> bool:

@@ -41,6 +41,8 @@ MARK = "RLHF_WORKER"
 """Environment variable that all processes have in common which a worker has started, whatever session they are in."""
 MOST_BYTES = 1 << 30
 """Of one answer. More is a plugin that wrote to the socket itself, or would fill the memory of the run."""
+MOST_COPIED = 64 << 20
+"""Bytes of a class of this process, with all that it uses, that are copied to each of its workers."""
 
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
@@ -207,18 +209,35 @@ def _environment(path: Path) -> list[bytes]:
 
 
 def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
-    """The plugin's reference, by which another process imports it again."""
+    """What another process makes the plugin's class of: its reference, by which the class is imported again, or, for a
+    class of this process, the class with the code of its module that it uses (cloudpickle)."""
     cls = resolved.cls
-    try:
-        if resolved.distribution == IN_PROCESS and (cls.__module__ == "__main__" or "<locals>" in cls.__qualname__):
-            raise pickle.PicklingError("it exists in this process only")
+    if resolved.distribution != IN_PROCESS:
         return pickle.dumps(resolved)
-    except (pickle.PicklingError, AttributeError, TypeError) as cause:
+    import cloudpickle
+
+    module = sys.modules.get(cls.__module__)
+    by_value = module is not None and cls.__module__ not in ("__main__", *cloudpickle.list_registry_pickle_by_value())
+    try:
+        if by_value:  # the other process may not be able to import it: a notebook, a script, a test
+            cloudpickle.register_pickle_by_value(module)
+        made: bytes = cloudpickle.dumps(resolved)
+    except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
         raise error(
-            f"{resolved}: its methods are plain `def`, so it runs in a worker process, which cannot import "
-            f"{cls.__module__}:{cls.__qualname__}: {cause}. Define it at the top of a module, select it with file:, "
-            "or write its methods as `async def`."
+            f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
+            f"it uses cannot be copied: {type(cause).__name__}: {cause}. Make that inside of the function, or write "
+            "the function as `async def`: it is then called in this process."
         ) from cause
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    if len(made) > MOST_COPIED:
+        raise error(
+            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(made) >> 20} MiB of "
+            f"data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the function, "
+            "or write the function as `async def`: it is then called in this process."
+        )
+    return made
 
 
 @atexit.register
