@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
-from rlhf.types import Row
+from rlhf.types import RewardResult, Row
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
@@ -231,18 +231,19 @@ def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_g
         pool.close()
 
 
-def test_a_class_of_this_process_only_is_refused_with_what_to_do(make_group) -> None:
+def test_a_class_of_this_process_only_is_copied_with_what_it_uses(make_group) -> None:
     from rlhf.interfaces import Reward
 
     class Local(Reward):
         name = "local"
 
         def score(self, group):
-            return []
+            return [RewardResult(float(gone(os.getpid() + 10**7)), info={"pid": os.getpid()})]
 
-    resolved = Resolved("reward", "local", Local, "in process", "", "local")
-    with pytest.raises(RewardError, match=r"cannot import .*Local.*exists in this process only.*file:.*async def"):
-        Worker(resolved, None, RewardError)
+    resolved = Resolved("reward", "local", Local, "in process", "", "in process/local")
+    results, worker = asyncio.run(call(resolved, make_group("2")))
+    assert results[0]["value"] == 1.0
+    assert results[0]["info"]["pid"] == worker.pid
 
 
 def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:

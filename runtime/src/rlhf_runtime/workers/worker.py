@@ -217,9 +217,9 @@ def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
     import cloudpickle
 
     module = sys.modules.get(cls.__module__)
-    by_value = module is not None and cls.__module__ not in ("__main__", *cloudpickle.list_registry_pickle_by_value())
+    by_value = _is_local(cls.__module__) and cls.__module__ not in cloudpickle.list_registry_pickle_by_value()
     try:
-        if by_value:  # the other process may not be able to import it: a notebook, a script, a test
+        if by_value:
             cloudpickle.register_pickle_by_value(module)
         made: bytes = cloudpickle.dumps(resolved)
     except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
@@ -238,6 +238,14 @@ def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
             "or write the function as `async def`: it is then called in this process."
         )
     return made
+
+
+def _is_local(module: str) -> bool:
+    """Whether a module's code must travel with what it defines: that of a script, a notebook or a test, which another
+    process may not be able to import. An installed package is imported there. (``__main__`` travels in any case.)"""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file or "").parts
+    return module in sys.modules and module != "__main__" and not installed
 
 
 @atexit.register

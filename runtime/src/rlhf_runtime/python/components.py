@@ -1,0 +1,70 @@
+"""Classes and instances of this process as plugins of one run: registered by a name, selected like any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.errors import ConfigError, shown
+from rlhf.interfaces import Component
+from rlhf.plugins import Plugins
+from rlhf.plugins.resolved import IN_PROCESS
+
+Entry = dict[str, Any]
+"""One table of a list section of the run file: ``use``, ``name`` and the plugin's options."""
+
+
+def register(plugins: Plugins, kind: str, cls: type[Any]) -> str:
+    """Offer a class in ``plugins``; the reference that selects it."""
+    plugins.register(kind, cls)
+    return f"{IN_PROCESS}/{cls.name}"
+
+
+def plugin_name(text: str) -> str:
+    """``text`` in the letters that names of plugins have."""
+    return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "unnamed"
+
+
+def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
+    """(a class with a name for a class or an instance of a component, its options).
+
+    The class of an instance makes components that share the attributes of that instance, in this process.
+
+    Args:
+        name: of the class; where absent its own name, or that of the Python class.
+    """
+    cls = given if isinstance(given, type) else type(given)
+    wanted = plugin_name(name or cls.name or cls.__name__)
+    body: dict[str, Any] = {"name": wanted, "made_from": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if isinstance(given, type):
+        return (cls if cls.name == wanted else type(cls.__name__, (cls,), body)), {}
+
+    def share(self: Any, config: Any = None) -> None:
+        self.__dict__ = given.__dict__
+
+    body["__init__"] = share
+    config = getattr(given, "config", None)
+    return type(cls.__name__, (cls,), body), config.model_dump(mode="json", exclude_none=True) if config else {}
+
+
+def listed(given: Any, what: str) -> list[tuple[str | None, Any]]:
+    """(name or None, one of them) for each of what was given: one, a list, or {name: one}.
+
+    Raises ConfigError: a name that is no text, or nothing in the list.
+    """
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"{what}: a name is text, got {shown(name)}")
+        found: list[tuple[str | None, Any]] = list(given.items())
+    elif isinstance(given, list | tuple):
+        found = [(None, one) for one in given]
+    else:
+        found = [(None, given)]
+    return found
+
+
+def is_component(given: Any, interface: type[Component]) -> bool:
+    """Whether this is a class or an instance of the interface."""
+    return issubclass(given, interface) if isinstance(given, type) else isinstance(given, interface)

@@ -1,0 +1,204 @@
+"""Rows and models given as objects: written once to the folder ``given`` of a run, and read from there like any file.
+
+Names hold a hash of the content, so a resume that is given the same objects finds the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, DataError, shown
+
+from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
+from rlhf_runtime.data.tables import content_hash
+
+GIVEN = "given"
+"""The folder's name, below the run's."""
+DIGITS = 12
+"""Hexadecimal digits of a content's SHA-256 in a name."""
+
+
+class GivenFiles:
+    """The objects of one run as files. :meth:`remove` takes back what was written where the run does not start.
+
+    Args:
+        output: the run's folder, which need not exist.
+    """
+
+    def __init__(self, output: Path | str) -> None:
+        self.output = Path(output).absolute()
+        self._new: list[Path] = []
+        self._made_folders = [f for f in (self.output / GIVEN, self.output, *self.output.parents) if not f.exists()]
+
+    def rows(self, name: str, data: Iterable[Any]) -> str:
+        """The path of a file with these rows: a ``datasets.Dataset`` as that library saves it, anything else as jsonl.
+        An iterable is read once, to its end.
+
+        Args:
+            name: ``train`` or ``eval``, for messages and the file's name.
+
+        Raises DataError: no rows, or a row that is no dict of JSON values.
+        """
+        if is_dataset(data):
+            return self._keep(name, "", lambda path: save_dataset(data, path))
+        return self._keep(name, ".jsonl", lambda path: save_rows(data, path, name))
+
+    def model(self, model: Any, tokenizer: Any) -> str:
+        """The path of a folder with a model and its tokenizer, as transformers saves them.
+
+        Raises ConfigError: no model of transformers, a model with adapters, or no tokenizer.
+        """
+        check_model(model, tokenizer)
+        return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
+
+    def remove(self) -> None:
+        """Delete what was written, and the folders that were made for it where they are empty."""
+        for path in self._new:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for folder in self._made_folders:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                folder.rmdir()
+
+    def _keep(self, name: str, suffix: str, write: Any) -> str:
+        """Let ``write(path)`` make a file or folder, which returns the SHA-256 of its content, and give it its name."""
+        folder = self.output / GIVEN
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            place = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+        except OSError as cause:
+            raise ConfigError(
+                f"run.output {self.output} cannot be written to: {cause.strerror or cause}. Choose another folder."
+            ) from cause
+        try:
+            path = place / "content"
+            digest = write(path)
+            kept = folder / f"{name}-{digest[:DIGITS]}{suffix}"
+            if not kept.exists():
+                os.rename(path, kept)
+                self._new.append(kept)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return str(kept)
+
+
+def is_dataset(data: object) -> bool:
+    """Whether this is a ``datasets.Dataset``; imports nothing."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(data, library.Dataset)
+
+
+def save_dataset(data: Any, path: Path) -> str:
+    """``save_to_disk``, of the rows that are selected; the SHA-256 of the values."""
+    import datasets
+
+    whole = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
+    shows_bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        whole.save_to_disk(str(path))
+    finally:
+        if not shows_bars:
+            datasets.enable_progress_bars()
+    return content_hash(whole.data.table)
+
+
+def save_rows(data: Iterable[Any], path: Path, name: str) -> str:
+    """One row a line; the SHA-256 of the file's bytes."""
+    digest, count = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for line in lines(data, name):
+            file.write(line)
+            digest.update(line)
+            count += 1
+    if not count:
+        raise DataError(f"{name} data: no rows. Give a list of dicts, a datasets.Dataset or another iterable of dicts.")
+    return digest.hexdigest()
+
+
+def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
+    """Each row as a line of JSON. Raises DataError naming the row and the place in it."""
+    for number, row in enumerate(data):
+        where = f"{name} data, row {number}"
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{where}: a row is a dict of columns, got {shown(row)}. Of a table of pandas give "
+                "frame.to_dict('records'), of a dict of splits one split."
+            )
+        values = json_value(dict(row), where)
+        try:
+            yield json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: a text that is not Unicode: {error.reason}") from None
+
+
+def json_value(value: Any, where: str) -> Any:
+    """The value itself, where JSON reads it back as the same. Raises DataError."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        raise DataError(f"{where}: {value} is no JSON value. Leave the row out, or give None.")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise DataError(f"{where}: a name is text, got {shown(key)}")
+        return {key: json_value(item, f"{where}, {key!r}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_value(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    raise DataError(
+        f"{where}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
+        "jsonl file. Convert it: list(...), int(...), float(...) or str(...)."
+    )
+
+
+def check_model(model: Any, tokenizer: Any) -> None:
+    """Raises ConfigError where a model object cannot be saved so that a run can use it."""
+    what = f"model: a {type(model).__name__} object"
+    if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
+        raise ConfigError(
+            f"{what} is no model of transformers. Give one that AutoModelForCausalLM.from_pretrained() loads, or its "
+            "path."
+        )
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{what} has adapters (peft). Merge them first, model.merge_and_unload(), and train new ones with "
+            'options={"trainer.lora.rank": 16}.'
+        )
+    if tokenizer is None:
+        raise ConfigError(
+            f"{what} comes without its tokenizer. Give it too: tokenizer=AutoTokenizer.from_pretrained(...), or give "
+            "the path of a folder that holds both."
+        )
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(f"tokenizer: got {shown(tokenizer)}; give a tokenizer of transformers.")
+
+
+def save_model(model: Any, tokenizer: Any, path: Path) -> str:
+    """The model and its tokenizer as transformers saves them; the SHA-256 of the files."""
+    from transformers.utils import logging
+
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(str(path))
+        tokenizer.save_pretrained(str(path))
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            with file.open("rb") as content:
+                digest.update(f"{file.relative_to(path)} {hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()

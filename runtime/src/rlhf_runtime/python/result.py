@@ -1,0 +1,117 @@
+"""What ``rlhf.train`` returns: how the run ended, its metrics, its model."""
+
+from __future__ import annotations
+
+import html
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.errors import ConfigError, RolloutError, shown
+from rlhf.plugins import Plugins
+
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import Choice, EvalSection, StreamSection, SyncSection
+from rlhf_runtime.jobs.inference import evaluate_model
+from rlhf_runtime.observe.progress import HEADLINE
+
+SHOWN_ROWS = 20
+"""Most rows of the table in a notebook."""
+PROMPT_FIELDS = ("template", "chat_template", "template_kwargs", "system", "max_prompt_tokens", "max_tokens")
+"""Fields of ``[data]`` that say how a prompt becomes tokens."""
+
+
+class MetricRows(list[dict[str, Any]]):
+    """The lines of ``metrics.jsonl``: one dict a step, with ``step`` and every metric. A notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        columns = ["step", *self._headline()]
+        shown_rows = min(len(self), SHOWN_ROWS)
+        rows = [self[i * (len(self) - 1) // max(1, shown_rows - 1)] for i in range(shown_rows)]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in columns)}</tr>" for row in rows)
+        caption = f"{len(rows)} of {len(self)} steps, {len(columns) - 1} of the metrics"
+        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _headline(self) -> list[str]:
+        """The metrics that the progress line shows and some row has."""
+        there = {name for row in self for name in row}
+        return [name for names in HEADLINE.values() if (name := next((n for n in names if n in there), None))]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that is over."""
+
+    status: Literal["finished", "stopped"]
+    """``stopped``: before its last step, with a checkpoint. A run that failed raises its error instead."""
+    reason: str
+    """Why it stopped: the signal, what an observer said, or the evaluations that did not improve; else empty."""
+    output: Path
+    """The run's folder: ``config.toml``, ``manifest.json``, ``metrics.jsonl``, checkpoints, samples and the model."""
+    model_path: Path
+    """The trained model with its tokenizer; transformers loads it."""
+    metrics: MetricRows = field(repr=False)
+    """One dict a step, as in ``metrics.jsonl``."""
+    config: RunFile = field(repr=False)
+    """The resolved run file."""
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[dict[str, Any]]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+    ) -> list[str]:
+        """Answers of the trained model, one for each prompt.
+
+        Each call loads the model from :attr:`model_path`, by the run's own generator, and lets it go.
+
+        Args:
+            prompts: texts, or conversations as lists of ``{role, content}``; they go through the template and the
+                system message of the run. (``data.input_template`` makes prompts of columns: here it is not applied.)
+            max_new_tokens: of each answer; as in training where absent.
+            temperature: 0 takes the likeliest token each time.
+
+        Raises ConfigError, DataError or RolloutError.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+            raise ConfigError(f"generate(): prompts is a list of texts or conversations, got {shown(prompts)}")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+            config = self._answering(file, max_new_tokens, temperature)
+            _, groups = evaluate_model(config, Plugins.discover())
+        answers = [group.trajectories[0] for group in groups]
+        if failed := next((t for t in answers if t.status == "failed"), None):
+            raise RolloutError(f"generate(): prompt {failed.row.index}: {failed.error}")
+        return [t.completion for t in answers]
+
+    def _answering(self, file: Path, max_new_tokens: int | None, temperature: float) -> RunFile:
+        """The run file of the run, with its model, for these prompts."""
+        config = self.config
+        data = DataSection(
+            eval=(SourceSection(path=str(file)),), **{name: getattr(config.data, name) for name in PROMPT_FIELDS}
+        )
+        wanted = {"temperature": temperature, "max_new_tokens": max_new_tokens or config.eval.max_new_tokens}
+        return config.model_copy(
+            update={
+                "data": data,
+                "eval": EvalSection.model_validate(wanted),
+                "policy": config.policy.model_copy(update={"model": str(self.model_path)}),
+                "reward": (),
+                "env": None,
+                "rollout": Choice(use="single_turn"),
+                "stream": StreamSection(),
+                "sync": SyncSection(),
+                "run": config.run.model_copy(update={"resume": False}),
+            }
+        )
+
+
+def _cell(value: Any) -> str:
+    return html.escape(f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value))

@@ -1,0 +1,168 @@
+"""What ``rlhf.train(reward=...)`` takes: references, Reward classes and instances, and plain functions.
+
+A function has one of two forms, recognised by the names of its parameters:
+
+``f(prompt, completion, row) -> float``
+    called for each sample; ``row`` is a mapping of the data row's columns;
+``f(completions, **columns) -> list[float]``
+    called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
+    data row, are lists with an item for each sample. It gets those that it has parameters for, or all of them where it
+    has ``**``. Where the prompt of the data is a list of messages, each completion is a list with one message.
+
+Both may be ``async def``; both may return None for a sample that they say nothing about.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.interfaces import Reward
+from rlhf.plugins import Plugins
+from rlhf.plugins.functions import SAMPLE_PARAMETERS, is_async, reward_of_samples, reward_value
+from rlhf.types import Group, RewardResult, Trajectory
+
+from rlhf_runtime.python.components import Entry, component_class, is_component, listed, plugin_name, register
+
+FORMS = (
+    "A reward function is either `def f(prompt, completion, row)`, which returns a number for one sample, or "
+    "`def f(completions, **columns)`, which returns a list with a number for each completion."
+)
+OURS = ("prompts", "completions", "completion_ids")
+"""Parameters of the second form that are no columns of the data."""
+
+
+def reward_entries(plugins: Plugins, given: Any) -> list[Entry]:
+    """The ``[[reward]]`` sections of the run file, for what was given: one reward, a list, or {name: reward}.
+
+    Raises ConfigError: something that is no reward, or two of the same name.
+    """
+    entries: list[Entry] = []
+    for name, one in listed(given, "reward"):
+        entry: Entry = {"use": one} if isinstance(one, str) else _registered(plugins, name, one)
+        entries.append(entry if name is None else {**entry, "name": name})
+    labels = [e.get("name") or e["use"] for e in entries]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ConfigError(
+            f"reward: two are called {repeated[0].rpartition('/')[2]!r}. Name them: "
+            "reward={'first': ..., 'second': ...}."
+        )
+    return entries
+
+
+def _registered(plugins: Plugins, name: str | None, given: Any) -> Entry:
+    if is_component(given, Reward):
+        cls, options = component_class(given, name)
+        return {"use": register(plugins, "reward", cls), **options}
+    if isinstance(given, type) or not callable(given):
+        raise ConfigError(
+            f"reward: got {shown(given)}; give a function, a Reward class or instance, or a reference like 'math' or "
+            f"'file:reward.py'. {FORMS}"
+        )
+    return {"use": register(plugins, "reward", reward_class(given, name))}
+
+
+def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
+    """A Reward class that calls ``function``. Raises ConfigError where its parameters are of neither form."""
+    own = getattr(function, "__name__", type(function).__name__)
+    label = f"reward function {own!r}"
+    parameters = _parameters(function, label)
+    wanted = plugin_name(name or own)
+    module = _module_of(function)
+    if tuple(parameters) == SAMPLE_PARAMETERS:
+        return reward_of_samples(function, name=wanted, class_name=f"Reward_{wanted}", module=module, label=label)
+    return _reward_of_groups(function, parameters, wanted, module, label)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """The module whose code a function is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or __name__
+
+
+def _parameters(function: Callable[..., Any], label: str) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"{label}: its parameters cannot be read: {cause}. {FORMS}") from None
+    named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_group = "completions" in named or "completion_ids" in named
+    others = [p for name, p in parameters.items() if name not in named and p.kind != p.VAR_KEYWORD]
+    if tuple(named) == SAMPLE_PARAMETERS == tuple(parameters) or (
+        by_group and not others and "completion" not in named
+    ):
+        return parameters
+    raise ConfigError(f"{label} has the parameters {inspect.signature(function)}. {FORMS}")
+
+
+def _reward_of_groups(
+    function: Callable[..., Any], parameters: dict[str, inspect.Parameter], name: str, module: str, label: str
+) -> type[Reward]:
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    taken = [n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD]
+    needed = [n for n in taken if parameters[n].default is inspect.Parameter.empty]
+
+    def arguments(group: Group) -> dict[str, list[Any]]:
+        given = keyword_arguments(group, label)
+        if missing := [n for n in needed if n not in given]:
+            raise RewardError(
+                f"{label} has the parameter {missing[0]!r}, and the data has no such column; it has "
+                f"{', '.join(group.row.columns)}"
+            )
+        return given if takes_all else {n: given[n] for n in taken if n in given}
+
+    def score(self: Any, group: Group) -> list[RewardResult]:
+        return _results(function(**arguments(group)), group, label)
+
+    async def score_async(self: Any, group: Group) -> list[RewardResult]:
+        return _results(await function(**arguments(group)), group, label)
+
+    body = {
+        "name": name,
+        "__module__": module,
+        "__doc__": function.__doc__ or f"Scores the samples of a prompt with {label}(completions, **columns).",
+        "made_from": staticmethod(function),
+        "score": score_async if is_async(function) else score,
+    }
+    return type(f"Reward_{name}", (Reward,), body)
+
+
+def keyword_arguments(group: Group, label: str) -> dict[str, list[Any]]:
+    """Lists with an item for each sample of a group: what the second form of a function is given."""
+    row, samples = group.row, group.trajectories
+    if clash := [name for name in OURS if name in row.columns]:
+        raise RewardError(
+            f"{label}: the data has a column {clash[0]!r}, which is the name of an argument with the samples. Rename "
+            "the column."
+        )
+    fields = row.layout.read(row.columns) if row.layout is not None else row.columns
+    prompt = fields.get("prompt")
+    texts = [t.completion for t in samples]
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if isinstance(prompt, list) else texts
+    prompts = [t.prompt_text if prompt is None else prompt for t in samples]
+    return {
+        **{column: [value] * len(samples) for column, value in row.columns.items()},
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": [_completion_ids(t) for t in samples],
+    }
+
+
+def _completion_ids(trajectory: Trajectory) -> list[int]:
+    """The tokens after the prompt, observations included."""
+    turns = itertools.dropwhile(lambda turn: not turn.sampled, trajectory.turns)
+    return [token for turn in turns for token in turn.ids]
+
+
+def _results(values: Any, group: Group, label: str) -> list[RewardResult]:
+    """What a function returned, as results: a list (or array) with a number or None for each sample."""
+    samples = group.trajectories
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(listed, list | tuple) or len(listed) != len(samples):
+        raise RewardError(f"{label} returned {shown(values)}; expected a list with {len(samples)} numbers")
+    return [RewardResult(reward_value(v, label, t)) for v, t in zip(listed, samples, strict=True)]

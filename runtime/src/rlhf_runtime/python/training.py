@@ -1,0 +1,207 @@
+"""``rlhf.train``: arguments and objects become a run file, which is loaded, checked and run as by the command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from rlhf.errors import ConfigError, shown
+from rlhf.plugins import Plugins
+
+from rlhf_runtime.checkpoint import read_json
+from rlhf_runtime.config.flag_values import Given
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.model_lookup import look_for_models
+from rlhf_runtime.config.overrides import Override
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.observe.metrics import read_metrics
+from rlhf_runtime.observe.numbered_folders import default_folder
+from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.python.given_files import GivenFiles
+from rlhf_runtime.python.observers import observer_entries
+from rlhf_runtime.python.result import MetricRows, Result
+from rlhf_runtime.python.reward_functions import reward_entries
+from rlhf_runtime.setup import build
+
+Path_ = str | os.PathLike[str]
+LATER = "(given as an object)"
+"""Stands for the path of a file that is not written yet."""
+
+
+def train(
+    algorithm: str | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: Any = None,
+    observers: Any = (),
+    steps: int | None = None,
+    output: Path_ | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    options: Mapping[str, Any] | None = None,
+    run_file: Path_ | None = None,
+) -> Result:
+    """Run an algorithm to its end, in this process, as the command ``rlhf train`` does::
+
+        result = rlhf.train(algorithm="rloo", model="path/to/model", data=rows, reward=score, steps=100,
+                            options={"trainer.lr": 1e-5, "sampling.samples_per_prompt": 8}, output="runs/first")
+
+    Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once. Nothing is left
+    behind but the run's folder.
+
+    Args:
+        algorithm: name of the algorithm's plugin.
+        model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``given/`` of the
+            run's folder and read from there; the object itself is not trained.
+        tokenizer: of a model that is given as an object.
+        data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, or any iterable of dicts.
+            Objects are written once to ``given/`` of the run's folder, an iterable read to its end, before the run
+            starts. The run reads that file, so the order of rows, a resume and ``rlhf train OUTPUT/config.toml`` are
+            those of a file. Values are those of JSON: text, numbers, booleans, None, lists and dicts.
+        eval_data: held-out rows, likewise.
+        reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
+            **columns)`` (:mod:`rlhf_runtime.python.reward_functions`), a Reward class or instance, or a reference
+            (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied into worker processes, which are killed at its
+            deadline: what it changes stays there. An ``async def`` is called in this process. Weights are options:
+            ``{"reward.NAME.weight": 0.5}``.
+        observers: a list of functions ``f(step, metrics, control)``, Observer classes or instances, and names.
+        steps: of the run; where absent ``run.epochs`` passes over the data.
+        output: the run's folder; where absent the next of ``runs/1``, ``runs/2``, ...
+        resume: go on from the newest checkpoint in ``output``, given the same arguments as before.
+        overwrite: delete the run that ``output`` holds.
+        options: {dotted name: value} of any option of the run file, named as on the command line.
+        run_file: a TOML file that everything else is laid over.
+
+    Raises the errors of :mod:`rlhf.errors`: ConfigError and its like before anything starts, the error that ended the
+    run where it failed.
+    """
+    plugins = Plugins.discover()
+    lists = {
+        "reward": reward_entries(plugins, reward) if reward is not None else [],
+        "observer": observer_entries(plugins, observers),
+    }
+    single = {"algorithm": algorithm, "run.steps": steps, "run.output": None if output is None else os.fspath(output)}
+    flags = {"run.resume": resume or None, "run.overwrite": overwrite or None}
+    objects = Objects(model, tokenizer, data, eval_data)
+    given = {**single, **flags, **{key: entries or None for key, entries in lists.items()}, **objects.paths}
+    given = {key: value for key, value in given.items() if value is not None}
+    path = None if run_file is None else os.fspath(run_file)
+    config = load(path, _overrides(given, options or {}), plugins)
+    with objects.written(config) as written:
+        if written:
+            config = load(path, _overrides({**given, **written}, options or {}), plugins)
+        look_for_models(config)
+        with _threads_restored():
+            run = build.train(config, plugins)
+    folder = run.directory.path.absolute()
+    return Result(
+        status=cast(Literal["finished", "stopped"], run.status),
+        reason=read_json(folder / "manifest.json")["starts"][-1]["ended"]["why"],
+        output=folder,
+        model_path=folder / run.directory.model.name,
+        metrics=MetricRows(read_metrics(folder / "metrics.jsonl")),
+        config=run.config,
+    )
+
+
+class Objects:
+    """The data and the model of a run, some of which are objects and become files."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: Any, eval_data: Any) -> None:
+        self._tokenizer = tokenizer
+        self._model = None if _is_path(model) else model
+        self._rows = {"train": data, "eval": eval_data}
+        self.paths: dict[str, Any] = {"policy.model": os.fspath(model) if _is_path(model) else model and LATER}
+        """{option: value} of what is given: paths, and :data:`LATER` for objects."""
+        if tokenizer is not None and self._model is None:
+            raise ConfigError(
+                f"tokenizer: given beside {'the path of a model' if model else 'no model'}; a run takes the tokenizer "
+                "from the model's folder. Leave it out, or give the model as an object."
+            )
+        for name, rows in list(self._rows.items()):
+            if rows is None:
+                continue
+            paths = _paths(name, rows)
+            self.paths[f"data.{name}"] = paths or [_source(name, LATER)]
+            if paths:
+                self._rows[name] = None
+
+    @contextmanager
+    def written(self, config: RunFile) -> Iterator[dict[str, Any]]:
+        """The options that name the files, which are written here; they are removed where the run does not start.
+
+        Raises ConfigError (the run's folder is not free), DataError.
+        """
+        rows = {name: rows for name, rows in self._rows.items() if rows is not None}
+        if not rows and self._model is None:
+            yield {}
+            return
+        run = config.run
+        named = "output" in run.model_fields_set
+        output = run.output if named else str(default_folder(run.resume or run.overwrite))
+        RunDirectory.check(output, run.resume, run.overwrite)
+        files, manifest = GivenFiles(output), Path(output) / "manifest.json"
+        before = manifest.read_bytes() if manifest.exists() else None
+        try:
+            made: dict[str, Any] = {} if named else {"run.output": output}
+            if self._model is not None:
+                made["policy.model"] = files.model(self._model, self._tokenizer)
+            made |= {f"data.{name}": [_source(name, files.rows(name, given))] for name, given in rows.items()}
+            yield made
+        except BaseException:
+            started = manifest.exists() and manifest.read_bytes() != before  # it is written when everything is loaded
+            if not started:
+                files.remove()
+            raise
+
+
+def _overrides(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
+    """Arguments and options as flags of the command. Raises ConfigError: one that is given twice, or no text."""
+    for key in options:
+        if not isinstance(key, str):
+            raise ConfigError(f"options: a name is text like 'trainer.lr', got {shown(key)}")
+        if key in given:
+            raise ConfigError(f"options: {key!r} is given as an argument too. Leave one of them out.")
+    return [(key, Given(value)) for key, value in {**given, **options}.items()]
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _paths(name: str, rows: Any) -> list[str]:
+    """The paths of files, where that is what was given; else empty. Raises ConfigError for what holds no rows."""
+    if _is_path(rows):
+        return [os.fspath(rows)]
+    if isinstance(rows, Sequence) and rows and all(map(_is_path, rows)):
+        return [os.fspath(path) for path in rows]
+    argument = "data" if name == "train" else "eval_data"
+    if isinstance(rows, Mapping):
+        raise ConfigError(
+            f"{argument}: rows are a list of dicts, got {shown(rows)}. Of a dict of splits give one split; of a dict "
+            "of columns, datasets.Dataset.from_dict(...)."
+        )
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"{argument}: a list of dicts, a datasets.Dataset, an iterable or a path, got {shown(rows)}")
+    return []
+
+
+def _source(name: str, path: str) -> dict[str, str]:
+    return {"path": path, "name": name}
+
+
+@contextmanager
+def _threads_restored() -> Iterator[None]:
+    """``run.threads`` is for the run only."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

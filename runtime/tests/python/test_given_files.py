@@ -1,0 +1,153 @@
+"""Rows and models given as objects become files that are read back as the same."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from rlhf.errors import ConfigError, DataError
+from rlhf_runtime.config.data_section import SourceSection
+from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.python.given_files import GivenFiles
+from rlhf_testing.tiny import tiny_model
+
+ROWS = [
+    {"prompt": "1+1=", "answer": 2, "weights": [0.5, None, True], "more": {"a": "\u2028ä\n"}},
+    {"prompt": "2+2=", "extra": 1.5},
+]
+
+
+def read(path: str) -> list[dict]:
+    source = load_source(SourceSection(path=path, name="train"))
+    return [source.read(index) for index in range(len(source))]
+
+
+def test_rows_are_read_back_as_they_were_given(tmp_path):
+    path = GivenFiles(tmp_path / "run").rows("train", ROWS)
+    assert Path(path).parent == tmp_path / "run" / "given"
+    assert read(path) == ROWS
+
+
+def test_an_iterable_is_read_once(tmp_path):
+    taken = []
+
+    def rows():
+        for row in ROWS:
+            taken.append(row)
+            yield row
+
+    assert read(GivenFiles(tmp_path).rows("train", rows())) == ROWS
+    assert taken == ROWS
+
+
+def test_a_file_is_named_by_its_content(tmp_path):
+    files = GivenFiles(tmp_path)
+    first = files.rows("train", ROWS)
+    assert files.rows("train", iter(ROWS)) == first
+    assert files.rows("train", ROWS[:1]) != first
+    assert sorted(p.suffix for p in (tmp_path / "given").iterdir()) == [".jsonl", ".jsonl"]
+
+
+def test_a_dataset_keeps_its_selected_rows_and_its_types(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list([{"prompt": str(n), "n": n} for n in range(5)])
+    path = GivenFiles(tmp_path).rows("train", whole.select([3, 1]))
+    assert read(path) == [{"prompt": "3", "n": 3}, {"prompt": "1", "n": 1}]
+    assert GivenFiles(tmp_path).rows("train", datasets.Dataset.from_list(read(path))) == path
+    assert [p.name for p in (tmp_path / "given").iterdir()] == [Path(path).name]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], r"train data: no rows\. Give a list of dicts"),
+        (["1+1="], r"train data, row 0: a row is a dict of columns, got str '1\+1='"),
+        ([{"a": 1}, {"a": float("nan")}], r"row 1, 'a': nan is no JSON value"),
+        ([{"a": {"b": [1, {2}]}}], r"row 0, 'a', 'b'\[1\]: got set \{2\}; allowed: text, numbers"),
+        ([{"a": (1, 2)}], r"row 0, 'a': got tuple \(1, 2\); allowed: .* Convert it: list\(\.\.\.\)"),
+        ([{"a": datetime.date(2020, 1, 1)}], r"row 0, 'a': got date"),
+        ([{1: "a"}], r"row 0: a name is text, got int 1"),
+        ([{"a": "\ud800"}], r"row 0: a text that is not Unicode"),
+    ],
+)
+def test_a_row_that_json_does_not_give_back_is_refused(tmp_path, rows, problem):
+    files = GivenFiles(tmp_path / "run")
+    with pytest.raises(DataError, match=problem):
+        files.rows("train", rows)
+    files.remove()
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_written_is_removed_with_the_folders_that_were_made_for_it(tmp_path):
+    files = GivenFiles(tmp_path / "runs" / "1")
+    files.rows("train", ROWS)
+    files.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_leaves_the_files_of_an_earlier_run(tmp_path):
+    before = GivenFiles(tmp_path).rows("train", ROWS)
+    files = GivenFiles(tmp_path)
+    assert files.rows("train", ROWS) == before
+    files.rows("eval", ROWS)
+    files.remove()
+    assert [str(p) for p in (tmp_path / "given").iterdir()] == [before]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tiny_model(tmp_path_factory.mktemp("model"), hidden=8, heads=2, kv_heads=1)
+    return AutoModelForCausalLM.from_pretrained(str(path)), AutoTokenizer.from_pretrained(str(path))
+
+
+def test_a_model_is_saved_with_its_tokenizer_and_named_by_its_weights(tmp_path, loaded):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = loaded
+    path = GivenFiles(tmp_path).model(model, tokenizer)
+    saved = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
+    assert GivenFiles(tmp_path).model(model, tokenizer) == path
+    weight = next(saved.parameters())
+    with torch.no_grad():
+        weight.add_(1)
+    assert GivenFiles(tmp_path).model(saved, tokenizer) != path
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path, loaded):
+    with pytest.raises(ConfigError, match=r"a Qwen3ForCausalLM object comes without its tokenizer\. Give it too"):
+        GivenFiles(tmp_path).model(loaded[0], None)
+
+
+def test_what_is_no_model_or_tokenizer_is_refused(tmp_path, loaded):
+    with pytest.raises(ConfigError, match=r"model: a dict object is no model of transformers"):
+        GivenFiles(tmp_path).model({}, loaded[1])
+    with pytest.raises(ConfigError, match=r"tokenizer: got str 'path'; give a tokenizer of transformers"):
+        GivenFiles(tmp_path).model(loaded[0], "path")
+
+
+def test_a_model_with_adapters_is_refused(tmp_path, loaded):
+    peft = pytest.importorskip("peft")
+    import copy
+
+    adapted = peft.get_peft_model(copy.deepcopy(loaded[0]), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"has adapters \(peft\)\. Merge them first, model\.merge_and_unload\(\)"):
+        GivenFiles(tmp_path).model(adapted, loaded[1])
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.output .*file.* cannot be written to"):
+        GivenFiles(tmp_path / "file").rows("train", ROWS)
+
+
+def test_rows_keep_text_beyond_ascii_readable(tmp_path):
+    path = GivenFiles(tmp_path).rows("train", [{"prompt": "ä"}])
+    assert json.loads(Path(path).read_text(encoding="utf-8")) == {"prompt": "ä"}
+    assert "ä" in Path(path).read_text(encoding="utf-8")
