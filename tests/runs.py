@@ -88,10 +88,14 @@ class Workshop:
         return self.run_config(self.config(algo, output, **changes), *flags)
 
     def run_config(self, config: Mapping[str, Any], *flags: str) -> Finished:
+        return self.command(*self.arguments(config, *flags), output=config["run"]["output"])
+
+    def command(self, *words: str, output: str | Path = "") -> Finished:
+        """``rlhf WORDS`` in this process. ``output``: the run directory, where it makes one."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(self.arguments(config, *flags))
-        return Finished(Path(config["run"]["output"]), code, out.getvalue(), err.getvalue())
+            code = main(words)
+        return Finished(Path(output), code, out.getvalue(), err.getvalue())
 
     def train(self, algo: str, output: str, *flags: str, **changes: Any) -> Finished:
         """:meth:`run`, which must succeed."""

@@ -65,6 +65,13 @@ class TrainData:
         """``train`` and ``eval``, each source with its layout."""
         return {"train": self._train, "eval": self._eval}
 
+    def fingerprints(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """{``train`` or ``eval``: {source: how many rows it has, and a SHA-256 over them}}, for the manifest."""
+        return {
+            key: {source.name: {"rows": len(source), "fingerprint": source.fingerprint} for source in sources}
+            for key, sources in self.sources.items()
+        }
+
     @property
     def rows_per_epoch(self) -> int:
         return self.order.rows_per_epoch

@@ -143,7 +143,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     with run.writing(directory.path):
         asked_once = config.run.model_copy(update={"overwrite": False})
         directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
-        told = {"total_steps": run.total_steps, "options": list(config.origins.options)}
+        told = {"total_steps": run.total_steps, "options": list(config.origins.options), "data": data.fingerprints()}
         directory.write_manifest(config.run.seed, plugins, run.first_step, **told, **_measured(prepared))
     for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
         if count:

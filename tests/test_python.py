@@ -1,0 +1,219 @@
+"""``rlhf.train``: the same run as by the command, from objects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import rlhf
+from rlhf.errors import CheckpointError, ConfigError, DataError, PluginNotFound, RewardError, RlhfError
+from rlhf_runtime.observe import read_metrics
+
+from tests.runs import PROMPTS, Finished, assert_same_run
+
+OPTIONS = {
+    "run.seed": 1,
+    "trainer.lr": 1e-3,
+    "data.batch_size": 4,
+    "data.max_tokens": 64,
+    "policy.dtype": "fp32",
+    "sampling.samples_per_prompt": 3,
+    "sampling.max_new_tokens": 6,
+}
+
+
+async def score(prompt, completion, row):
+    digits = sum(c in "0123456789" for c in completion)
+    return digits / 6 + (row["answer"] in completion)
+
+
+def digits(completions, answer, **columns):
+    count = [sum(c in "0123456789" for c in completion) for completion in completions]
+    return [n / 6 + (a in completion) for n, a, completion in zip(count, answer, completions, strict=True)]
+
+
+def train(shop, output, **changes):
+    given = {"algorithm": "rloo", "model": shop.model, "data": PROMPTS, "reward": score, "steps": 3, "options": OPTIONS}
+    return rlhf.train(**{**given, "output": shop.folder / output, **changes})
+
+
+def finished(result) -> Finished:
+    return Finished(result.output, 0)
+
+
+def test_it_computes_what_the_run_file_computes(shop):
+    """From rows and a function of either form: metrics and weights to the bit."""
+    command = shop.train("rloo", "command")
+    for name, reward in {"by_sample": score, "by_group": digits}.items():
+        result = train(shop, name, reward={"reward": reward})
+        assert finished(result).lines() == command.lines()
+        assert finished(result).weights == command.weights
+    assert (result.status, result.reason) == ("finished", "")
+    assert result.metrics == read_metrics(command.path.parent / "by_group" / "metrics.jsonl")
+
+
+def test_the_folder_is_that_of_the_run_file_that_it_holds(shop):
+    """What ``rlhf train OUTPUT/config.toml`` makes elsewhere is the same run, checkpoints included."""
+    file = shop.file("reward.py", "async def score(prompt, completion, row): return len(set(completion)) / 9")
+    result = train(shop, "python", data=iter(PROMPTS), reward=f"file:{file}", eval_data=PROMPTS[:2])
+    config = result.output / "config.toml"
+    output = str(shop.folder / "again")
+    again = shop.command("train", str(config), "--output", output, output=output)
+    assert again.code == 0, again.said
+    assert_same_run(finished(result), again)
+
+
+def test_the_manifest_holds_hashes_of_rows_and_functions(shop):
+    result = train(shop, "out", eval_data=PROMPTS[:2], steps=1)
+    [start] = json.loads((result.output / "manifest.json").read_text())["starts"]
+    train_rows, eval_rows = start["data"]["train"]["train"], start["data"]["eval"]["eval"]
+    assert (train_rows["rows"], eval_rows["rows"]) == (12, 2)
+    assert len({train_rows["fingerprint"], eval_rows["fingerprint"]}) == 2
+    assert [len(p["sha256"]) for p in start["plugins"] if p["kind"] == "reward"] == [64]
+    assert start["ended"]["status"] == "finished"
+
+
+def test_a_resume_with_the_same_objects_is_the_run_that_was_not_interrupted(shop):
+    whole = train(shop, "whole", steps=4, options={**OPTIONS, "checkpoint.every": 2})
+    train(shop, "parts", steps=2, data=iter(PROMPTS))
+    again = train(shop, "parts", steps=4, data=iter(PROMPTS), resume=True, options={**OPTIONS, "checkpoint.every": 2})
+    assert finished(again).lines() == finished(whole).lines()
+    assert finished(again).weights == finished(whole).weights
+    assert len(list((again.output / "given").iterdir())) == 1
+
+
+def test_a_resume_with_other_rows_is_refused_and_leaves_the_run_as_it_was(shop):
+    first = train(shop, "out", steps=1)
+    with pytest.raises(CheckpointError, match=r"data\.train\.0\.path: was "):
+        train(shop, "out", steps=2, data=PROMPTS[:5], resume=True)
+    assert len(list((first.output / "given").iterdir())) == 1
+    assert train(shop, "out", steps=2, resume=True).metrics[-1]["step"] == 2
+
+
+def test_a_model_object_is_saved_once_and_left_alone(shop):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (c.from_pretrained(str(shop.model)) for c in (AutoModelForCausalLM, AutoTokenizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    result = train(shop, "out", model=model, tokenizer=tokenizer)
+    assert finished(result).weights == finished(train(shop, "path")).weights
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert result.config.policy.model.startswith(str(result.output / "given" / "model-"))
+
+
+def test_an_offline_algorithm_needs_no_reward(shop):
+    command = shop.train("sft", "command")
+    options = {name: value for name, value in OPTIONS.items() if not name.startswith("sampling")}
+    result = train(shop, "out", algorithm="sft", reward=None, options=options)
+    assert finished(result).weights == command.weights
+
+
+def test_a_run_file_is_laid_under_the_arguments(shop):
+    words = shop.arguments(shop.config("rloo", "command"))
+    result = rlhf.train(run_file=words[1], output=shop.folder / "out", steps=2, options={"trainer.lr": 2e-3})
+    assert [row["policy/lr"] for row in result.metrics] == [2e-3, 2e-3]
+
+
+def test_several_rewards_have_weights(shop):
+    rewards = {"right": score, "short": lambda completions: [-len(c) for c in completions]}
+    result = train(shop, "out", reward=rewards, steps=1, options={**OPTIONS, "reward.short.weight": 0.5})
+    row = result.metrics[0]
+    assert row["reward/mean"] == pytest.approx(row["reward/right/mean"] + 0.5 * row["reward/short/mean"])
+
+
+def test_the_trained_model_answers(shop):
+    result = train(shop, "out", steps=1)
+    answers = result.generate(["1+1=", "2+1="], max_new_tokens=3)
+    assert [len(a) for a in answers] == [3, 3]
+    said = shop.command("generate", "--model", str(result.model_path), "--policy.dtype", "fp32", "--prompt", "1+1=",
+                            "--sampling.max_new_tokens", "3")  # fmt: skip
+    assert said.out.splitlines() == [f"1+1={answers[0]}"]
+    with pytest.raises(ConfigError, match=r"prompts is a list of texts or conversations, got str '1\+1='"):
+        result.generate("1+1=")
+
+
+def test_metrics_are_a_table_in_a_notebook(shop):
+    metrics = train(shop, "out", steps=2).metrics
+    table = metrics._repr_html_()
+    assert "<caption>2 of 2 steps" in table
+    assert f"<td>{metrics[0]['reward/mean']:.4g}</td>" in table
+    assert isinstance(metrics, list)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "problem"),
+    [
+        ({"options": {"trainer.lrr": 1}}, ConfigError, r"trainer\.lrr \(option 'trainer\.lrr'\).*Did you mean"),
+        ({"options": {"run.seed": "1"}}, ConfigError, r"run\.seed \(option 'run\.seed'\).*got"),
+        ({"options": {"trainer.lr": 1, "run.steps": 5}}, ConfigError, r"'run\.steps' is given as an argument too"),
+        ({"options": {3: 1}}, ConfigError, r"options: a name is text like 'trainer\.lr', got int 3"),
+        ({"algorithm": "rlo"}, PluginNotFound, r"no algorithm named 'rlo'\. Did you mean 'rloo'\?"),
+        ({"algorithm": None}, ConfigError, r"algorithm: required, and not given"),
+        ({"data": {"prompt": ["1"]}}, ConfigError, r"data: rows are a list of dicts, got dict"),
+        ({"data": 3}, ConfigError, r"data: a list of dicts, a datasets\.Dataset, an iterable or a path, got int 3"),
+        ({"data": []}, DataError, r"train data: no rows"),
+        ({"eval_data": [1]}, DataError, r"eval data, row 0: a row is a dict of columns, got int 1"),
+        ({"data": [{"level": 1}]}, DataError, r"data\.train 'train' \(.*train-.*\.jsonl\)"),
+        ({"tokenizer": "x"}, ConfigError, r"tokenizer: given beside the path of a model"),
+        ({"model": object()}, ConfigError, r"model: a object object is no model of transformers"),
+        ({"reward": lambda sample: 1.0}, ConfigError, r"`def f\(completions, \*\*columns\)`"),
+        ({"observers": [3]}, ConfigError, r"observers: got int 3\. An observer is a function `def f\(step, metrics, c"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_made(shop, changes, error, problem):
+    before = sorted(shop.folder.rglob("*"))
+    with pytest.raises(error, match=problem):
+        train(shop, "out", **changes)
+    assert sorted(shop.folder.rglob("*")) == before
+
+
+def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):
+    first = train(shop, "out", steps=1)
+    with pytest.raises(ConfigError, match=r"already holds a run"):
+        train(shop, "out", data=PROMPTS[:3])
+    assert len(list((first.output / "given").iterdir())) == 1
+    assert train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True).metrics[0]["epoch"] == pytest.approx(4 / 6)
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
+    def broken(completions):
+        return [1 / 0]
+
+    with pytest.raises(RlhfError, match=r"reward 'broken' \(in process\).*ZeroDivisionError"):
+        train(shop, "out", reward=broken)
+    lock = threading.Lock()
+    with pytest.raises(RewardError, match=r"cannot be copied"):
+        train(shop, "copied", reward=lambda completions: [float(lock.locked())])
+
+
+def test_rlhf_is_light_until_train_is_asked_for():
+    text = (
+        "import rlhf, sys; assert 'torch' not in sys.modules; assert 'train' in dir(rlhf)\nprint(rlhf.train.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("train\n", "")
+
+
+def test_without_the_runtime_it_says_what_to_install():
+    text = """
+import sys, rlhf
+class NotInstalled:
+    def find_spec(self, name, *_):
+        if name == "rlhf_runtime":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NotInstalled())
+rlhf.train
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: rlhf.train is part of the distribution rlhf-runtime, which is not in")
+    assert "pip install rlhf-runtime" in last
+
+
+def test_other_names_are_not_there():
+    with pytest.raises(AttributeError, match="module 'rlhf' has no attribute 'trian'"):
+        rlhf.trian  # noqa: B018
