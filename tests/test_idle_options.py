@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sft", {"data": {"eval": "TRAIN"}, "reward": [{"use": "REWARD", "credit": "step"}]},
         "credit = 'step' is of training, and sft learns from demonstrations",
     ),
+    "samples": ("sft", {"run": {"show_samples": 1}}, "run.show_samples = 1: sft learns from demonstrations and"),
     "tolerance": ("grpo", {"sync": {"canaries": 0, "tolerance": 0.1}}, "sync.tolerance = 0.1 is of the canaries"),
 }  # fmt: skip
 """{case: (algorithm, changes, what is said)}."""

@@ -16,8 +16,8 @@ from rlhf_runtime.checkpoint import json_values
 
 Severity = Literal["refuse", "report", "added"]
 
-_IGNORED = ("run.output", "run.resume", "run.overwrite", "run.name")
-"""Where a run lives and what it is called are not what it computes."""
+_IGNORED = ("run.output", "run.resume", "run.overwrite", "run.name", "run.show_samples")
+"""Where a run lives, what it is called and what it prints are not what it computes."""
 
 _REPORTED = (
     # how long, how often, how fast: the steps that were done stay what they are

@@ -77,6 +77,8 @@ class RunSection(ComponentConfig):
     """Delete the run in ``output``: what runs write there, nothing else."""
     threads: Count | None = None
     """torch threads; where absent torch decides. Recorded, as it can change results between runs."""
+    show_samples: Count | None = None
+    """Print the best and the worst sample of every so many steps. Where absent: none. `rlhf samples` shows more."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 

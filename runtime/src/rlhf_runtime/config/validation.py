@@ -217,6 +217,8 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
         for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
             if given:
                 problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+    if run.run.show_samples is not None:
+        problems.append(f"run.show_samples = {run.run.show_samples}: {what}. Remove it.")
     if run.env is not None and run.env.credit != "outcome":
         problems.append(f"env.credit = {run.env.credit!r} is of training, and {what}. Remove it.")
     head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")

@@ -216,6 +216,8 @@ class Run(Built):
         if self.config.checkpoint.save_rollouts:
             with self.writing(path := self.directory.rollouts(done)):
                 write_groups(path, ready.groups, self.data.template.prompt_of)
+        if _due(done, self.config.run.show_samples):
+            self.progress.samples(done, ready.groups)
         self.reports.observe("rollouts_finished", done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
         return counts | {"stream/version": float(ready.version)} | source_metrics(ready.groups)

@@ -6,13 +6,16 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+from rlhf.types import Group
+
+from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/total", "reward/mean"),
@@ -101,6 +104,13 @@ class Progress:
             self._pending = " ".join([*parts, self._left().replace("left ", "left=")])
             if self._shown_at is None or step >= self.total or now - self._shown_at >= self._interval:
                 self._flush(now)
+
+    def samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Show the best and the worst sample that ``step`` is trained on."""
+        if self._quiet:
+            return
+        for title, sample in best_and_worst(groups):
+            self._line(f"step {step}, {sample_lines(title, sample)}")
 
     def note(self, text: str) -> None:
         """Something the user should know: shown in every mode."""
