@@ -75,9 +75,9 @@ def arm(model: Path, precision: str, share: bool, batch: Batch) -> tuple[Callabl
     def run() -> None:
         if share:
             units = unit_prefixes(batch)
-            [micros] = plan(units.tokens, 1, trainer.token_budget(), units.order, units.shared)
+            [micros] = plan(units.tokens, 1, trainer.facts().token_budget, units.order, units.shared)
         else:
-            [micros] = plan(batch.tokens_per_unit(), 1, trainer.token_budget())
+            [micros] = plan(batch.tokens_per_unit(), 1, trainer.facts().token_budget)
         trainer.accumulate([batch.select(units) for units in micros], Nll(), {}, {})
         trainer.zero_grad()
 

@@ -55,7 +55,7 @@ class EchoTrainer(CountingTrainer):
     def update(self, micros: Any, loss: Any, coef: Mapping[str, float], live: Mapping[str, str]) -> Any:
         return {f"metric_{n}": (1.0, 1.0) for n in range(8)}, ApplyResult(1.0, 1e-6)
 
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Any]]:
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Any]]:
         return iter([("weight", torch.zeros(WEIGHTS))])
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.interfaces import Generator, Proof
-from rlhf.types import Turn
+from rlhf.errors import SyncError
+from rlhf.interfaces import Generator, ModelSpec, Proof
+from rlhf.types import RoleSpec, Turn
+from rlhf.weights.bucket import Bucket
+from rlhf_testing import generator_links
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.generator import GeneratorContract
+from rlhf_testing.plain import PlainTrainer
+from rlhf_transport.ends import connect_receiver
+from rlhf_transport.receiving import ReceivesOverLinks
 
 
 class PlainGenerator(Generator):
@@ -67,8 +74,52 @@ class PlainGenerator(Generator):
         return Turn(ids, True, logprobs, ((0, self.version),), finish, temperature, text=self.decode(ids))
 
 
+class PlainLinked(ReceivesOverLinks, PlainGenerator):
+    """Holds a copy of the model, and takes weights over links."""
+
+    name = "plain_linked"
+    capabilities = PlainGenerator.capabilities - {"accept:module"} | {"accept:tensors", "accept:links"}
+    receiver = None
+
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), spec.path, dtype="fp32"))
+
+    def receivers(self):
+        return 1
+
+    def connect(self, link, first):
+        self.receiver = connect_receiver(link, first, torch.device("cpu"))
+
+    def opened(self, bucket):
+        return nullcontext(bucket) if isinstance(bucket, Bucket) else self.receiver.open(bucket)
+
+    def begin_load(self, version):
+        self.coming, self.tensors, self.received = version, {}, {}
+
+    def take(self, bucket):
+        with self.opened(bucket) as opened:
+            self.received |= opened.received()
+            self.tensors |= {name: tensor.clone() for name, tensor in opened.tensors}
+
+    def end_load(self):
+        self.source.load_weights(iter(self.tensors.items()))
+        self.version = self.coming
+        return [Proof(self.version, received=self.received)]
+
+    def stale(self, bucket):
+        held = dict(self.source.weights())
+        with self.opened(bucket) as opened:
+            return [name for name, tensor in opened.tensors if not torch.equal(held[name], tensor)]
+
+
 class TestPlainGenerator(GeneratorContract):
     generator = PlainGenerator
+    registered = False
+
+
+class TestPlainLinked(GeneratorContract):
+    generator = PlainLinked
     registered = False
 
 
@@ -189,6 +240,56 @@ class IgnoresTopK(PlainGenerator):
         return p.log() - super().truncate(p, s).sum().log()
 
 
+class FirstLinkOnly(PlainLinked):
+    """Ignores every link but the first."""
+
+    def connect(self, link, first):
+        if self.receiver is None:
+            super().connect(link, first)
+
+
+class HeaderForBucket(PlainLinked):
+    """Proves the fingerprints that the header names, and loads nothing that comes over a link."""
+
+    def take(self, bucket):
+        if isinstance(bucket, Bucket):
+            super().take(bucket)
+            return
+        with self.opened(bucket):
+            self.received |= dict(zip((n for n, *_ in bucket.layout.tensors), bucket.layout.fingerprints, strict=True))
+
+    def end_load(self):
+        self.tensors = self.tensors or dict(self.source.weights())
+        return super().end_load()
+
+
+class DropsABucket(PlainLinked):
+    """Takes only the first bucket that comes over a link."""
+
+    def take(self, bucket):
+        with self.opened(bucket):
+            if isinstance(bucket, Bucket) or not bucket.number:
+                super().take(bucket)
+
+    def end_load(self):
+        self.tensors = dict(self.source.weights()) | self.tensors
+        return super().end_load()
+
+
+class OnlyTheCapability(PlainGenerator):
+    """Has the capability, and takes no headers."""
+
+    capabilities = PlainGenerator.capabilities | {"accept:links"}
+
+
+class AllStale(PlainLinked):
+    """Calls every tensor that comes over a link stale."""
+
+    def stale(self, bucket):
+        with self.opened(bucket) as opened:
+            return [name for name, _ in opened.tensors]
+
+
 def suite(made):
     return type("Broken", (GeneratorContract,), {"generator": made, "registered": False})()
 
@@ -211,8 +312,18 @@ def suite(made):
         (Duplicates, "test_turns", "each once"),
         (NotGreedy, "test_greedy", "not the most likely"),
         (IgnoresTopK, "test_truncated_sampling", "outside of it"),
+        (HeaderForBucket, "test_links", "after weights came over a link: .*log-probs differ"),
+        (DropsABucket, "test_links", "fingerprints must be equal"),
+        (OnlyTheCapability, "test_links", "is no rlhf_transport.receiving.ReceivesOverLinks"),
+        (AllStale, "test_links", r"stale\(\) names \['model.embed_tokens.weight'"),
     ],
 )
 def test_broken_generator_fails_the_right_check(made, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made), check)()
+
+
+def test_a_generator_that_ignores_the_second_link_cannot_take_its_buckets(monkeypatch):
+    monkeypatch.setattr(generator_links, "_SECONDS", 1.0)
+    with pytest.raises(SyncError, match=r"waiting for a rank of the trainer on cpu took longer than 1 s"):
+        suite(FirstLinkOnly).test_links()

@@ -1,4 +1,4 @@
-"""Buckets over real links between threads and processes of this machine, and links of which one end is gone."""
+"""Real links between threads and processes of this machine, and links with an end that never answers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from contextlib import ExitStack
 import pytest
 import torch
 from rlhf.errors import SyncError
+from rlhf.interfaces import ModelSpec
+from rlhf.types import RoleSpec
 from rlhf.weights.bucket import buckets
+from rlhf_testing.launcher import CountingTrainer
 from rlhf_transport.coordination import serve
-from rlhf_transport.ends import inlet, outlet
+from rlhf_transport.ends import ConnectedTrainer, connect_receiver, connect_sender
 from rlhf_transport.link import Link
 
 CPU = torch.device("cpu")
 KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
-from rlhf_transport.ends import inlet
+from rlhf_transport.ends import connect_receiver
 from rlhf_transport.layout import Layout
-from rlhf_transport.link import Link, Shipment
+from rlhf_transport.link import BucketHeader, Link
 link = Link(*json.loads(sys.argv[1]))
-end = inlet(link, int(sys.argv[2]), torch.device("cpu"))
+receiver = connect_receiver(link, int(sys.argv[2]), torch.device("cpu"))
 print("connected", flush=True)
 for line in sys.stdin:
-    number, tensors, marks, nbytes, lost = json.loads(line)
+    number, tensors, marks, nbytes, error = json.loads(line)
     layout = Layout(tuple((n, d, tuple(s), a, b) for n, d, s, a, b in tensors), tuple(marks), nbytes)
-    with end.open(Shipment(number, layout, lost)) as bucket:
+    with receiver.open(BucketHeader(number, layout, error)) as bucket:
         print(json.dumps(bucket.received()), flush=True)
 """
 
@@ -47,38 +50,38 @@ def weights(seed: int):
 
 @pytest.fixture
 def connect():
-    """``connect(kind, receivers)`` -> (meeting, outlet, inlets)."""
+    """``connect(kind, receivers)`` -> (coordination, sender, receivers)."""
     with ExitStack() as stack:
 
         def make(kind, receivers, timeout=20.0):
-            meeting, address = serve("127.0.0.1", timeout)
+            coordination, address = serve("127.0.0.1", timeout)
             link = Link(kind, address, receivers, 1, False, timeout)
             with ThreadPoolExecutor(receivers + 1) as pool:
-                source = pool.submit(outlet, link, 0)
-                sinks = [pool.submit(inlet, link, n, CPU) for n in range(receivers)]
+                source = pool.submit(connect_sender, link, 0)
+                sinks = [pool.submit(connect_receiver, link, n, CPU) for n in range(receivers)]
                 ends = source.result(), [s.result() for s in sinks]
             for end in (ends[0], *ends[1]):
                 stack.callback(end.close)
-            return meeting, *ends
+            return coordination, *ends
 
         yield make
 
 
-def take(end, shipment):
-    with end.open(shipment) as bucket:
+def take(end, header):
+    with end.open(header) as bucket:
         return {n: t.clone() for n, t in bucket.tensors}, bucket.received()
 
 
 def cross(source, sinks, seed, limit=2000):
-    """What each receiver got of one sync, as the controller runs it: one shipment after another."""
+    """What each receiver got of one sync, as the controller runs it: one header after another."""
     sent: dict[str, str] = {}
     got = [{} for _ in sinks]
     with ThreadPoolExecutor(len(sinks) + 1) as pool:
-        shipments = source.carry(buckets(weights(seed), limit, sent))
-        ahead = pool.submit(next, shipments, None)
-        while (shipment := ahead.result()) is not None:
-            taken = [pool.submit(take, end, shipment) for end in sinks]
-            ahead = pool.submit(next, shipments, None)
+        headers = source.send(buckets(weights(seed), limit, sent))
+        ahead = pool.submit(next, headers, None)
+        while (header := ahead.result()) is not None:
+            taken = [pool.submit(take, end, header) for end in sinks]
+            ahead = pool.submit(next, headers, None)
             for into, one in zip(got, taken, strict=True):
                 tensors, marks = one.result()
                 assert marks == {name: sent[name] for name in tensors}
@@ -88,9 +91,9 @@ def cross(source, sinks, seed, limit=2000):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("receivers", [1, 3])
-def test_what_is_sent_arrives(connect, kind, receivers):
+def test_receivers_get_the_tensors_that_were_sent(connect, kind, receivers):
     _, source, sinks = connect(kind, receivers)
-    for seed in range(3):  # the memory is used again
+    for seed in range(3):  # the buffers are used again
         got, sent = cross(source, sinks, seed)
         assert len(sent) == 6
         for each in got:
@@ -101,8 +104,8 @@ def test_what_is_sent_arrives(connect, kind, receivers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_arrives_in_another_process(kind):
-    meeting, address = serve("127.0.0.1", 60.0)
+def test_receivers_in_other_processes_get_the_same_fingerprints(kind):
+    coordination, address = serve("127.0.0.1", 60.0)
     link = Link(kind, address, 2, 1, False, 60.0)
     fields = json.dumps([link.kind, address, 2, 1, False, 60.0])
     children = [
@@ -114,75 +117,115 @@ def test_it_arrives_in_another_process(kind):
     sent: dict[str, str] = {}
     got = [{}, {}]
     try:
-        source = outlet(link, 0)
+        source = connect_sender(link, 0)
         assert [c.stdout.readline() for c in children] == ["connected\n"] * 2
         with ThreadPoolExecutor(1) as pool:
-            shipments = source.carry(buckets(weights(1), 2000, sent))
-            ahead = pool.submit(next, shipments, None)
+            headers = source.send(buckets(weights(1), 2000, sent))
+            ahead = pool.submit(next, headers, None)
             while (s := ahead.result()) is not None:
-                line = json.dumps([s.number, s.layout.tensors, s.layout.fingerprints, s.layout.nbytes, s.lost])
+                line = json.dumps([s.number, s.layout.tensors, s.layout.fingerprints, s.layout.nbytes, s.error])
                 for child in children:
                     child.stdin.write(line + "\n")
                     child.stdin.flush()
-                ahead = pool.submit(next, shipments, None)
+                ahead = pool.submit(next, headers, None)
                 for into, child in zip(got, children, strict=True):
                     into.update(json.loads(child.stdout.readline()))
         assert got == [sent, sent]
         assert len(sent) == 6
     finally:
-        meeting.give_up()
+        coordination.abort()
         for child in children:
             child.kill()
             child.communicate()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_receiver_that_does_not_come_is_given_up(connect, kind):
-    """The trainer goes on; its shipments say that they are lost, and so do the receivers."""
-    meeting, source, sinks = connect(kind, 2)
-    shipments = source.carry(buckets(weights(0), 1000, {}))
+def test_an_aborted_sync_is_an_error_of_the_receivers_not_of_the_sender(connect, kind):
+    """One of two receivers never takes a bucket. The sender's later headers carry the error."""
+    coordination, source, sinks = connect(kind, 2)
+    headers = source.send(buckets(weights(0), 1000, {}))
     with ThreadPoolExecutor(2) as pool:
-        first = next(shipments)
-        if kind == "broadcast":  # the receiver that is there waits inside
+        first = next(headers)
+        if kind == "broadcast":  # the first receiver waits inside the collective
             waits = pool.submit(take, sinks[0], first)
-            rest = pool.submit(list, shipments)
-            meeting.give_up()
-            with pytest.raises(SyncError, match="given up"):
+            rest = pool.submit(list, headers)
+            coordination.abort()
+            with pytest.raises(SyncError, match="aborted"):
                 waits.result()
         else:
             take(sinks[0], first)
-            rest = pool.submit(list, shipments)
-            meeting.give_up()
+            rest = pool.submit(list, headers)
+            coordination.abort()
         late = rest.result()
-    assert "given up" in late[-1].lost
-    with pytest.raises(SyncError, match="does not come: the weight sync was given up while waiting for the engines"):
+    assert "aborted" in late[-1].error
+    with pytest.raises(SyncError, match="will not arrive: the weight sync was aborted while waiting for the engines"):
         take(sinks[0], late[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_has_an_end(connect, kind):
+def test_waiting_for_receivers_times_out(connect, kind):
     _, source, sinks = connect(kind, 2, timeout=1.0)
-    late = list(source.carry(buckets(weights(0), 1000, {})))
-    assert "waiting for the engines to take a bucket took longer than 1 s (sync.timeout)" in late[-1].lost
-    with pytest.raises(SyncError, match="does not come"):
+    late = list(source.send(buckets(weights(0), 1000, {})))
+    assert "waiting for the engines to take a bucket took longer than 1 s (sync.timeout)" in late[-1].error
+    with pytest.raises(SyncError, match="will not arrive"):
         take(sinks[0], late[-1])
 
 
-def test_an_end_that_waits_for_others_to_connect_is_told_to_stop():
-    """Two receivers and the trainer should meet; one receiver never comes."""
-    meeting, address = serve("127.0.0.1", 30.0)
+class TwoRanks(CountingTrainer):
+    """Notes on which ranks whole tensors are asked for."""
+
+    def weights(self, view="live", every_rank=False):
+        self.asked = view, every_rank
+        if self.spec.rank == 0 or every_rank:
+            yield from weights(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_connected_trainer_sends_its_buckets(kind):
+    """Rank 0 sends what receivers take; rank 1 takes part and sends nothing. On CPUs no link asks for every rank."""
+    _, address = serve("127.0.0.1", 20.0)
+    link = Link(kind, address, 1, 2, False, 20.0)
+    role = RoleSpec("policy", trained=True)
+    trainers = [TwoRanks(None, ModelSpec(role, "", rank=rank, world_size=2)) for rank in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        connecting = [pool.submit(ConnectedTrainer, trainer, link) for trainer in trainers]
+        receiver = pool.submit(connect_receiver, link, 0, CPU).result()
+        ranks = [each.result() for each in connecting]
+        headers, received = ranks[0].send_buckets("base", 2000), {}
+        ahead = pool.submit(next, headers, None)
+        while (header := ahead.result()) is not None:
+            ahead = pool.submit(next, headers, None)
+            received |= take(receiver, header)[1]
+    assert received == trainers[0].sent()
+    assert len(received) == 6
+    assert list(ranks[1].send_buckets("base", 2000)) == []
+    assert [trainer.asked for trainer in trainers] == [("base", False)] * 2
+    for end in (*ranks, receiver):
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuda", "asked"), [("shared", True, True), ("shared", False, False), ("broadcast", True, False)]
+)
+def test_only_shared_gpu_memory_needs_whole_tensors_on_every_rank(kind, cuda, asked):
+    assert Link(kind, "", 1, 2, cuda, 1.0).every_rank is asked
+
+
+def test_connecting_can_be_aborted():
+    """The sender and one receiver wait for the second receiver, which never connects."""
+    coordination, address = serve("127.0.0.1", 30.0)
     link = Link("broadcast", address, 2, 1, False, 30.0)
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(outlet, link, 0), pool.submit(inlet, link, 0, CPU)]
+        waiting = [pool.submit(connect_sender, link, 0), pool.submit(connect_receiver, link, 0, CPU)]
         time.sleep(0.5)
         assert not any(w.done() for w in waiting)
-        meeting.give_up()
+        coordination.abort()
         for end in waiting:
-            with pytest.raises(SyncError, match="the weight sync was given up while the ends of the link met"):
+            with pytest.raises(SyncError, match="the weight sync was aborted while connecting the ends of the link"):
                 end.result()
 
 
-def test_the_store_is_on_one_address_only():
+def test_the_store_listens_on_one_address_only():
     import psutil
 
     _, address = serve("127.0.0.1", 5.0)

@@ -42,7 +42,7 @@ class Bigram:
             out.append({"logprobs": torch.cat(parts)})
         return out
 
-    def ship(self, view, limit):
+    def buckets(self, view, limit):
         self.marks = {}
         return buckets(self.live.items(), limit, self.marks)
 
@@ -228,8 +228,8 @@ def test_how_far_a_canary_may_differ(made, monkeypatch, shift, trainer_dtype, ge
 
 def test_buckets_are_as_large_as_the_run_file_says(made, monkeypatch):
     trainer, _, _, sync, _ = made
-    limits, ship = [], trainer.ship
-    monkeypatch.setattr(trainer, "ship", lambda view, limit: limits.append((view, limit)) or ship(view, limit))
+    limits, buckets = [], trainer.buckets
+    monkeypatch.setattr(trainer, "buckets", lambda view, limit: limits.append((view, limit)) or buckets(view, limit))
     sync(bucket_mb=3).push(1)
     assert limits == [("live", 3 * 1024 * 1024)]
 

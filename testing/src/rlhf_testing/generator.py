@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlhf_testing.compare import same_bits
 from rlhf_testing.contract import Contract, expect
+from rlhf_testing.generator_links import LinkChecks
 from rlhf_testing.generator_sampling import SamplingChecks
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
@@ -64,7 +65,7 @@ class Sampled:
         return torch.log_softmax(rows / temperature, 1)
 
 
-class GeneratorContract(SamplingChecks, Contract):
+class GeneratorContract(SamplingChecks, LinkChecks, Contract):
     """Log-probs against the reference; seeds, neighbours, stops, budgets; the weights' owner left untouched."""
 
     kind = "generator"

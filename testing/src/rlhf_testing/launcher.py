@@ -58,7 +58,7 @@ class CountingTrainer(Trainer):
     def gradients(self) -> dict[str, Any]:
         return {}
 
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Any]]:
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Any]]:
         import torch
 
         return ((f"w{n}", torch.full((3,), float(n))) for n in range(4))

@@ -164,7 +164,7 @@ class PlainTrainer(Trainer):
     def gradients(self) -> dict[str, Tensor]:
         return {k: p.grad for k, p in self.module.named_parameters() if p.grad is not None}
 
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
             yield name, parameter.detach().clone()
 

@@ -13,8 +13,6 @@ from rlhf.interfaces.memory import Footprint
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 if TYPE_CHECKING:
-    from rlhf_transport.link import Link, Shipment
-
     from rlhf.weights.bucket import Bucket
 
 
@@ -65,8 +63,8 @@ class Generator(Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
-    ``accept:links`` (tensors come into its processes without passing through others), ``logprobs``, ``seeds``,
-    ``sleep``, ``pause``, ``top_p``, ..."""
+    ``accept:links`` (its processes receive tensors directly from the trainer's), ``logprobs``, ``seeds``, ``sleep``,
+    ``pause``, ``top_p``, ..."""
 
     version: int = 0
     """Weight version of what is sampled now: the number of updates the policy had."""
@@ -120,20 +118,7 @@ class Generator(Component):
         """Weights of ``version`` follow (``accept:tensors``)."""
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
-    def receivers(self) -> int:
-        """Processes of this engine that take weights, each with an end of the link (``accept:links``)."""
-        return 1
-
-    def connect(self, link: Link, first: int) -> None:
-        """:meth:`take` and :meth:`stale` are given shipments of this link from now on (``accept:links``); each of the
-        engine's processes opens everyone of them.
-
-        Args:
-            first: number of this engine's first receiver, among those of all engines.
-        """
-        raise CapabilityError(f"generator {self.name!r} takes tensors from its own process only")
-
-    def take(self, bucket: Bucket | Shipment) -> None:
+    def take(self, bucket: Bucket) -> None:
         """Some of the tensors, by Hugging Face name; valid during the call only."""
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
@@ -147,7 +132,7 @@ class Generator(Component):
         [sequence][token - 1]. The canary of a sync (``accept:tensors``)."""
         raise CapabilityError(f"generator {self.name!r} reports no log-probs of given tokens")
 
-    def stale(self, bucket: Bucket | Shipment) -> list[str]:
+    def stale(self, bucket: Bucket) -> list[str]:
         """Which of these tensors, whose values the model should hold, it demonstrably does not: for the message after a
         canary failed. Names that cannot be checked are left out."""
         return []

@@ -77,6 +77,16 @@ class WorkerGroup(ABC):
             timeout: seconds from one to the next; TrainingError where none came.
         """
 
+    def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
+        """:meth:`stream` the trainer's ``buckets`` to the generator, over the link that :meth:`Launcher.link` made if
+        there is one. Each item is for ``take`` or ``stale`` of the generator that the same launcher launched.
+
+        Args:
+            limit: bytes of one bucket.
+            timeout: seconds between two items; TrainingError when it is over.
+        """
+        return self.stream("buckets", view, limit, timeout=timeout)
+
     def value(self, item: Any) -> Any:
         """What :meth:`stream` gave, for the controller to read: itself, or what the handle stands for. Not to be
         written to."""
@@ -151,7 +161,7 @@ class Launcher(Component):
         self._check_transport(transport)
 
     def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
-        """From now on what ``policy`` ships reaches the generator in the way that was chosen.
+        """Make ``policy.send_buckets`` use the link that :meth:`choose_link` chose.
 
         Args:
             timeout: seconds for one bucket.

@@ -75,7 +75,7 @@ class Sharding:
     logits: int = 2**24
     """Most logits that exist at once."""
     micro_tokens: int = 2048
-    """``token_budget()``."""
+    """``TrainerFacts.token_budget``."""
     adapter_rank: int = 0
     """Low-rank adapters are trained instead of the weights; 0: none."""
     adapter_targets: tuple[str, ...] | None = None

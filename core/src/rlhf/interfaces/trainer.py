@@ -15,7 +15,6 @@ from rlhf.interfaces.memory import Sharding
 from rlhf.types import Head, RoleSpec
 
 if TYPE_CHECKING:
-    from rlhf_transport.link import Link, Outlet, Shipment
     from torch import Tensor
 
     from rlhf.ops.batch import Batch
@@ -84,6 +83,8 @@ class TrainerFacts:
     views: tuple[str, ...] = ("live",)
     shares_prefixes: bool = False
     """Sequences of a micro-batch that begin with the same ids compute these once; units are dispatched accordingly."""
+    token_budget: int = 2048
+    """Tokens of a micro-batch where the run file names no ``micro_tokens``: about as many as make this trainer fast."""
     wants_token_share: bool = False
     """Its micro-batches carry the unit column ``weight/tokens``: tokens of the unit as a share of the optimizer
     batch's."""
@@ -102,8 +103,8 @@ class Trainer(Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
 
     Gradients ADD over micro-batches and ranks: the weights in the batch already hold the global normaliser. Every rank
-    gets equally many micro-batches, none of them empty; a trainer may communicate inside any method but
-    ``token_budget``, ``facts`` and ``coverage``. With several ranks ``forward``, ``accumulate`` and ``update`` return
+    gets equally many micro-batches, none of them empty; a trainer may communicate inside any method but ``facts`` and
+    ``coverage``. With several ranks ``forward``, ``accumulate`` and ``update`` return
     the rank's own values (the same on ranks that are given one share, ``TrainerFacts.ranks_per_share``), ``apply`` the
     same on all; ``weights`` yields whole tensors on rank 0 (other ranks take part
     and may yield nothing), ``export`` and ``save`` write to a folder that all ranks see.
@@ -224,10 +225,6 @@ class Trainer(Component):
         sums = self.accumulate(micros, loss, coef, live)
         return sums, self.apply()
 
-    def token_budget(self) -> int:
-        """Tokens of a micro-batch at which this trainer is fast, where the run file names no ``micro_tokens``."""
-        return 2048
-
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         """The sums of :meth:`accumulate` without training, of the model as it is used: without dropout. This default is
         for models that have none; override it there, and where the sums come cheaper without gradients."""
@@ -241,45 +238,31 @@ class Trainer(Component):
         add: a trainer that reduces them returns them on rank 0 and an empty dict elsewhere."""
 
     @abstractmethod
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, tensor), in a fixed order."""
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face parameter name, whole tensor), in a fixed order.
 
-    def buckets(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket]:
-        """:meth:`weights` in buckets of at most ``limit`` bytes (a larger tensor is alone in its own). Every rank calls
-        it; rank 0 yields. They share memory with the model."""
+        Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
+
+        Args:
+            view: one of :attr:`views`.
+            every_rank: every rank must yield all tensors, on its own device.
+        """
+
+    def buckets(self, view: str = "live", limit: int = 2**28, every_rank: bool = False) -> Iterator[Bucket]:
+        """Yield :meth:`weights` in buckets, with the fingerprint of every tensor. The tensors share memory with the
+        model.
+
+        Args:
+            limit: bytes of one bucket. A larger tensor has a bucket to itself.
+        """
         from rlhf.weights.bucket import buckets
 
         self._sent: dict[str, str] = {}
-        return buckets(self.weights(view), limit, self._sent)
+        return buckets(self.weights(view, every_rank), limit, self._sent)
 
     def sent(self) -> dict[str, str]:
         """{tensor name: fingerprint} of the last :meth:`buckets` once it ended, on rank 0: what must have arrived."""
         return self._sent
-
-    everywhere: bool = False
-    """True while :meth:`ship` needs what :meth:`weights` yields on every rank, not on rank 0 alone (``Link``)."""
-    _outlet: Outlet | None = None
-
-    def connect(self, link: Link) -> None:
-        """What :meth:`ship` yields goes over this link from now on; called on every rank, while the generator's ends
-        connect too."""
-        from rlhf_transport.ends import outlet
-
-        if self._outlet is not None:
-            self._outlet.close()
-        self._outlet, self._link = outlet(link, self.spec.rank), link
-
-    def ship(self, view: str = "live", limit: int = 2**28) -> Iterator[Bucket | Shipment]:
-        """:meth:`buckets` on their way to the generator: themselves, or what travels in their place where a link is
-        connected."""
-        if self._outlet is None:
-            yield from self.buckets(view, limit)
-            return
-        self.everywhere = self._link.everywhere
-        try:
-            yield from self._outlet.carry(self.buckets(view, limit))
-        finally:
-            self.everywhere = False
 
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
         """:meth:`load_weights` of a whole model that came in buckets."""

@@ -132,13 +132,11 @@ class PackedTrainer(Trainer):
             self.precision_note,
             self.views,
             shares,
-            self.balance is not None,
+            # bf16 gains by larger matrices; in fp32 they only cost memory (benchmarks/measurements.md has the shapes)
+            token_budget=4096 if self.precision.bf16 else 2048,
+            wants_token_share=self.balance is not None,
             notes=self.loaded.notes,
         )
-
-    def token_budget(self) -> int:
-        """bf16 gains by larger matrices; in fp32 they only cost memory (benchmarks/measurements.md has the shapes)."""
-        return 4096 if self.precision.bf16 else 2048
 
     # ------------------------------------------------------------------------------------- forward
 

@@ -1,1 +1,1 @@
-"""Weights on their way from a trainer to a generator: buckets of named tensors, each with a fingerprint."""
+"""Links that carry weights from the processes of a trainer to the processes of a generator."""

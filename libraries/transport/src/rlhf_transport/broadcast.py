@@ -1,7 +1,7 @@
 """The link ``broadcast``: one collective from rank 0 of the trainer to every receiver.
 
-Rank 0 enters it once all receivers have said that they are there, and while it is under way everybody looks whether it
-was given up. So the death of a receiver ends the others' wait, at the latest by the driver's word.
+Rank 0 enters the collective when all receivers are ready. During the collective every process polls whether the driver
+aborted the sync, so no process waits for a receiver that died.
 """
 
 from __future__ import annotations
@@ -17,88 +17,90 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from rlhf_transport.coordination import Meeting
+from rlhf_transport.coordination import Coordination
 from rlhf_transport.layout import Layout
-from rlhf_transport.link import Inlet, Link, Outlet, Shipment
+from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
 
-_THERE = "there"
-"""How often a receiver was ready for a bucket: they take them one after another."""
+_READY = "ready"
+"""Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""
 
 
-class BroadcastOutlet(Outlet):
+class BroadcastSender(Sender):
     """Rank 0 of the trainer."""
 
     def __init__(self, link: Link) -> None:
-        self.link, self.meeting = link, Meeting.at(link.address, link.timeout)
+        self.link, self.coordination = link, Coordination.connect(link.address, link.timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if link.cuda else torch.device("cpu")
-        self.group = _group(link, self.meeting, 0)
-        self._shipped = 0
-        self._lost = ""
+        self.group = _group(link, self.coordination, 0)
+        self._sent = 0
+        self._error = ""
 
-    def carry(self, buckets: Iterator[Bucket]) -> Iterator[Shipment]:
+    def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for bucket in buckets:
-            number, self._shipped = self._shipped, self._shipped + 1
+            number, self._sent = self._sent, self._sent + 1
             layout = Layout.of(bucket)
-            if self._lost:
-                yield Shipment(number, layout, self._lost)
+            if self._error:
+                yield BucketHeader(number, layout, self._error)
                 continue
-            flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
-            layout.write(bucket, flat)
-            yield Shipment(number, layout)
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+            layout.write(bucket, buffer)
+            yield BucketHeader(number, layout)
             try:
-                self._send(flat, number)
-            except (SyncError, RuntimeError) as error:  # a connection that broke is a RuntimeError
-                self._lost = str(error)
+                self._broadcast(buffer, number)
+            except (SyncError, RuntimeError) as error:  # a broken connection is a RuntimeError
+                self._error = str(error)
 
-    def _send(self, flat: Tensor, number: int) -> None:
+    def _broadcast(self, buffer: Tensor, number: int) -> None:
         expected = self.link.receivers * (number + 1)
-        self.meeting.reached(_THERE, expected, "waiting for the engines to take a bucket")
-        _move(self.group, flat, self.meeting)
+        self.coordination.wait_for_count(_READY, expected, "waiting for the engines to take a bucket")
+        _broadcast(self.group, buffer, self.coordination)
 
     def close(self) -> None:
-        _leave(self.group)
+        _abort(self.group)
 
 
-class Silent(Outlet):
-    """Other ranks take part in gathering the weights and send nothing."""
+class IdleSender(Sender):
+    """Every rank but 0: it takes part in gathering the weights and sends nothing."""
 
-    def carry(self, buckets: Iterator[Bucket]) -> Iterator[Shipment]:
+    def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for _ in buckets:
             pass
         return iter(())
 
 
-class BroadcastInlet(Inlet):
-    """One receiver."""
+class BroadcastReceiver(Receiver):
+    """One receiving process."""
 
     def __init__(self, link: Link, number: int, device: torch.device) -> None:
-        self.device, self.meeting = device, Meeting.at(link.address, link.timeout)
-        self.group = _group(link, self.meeting, number + 1)
+        self.device, self.coordination = device, Coordination.connect(link.address, link.timeout)
+        self.group = _group(link, self.coordination, number + 1)
 
     @contextmanager
-    def open(self, shipment: Shipment) -> Iterator[Bucket]:
-        if shipment.lost:
-            raise SyncError(f"bucket {shipment.number} does not come: {shipment.lost}")
-        flat = torch.empty(shipment.layout.nbytes, dtype=torch.uint8, device=self.device)
+    def open(self, header: BucketHeader) -> Iterator[Bucket]:
+        if header.error:
+            raise SyncError(f"bucket {header.number} will not arrive: {header.error}")
+        buffer = torch.empty(header.layout.nbytes, dtype=torch.uint8, device=self.device)
         try:
-            self.meeting.add(_THERE)
-            _move(self.group, flat, self.meeting)
+            self.coordination.add(_READY)
+            _broadcast(self.group, buffer, self.coordination)
         except RuntimeError as error:
-            raise SyncError(f"bucket {shipment.number} did not arrive: {error}") from error
-        yield shipment.layout.read(flat)
+            raise SyncError(f"bucket {header.number} did not arrive: {error}") from error
+        yield header.layout.read(buffer)
 
     def close(self) -> None:
-        _leave(self.group)
+        _abort(self.group)
 
 
-def _group(link: Link, meeting: Meeting, rank: int) -> Any:
-    """A process group beside those that the processes have; rank 0 sends. All ends make theirs at the same time, and
-    each waits for all others. SyncError where that is given up."""
-    # a connection of its own: while one thread waits in a store, no other can look whether the sync was given up
-    store, size = PrefixStore("group", Meeting.at(link.address, link.timeout).store), link.receivers + 1
+def _group(link: Link, coordination: Coordination, rank: int) -> Any:
+    """A process group for this link alone; rank 0 sends. All processes must make it at the same time: each waits for
+    all others. Raises SyncError when the driver aborts the sync meanwhile."""
+    # Its own connection: while one thread waits in a store, no other thread can poll through the same connection.
+    store, size = PrefixStore("group", Coordination.connect(link.address, link.timeout).store), link.receivers + 1
     limit = timedelta(seconds=link.timeout)
     if not link.cuda:
-        return meeting.leaving_behind(lambda: ProcessGroupGloo(store, rank, size, limit), "the ends of the link met")
+        return coordination.run_abortable(
+            lambda: ProcessGroupGloo(store, rank, size, limit), "connecting the ends of the link"
+        )
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
@@ -106,20 +108,20 @@ def _group(link: Link, meeting: Meeting, rank: int) -> Any:
     return ProcessGroupNCCL(store, rank, size, options)
 
 
-def _move(group: Any, flat: Tensor, meeting: Meeting) -> None:
-    """Broadcast from rank 0. SyncError where it was given up, RuntimeError where a connection broke."""
-    work = group.broadcast([flat])
+def _broadcast(group: Any, buffer: Tensor, coordination: Coordination) -> None:
+    """Broadcast from rank 0. Raises SyncError when the driver aborts the sync, RuntimeError on a broken connection."""
+    work = group.broadcast([buffer])
     try:
-        meeting.until(work.is_completed, "a bucket was on its way")
+        coordination.wait_until(work.is_completed, "broadcasting a bucket")
     except SyncError:
         group.abort()
         raise
     work.wait()
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
 
 
-def _leave(group: Any) -> None:
-    """End the connections without waiting for ends that are gone."""
-    with suppress(RuntimeError):  # broken already
+def _abort(group: Any) -> None:
+    """Close the connections without waiting for processes that are gone."""
+    with suppress(RuntimeError):  # the connection is broken already
         group.abort()

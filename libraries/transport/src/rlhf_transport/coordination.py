@@ -1,7 +1,7 @@
-"""How the two ends of a link agree on whose turn it is: counters in a key-value store that the driver serves.
+"""Coordination between the senders and receivers of a link: counters in a key-value store that the driver serves.
 
-Neither end enters an operation that only works together before the other end is there, and both give up as soon as the
-driver says so, be it because a receiver died or because what arrived could not be loaded.
+An operation that needs both ends, such as a collective, is entered only when the other end is ready. Every wait ends
+when the driver calls :meth:`Coordination.abort`, which it does when a receiver died or could not load a bucket.
 """
 
 from __future__ import annotations
@@ -19,59 +19,67 @@ from torch.distributed import TCPStore
 
 T = TypeVar("T")
 
-_GIVEN_UP = "given up"
-_SHORTEST, _LONGEST = 0.0002, 0.005
-"""Seconds between two looks."""
+_ABORTED = "aborted"
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
+"""Seconds between two polls."""
 
 
-class Meeting:
-    """One end's view of the store; made by :func:`serve` on the driver, by :meth:`at` elsewhere."""
+class Coordination:
+    """A connection to the store. The driver gets one from :func:`serve`, every other process from :meth:`connect`."""
 
     def __init__(self, store: TCPStore, timeout: float) -> None:
         self.store, self.timeout = store, timeout
 
     @classmethod
-    def at(cls, address: str, timeout: float) -> Meeting:
+    def connect(cls, address: str, timeout: float) -> Coordination:
         """Args: address: ``HOST:PORT``. timeout: seconds of any one wait."""
         host, _, port = address.rpartition(":")
         return cls(TCPStore(host.strip("[]"), int(port), timeout=timedelta(seconds=timeout)), timeout)
 
-    def give_up(self) -> None:
-        """Every wait, here and elsewhere, ends with SyncError from now on."""
-        self.store.set(_GIVEN_UP, "1")
+    def abort(self) -> None:
+        """From now on every wait of every process raises SyncError."""
+        self.store.set(_ABORTED, "1")
 
     def add(self, key: str, amount: int = 1) -> None:
+        """Add to the counter ``key``."""
         self.store.add(key, amount)
 
     def publish(self, key: str, value: str) -> None:
         self.store.set(key, value)
 
-    def read(self, key: str, what: str) -> str:
-        """The value of a key, once there is one."""
-        self.until(lambda: self.store.check([key]), what)
+    def read(self, key: str, activity: str) -> str:
+        """Wait until ``key`` has a value, and return it."""
+        self.wait_until(lambda: self.store.check([key]), activity)
         return self.store.get(key).decode()
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         self.store.delete_key(key)
 
-    def reached(self, key: str, count: int, what: str) -> None:
-        """Wait until ``key`` was added to ``count`` times."""
-        self.until(lambda: self.store.add(key, 0) >= count, what)
+    def wait_for_count(self, key: str, count: int, activity: str) -> None:
+        """Wait until the counter ``key`` is at least ``count``."""
+        self.wait_until(lambda: self.store.add(key, 0) >= count, activity)
 
-    def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait; SyncError where it takes longer than the timeout, or the sync was given up."""
-        end, pause = time.monotonic() + self.timeout, _SHORTEST
+    def wait_until(self, done: Callable[[], bool], activity: str) -> None:
+        """Poll ``done`` until it returns True. Raises SyncError after the timeout, or when the sync is aborted.
+
+        Args:
+            activity: names the wait in messages, such as ``waiting for a bucket``.
+        """
+        end, pause = time.monotonic() + self.timeout, _SHORTEST_PAUSE
         while not done():
-            if self.store.check([_GIVEN_UP]):
-                raise SyncError(f"the weight sync was given up while {what}")
+            if self.store.check([_ABORTED]):
+                raise SyncError(f"the weight sync was aborted while {activity}")
             if time.monotonic() > end:
-                raise SyncError(f"{what} took longer than {self.timeout:g} s (sync.timeout)")
+                raise SyncError(f"{activity} took longer than {self.timeout:g} s (sync.timeout)")
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def leaving_behind(self, call: Callable[[], T], what: str) -> T:
-        """What ``call`` returns, which waits for other ends by itself and cannot be told to stop: where the sync is
-        given up, it is left to its own timeout in a thread. SyncError then, and where it raises RuntimeError."""
+    def run_abortable(self, call: Callable[[], T], activity: str) -> T:
+        """Run ``call``, which waits for other processes and cannot be interrupted, in a thread, and return its result.
+
+        If the sync is aborted, the thread is left behind until its own timeout. Raises SyncError then, and when
+        ``call`` raises RuntimeError.
+        """
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -80,16 +88,20 @@ class Meeting:
             except BaseException as error:
                 answer.set_exception(error)
 
-        Thread(target=run, daemon=True, name="rlhf-sync-meeting").start()
-        self.until(answer.done, what)
+        Thread(target=run, daemon=True, name="rlhf-sync-connect").start()
+        self.wait_until(answer.done, activity)
         try:
             return answer.result()
         except RuntimeError as error:
-            raise SyncError(f"the weight sync broke off while {what}: {error}") from error
+            raise SyncError(f"the weight sync failed while {activity}: {error}") from error
 
 
-def serve(host: str, timeout: float) -> tuple[Meeting, str]:
-    """A store on the address ``host`` of this machine and no other, and its ``HOST:PORT``."""
+def serve(host: str, timeout: float) -> tuple[Coordination, str]:
+    """Serve a store on the address ``host`` of this machine and on no other address.
+
+    Returns:
+        The connection of this process, and the store's ``HOST:PORT``.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -101,4 +113,4 @@ def serve(host: str, timeout: float) -> tuple[Meeting, str]:
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    return Meeting(store, timeout), f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Coordination(store, timeout), f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,23 +1,43 @@
-"""The ends of a link, by its kind."""
+"""Both ends of a link: connecting a trainer's rank and a receiving process to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from rlhf.interfaces import Trainer
 
-from rlhf_transport.broadcast import BroadcastInlet, BroadcastOutlet, Silent
-from rlhf_transport.link import Inlet, Link, Outlet
-from rlhf_transport.shared_memory import SharedInlet, SharedOutlet
+from rlhf_transport.broadcast import BroadcastReceiver, BroadcastSender, IdleSender
+from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
+from rlhf_transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
-def outlet(link: Link, rank: int) -> Outlet:
-    """The end of a trainer's rank. Waits for the other ends where the link needs that."""
+class ConnectedTrainer:
+    """One rank of a trainer with its end of a link. Every rank is connected, and :meth:`send_buckets` is called on
+    every rank. Connecting waits for the other ends if the kind of link needs that."""
+
+    def __init__(self, trainer: Trainer, link: Link) -> None:
+        self._trainer, self._link = trainer, link
+        self._sender = connect_sender(link, trainer.spec.rank)
+
+    def send_buckets(self, view: str, limit: int) -> Iterator[BucketHeader]:
+        """Send the buckets of :meth:`Trainer.buckets`, and yield their headers."""
+        yield from self._sender.send(self._trainer.buckets(view, limit, self._link.every_rank))
+
+    def close(self) -> None:
+        """Release memory and connections."""
+        self._sender.close()
+
+
+def connect_sender(link: Link, rank: int) -> Sender:
+    """The end of the trainer's rank ``rank``. Waits for the other ends if the kind of link needs that."""
     if link.kind == "shared":
-        return SharedOutlet(link, rank)
-    return BroadcastOutlet(link) if rank == 0 else Silent()
+        return SharedMemorySender(link, rank)
+    return BroadcastSender(link) if rank == 0 else IdleSender()
 
 
-def inlet(link: Link, number: int, device: torch.device) -> Inlet:
-    """The end of receiver ``number`` (from 0), which takes tensors on ``device``."""
+def connect_receiver(link: Link, number: int, device: torch.device) -> Receiver:
+    """The end of the receiving process ``number`` (from 0), which takes tensors on ``device``."""
     if link.kind == "shared":
-        return SharedInlet(link, device)
-    return BroadcastInlet(link, number, device)
+        return SharedMemoryReceiver(link, device)
+    return BroadcastReceiver(link, number, device)

@@ -1,4 +1,4 @@
-"""A bucket's tensors laid out in one run of bytes, so that one operation moves them all."""
+"""The layout of a bucket's tensors in one contiguous buffer, so that one operation moves them all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each tensor of a bucket lies."""
+    """Where each tensor of a bucket lies in the buffer."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
-    """(name, dtype, shape, first byte, bytes)."""
+    """(name, dtype, shape, first byte, number of bytes)."""
     fingerprints: tuple[str, ...]
+    """Of each tensor, computed by the sender."""
     nbytes: int
-    """Of the whole run, gaps included; at least 1, as there are operations that cannot move nothing."""
+    """Size of the buffer, gaps included. At least 1, because some operations cannot move an empty buffer."""
 
     @classmethod
     def of(cls, bucket: Bucket) -> Layout:
@@ -32,18 +33,18 @@ class Layout:
         return cls(tuple(placed), bucket.fingerprints, max(end, 1))
 
     @torch.no_grad()
-    def write(self, bucket: Bucket, flat: Tensor) -> None:
-        """Copy the tensors to their places in ``flat``, uint8 [at least nbytes], on any device."""
-        for view, (_, tensor) in zip(self._views(flat), bucket.tensors, strict=True):
+    def write(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Copy the bucket's tensors into ``buffer``, uint8 [at least nbytes], on any device."""
+        for view, (_, tensor) in zip(self._views(buffer), bucket.tensors, strict=True):
             view.copy_(tensor)
 
-    def read(self, flat: Tensor) -> Bucket:
-        """The bucket, over the memory of ``flat``."""
-        named = zip((name for name, *_ in self.tensors), self._views(flat), strict=True)
+    def read(self, buffer: Tensor) -> Bucket:
+        """The bucket. Its tensors share the memory of ``buffer``."""
+        named = zip((name for name, *_ in self.tensors), self._views(buffer), strict=True)
         return Bucket(tuple(named), self.fingerprints)
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def _views(self, buffer: Tensor) -> list[Tensor]:
         return [
-            flat[start : start + size].view(getattr(torch, dtype)).reshape(shape)
+            buffer[start : start + size].view(getattr(torch, dtype)).reshape(shape)
             for _, dtype, shape, start, size in self.tensors
         ]

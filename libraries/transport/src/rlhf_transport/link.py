@@ -1,13 +1,14 @@
-"""Links: how buckets get from a trainer to the processes that take them without passing through the driver.
+"""A link carries buckets of weights from a trainer's ranks to a generator's processes, not through the driver.
 
-A trainer's :class:`Outlet` turns each bucket into a :class:`Shipment`, which travels in the bucket's place; the
-:class:`Inlet` of a receiver turns that back into the bucket. What is in between is one of two:
+Each rank of the trainer has a :class:`Sender`, each receiving process a :class:`Receiver`. For every bucket the sender
+yields a :class:`BucketHeader`. The driver hands the header to every receiving process, and the receiver gets the
+bucket's bytes over the link. There are two kinds of links:
 
-``shared``: memory that both processes map, on a GPU by CUDA IPC. Each rank lends the memory of its own device, so the
-ranks and the receivers must have the same devices.
+``shared``: memory that both processes map, on GPUs by CUDA IPC. Each rank shares memory of its own device, so every
+receiver must be on the device of a rank.
 
-``broadcast``: one collective from rank 0 to all receivers, by NCCL on GPUs and gloo elsewhere. No GPU can be in it
-twice, so the receivers must have devices of their own.
+``broadcast``: one collective from rank 0 to all receivers, by NCCL on GPUs and gloo elsewhere. NCCL takes each GPU only
+once, so every receiver must have a device of its own.
 """
 
 from __future__ import annotations
@@ -27,56 +28,57 @@ Kind = Literal["shared", "broadcast"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What every end of a link is told."""
+    """What every sender and receiver of a link must know."""
 
     kind: Kind
     address: str
-    """``HOST:PORT`` of the store where the ends agree on whose turn it is (:mod:`rlhf_transport.coordination`)."""
+    """``HOST:PORT`` of the key-value store through which both ends coordinate (:mod:`rlhf_transport.coordination`)."""
     receivers: int
-    """Processes that take every bucket."""
+    """Number of processes that take every bucket."""
     ranks: int
-    """Of the trainer."""
+    """Number of the trainer's ranks."""
     cuda: bool
     """Whether the devices are GPUs."""
     timeout: float
     """Seconds for one bucket."""
 
     @property
-    def everywhere(self) -> bool:
-        """Whether every rank of the trainer needs the whole tensors: each serves the receivers on its own device."""
+    def every_rank(self) -> bool:
+        """Whether every rank of the trainer needs the whole tensors: with CUDA IPC each rank serves the receivers on
+        its own device."""
         return self.kind == "shared" and self.cuda
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
-    """What travels in a bucket's place."""
+class BucketHeader:
+    """Describes one bucket whose bytes travel over a link. The driver sees the header in place of the bucket."""
 
     number: int
-    """Of the bucket, since the link was made."""
+    """Counts the buckets since the link was made, from 0."""
     layout: Layout
-    lost: str = ""
-    """Why the bytes do not come any more; empty: they do."""
+    error: str = ""
+    """Why the bytes will not arrive; empty: they will."""
 
 
-class Outlet(ABC):
-    """The trainer's end; one per rank."""
+class Sender(ABC):
+    """One rank of the trainer on a link."""
 
     @abstractmethod
-    def carry(self, buckets: Iterator[Bucket]) -> Iterator[Shipment]:
-        """Ship each bucket. What goes wrong on the way is for the receivers to report: the shipments that follow say
-        that they are lost, so that a trainer outlives an engine that was killed."""
+    def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
+        """Send each bucket, and yield its header. An error on the way is not raised here: the headers that follow
+        carry it, and the receivers raise it. So the trainer survives the death of an engine."""
 
     def close(self) -> None:  # noqa: B027 - nothing to release is a valid answer
         """Release memory and connections."""
 
 
-class Inlet(ABC):
-    """A receiver's end."""
+class Receiver(ABC):
+    """One receiving process on a link."""
 
     @contextmanager
     @abstractmethod
-    def open(self, shipment: Shipment) -> Iterator[Bucket]:
-        """The bucket; its memory is valid inside only. SyncError where it does not arrive."""
+    def open(self, header: BucketHeader) -> Iterator[Bucket]:
+        """The bucket; its memory is valid inside the context only. Raises SyncError if the bucket does not arrive."""
 
     def close(self) -> None:  # noqa: B027
         """Release memory and connections."""

@@ -1,8 +1,8 @@
-"""The link ``shared``: buckets in memory that the trainer and the receivers on its device map both.
+"""The link ``shared``: buckets in memory that the trainer and the receivers on its device both map.
 
-Each rank of the trainer has two pieces of memory and fills one while the receivers read the other; it fills a piece
-again once all of them are done with it. On GPUs the handle of the memory is one of CUDA IPC; on the host it is a file
-without a name, opened through the trainer's own list of open files, so whoever is killed leaves nothing behind.
+Each rank of the trainer has two buffers. It fills one while the receivers read the other, and fills a buffer again only
+when all receivers are done with it. On GPUs a buffer is shared by its CUDA IPC handle. On the host it is an anonymous
+file (memfd), which receivers open through the trainer's ``/proc`` entry, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,101 +21,103 @@ from rlhf.errors import SyncError
 from rlhf.weights.bucket import Bucket
 from torch import Tensor
 
-from rlhf_transport.coordination import Meeting
+from rlhf_transport.coordination import Coordination
 from rlhf_transport.layout import Layout
-from rlhf_transport.link import Inlet, Link, Outlet, Shipment
+from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
 
-_PIECES = 2
+_BUFFERS = 2
 _HOST = "host"
 _DONE = "done"
-"""How often a receiver was done with a bucket: they take them one after another."""
+"""Counter: every receiver adds 1 when it is done with a bucket. Receivers take the buckets in order."""
 
 
-class SharedOutlet(Outlet):
+class SharedMemorySender(Sender):
     """One rank of the trainer."""
 
     def __init__(self, link: Link, rank: int) -> None:
-        self.link, self.meeting = link, Meeting.at(link.address, link.timeout)
+        self.link, self.coordination = link, Coordination.connect(link.address, link.timeout)
         self.serves = link.cuda or rank == 0
-        """On CPUs all ranks have the same memory: one of them is enough."""
-        self._pieces: list[Piece | None] = [None] * _PIECES
-        self._handles: dict[int, str] = {}
-        """{bucket: key} of what is published and not done with."""
-        self._shipped = 0
-        self._lost = ""
+        """On a CPU all ranks are on the same device, so rank 0 alone serves the receivers."""
+        self._buffers: list[SharedBuffer | None] = [None] * _BUFFERS
+        self._keys: dict[int, str] = {}
+        """{bucket number: key of its published handle}, of buckets that a receiver may still read."""
+        self._sent = 0
+        self._error = ""
 
-    def carry(self, buckets: Iterator[Bucket]) -> Iterator[Shipment]:
-        first = self._shipped
+    def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
+        first = self._sent
         for bucket in buckets:
-            number, self._shipped = self._shipped, self._shipped + 1
+            number, self._sent = self._sent, self._sent + 1
             layout = Layout.of(bucket)
-            if self.serves and not self._lost:
-                self._offer(bucket, layout, number, first)
-            yield Shipment(number, layout, self._lost)
-        for number in range(max(first, self._shipped - _PIECES), self._shipped):
+            if self.serves and not self._error:
+                self._publish(bucket, layout, number, first)
+            yield BucketHeader(number, layout, self._error)
+        for number in range(max(first, self._sent - _BUFFERS), self._sent):
             self._wait(number)
-        self.close()  # the memory is needed for other things between two syncs
+        self.close()  # other work needs the memory between two syncs
 
-    def _offer(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
-        slot = number % _PIECES
-        if number - first >= _PIECES:
-            self._wait(number - _PIECES)
-        if self._lost:
+    def _publish(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
+        """Copy a bucket into a buffer that is free, and publish the buffer's handle."""
+        slot = number % _BUFFERS
+        if number - first >= _BUFFERS:
+            self._wait(number - _BUFFERS)
+        if self._error:
             return
-        piece = self._pieces[slot]
-        if piece is None or piece.memory.numel() < layout.nbytes:
-            if piece is not None:
-                piece.close()
-            piece = self._pieces[slot] = Piece(layout.nbytes, self.link.cuda)
-        layout.write(bucket, piece.memory)
-        if piece.memory.is_cuda:
-            torch.cuda.synchronize(piece.memory.device)
-        key = f"handle {number} {_device_key(piece.memory.device)}"
-        self.meeting.publish(key, piece.handle())
-        self._handles[number] = key
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.memory.numel() < layout.nbytes:
+            if buffer is not None:
+                buffer.close()
+            buffer = self._buffers[slot] = SharedBuffer(layout.nbytes, self.link.cuda)
+        layout.write(bucket, buffer.memory)
+        if buffer.memory.is_cuda:
+            torch.cuda.synchronize(buffer.memory.device)
+        key = f"handle {number} {_device_key(buffer.memory.device)}"
+        self.coordination.publish(key, buffer.handle())
+        self._keys[number] = key
 
     def _wait(self, number: int) -> None:
-        """Until every receiver is done with a bucket."""
-        if self._lost or not self.serves:
+        """Wait until every receiver is done with a bucket."""
+        if self._error or not self.serves:
             return
         try:
             expected = self.link.receivers * (number + 1)
-            self.meeting.reached(_DONE, expected, "waiting for the engines to take a bucket")
+            self.coordination.wait_for_count(_DONE, expected, "waiting for the engines to take a bucket")
         except SyncError as error:
-            self._lost = str(error)
+            self._error = str(error)
         else:
-            self.meeting.forget(self._handles.pop(number))
+            self.coordination.delete(self._keys.pop(number))
 
     def close(self) -> None:
-        for piece in self._pieces:
-            if piece is not None:
-                piece.close()
-        self._pieces = [None] * _PIECES
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = [None] * _BUFFERS
         if self.link.cuda:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
 
-class SharedInlet(Inlet):
-    """One receiver."""
+class SharedMemoryReceiver(Receiver):
+    """One receiving process."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
-        self.device, self.meeting = device, Meeting.at(link.address, link.timeout)
+        self.device, self.coordination = device, Coordination.connect(link.address, link.timeout)
 
     @contextmanager
-    def open(self, shipment: Shipment) -> Iterator[Bucket]:
-        if shipment.lost:
-            raise SyncError(f"bucket {shipment.number} does not come: {shipment.lost}")
-        key = f"handle {shipment.number} {_device_key(self.device)}"
-        piece = _mapped(self.meeting.read(key, f"waiting for a rank of the trainer on {self.device}"), self.device)
-        yield shipment.layout.read(piece)
-        if piece.is_cuda:
-            torch.cuda.synchronize(piece.device)  # everything was read before the memory is filled again
-        self.meeting.add(_DONE)
+    def open(self, header: BucketHeader) -> Iterator[Bucket]:
+        if header.error:
+            raise SyncError(f"bucket {header.number} will not arrive: {header.error}")
+        key = f"handle {header.number} {_device_key(self.device)}"
+        handle = self.coordination.read(key, f"waiting for a rank of the trainer on {self.device}")
+        buffer = _open_handle(handle, self.device)
+        yield header.layout.read(buffer)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)  # all reads end before the sender fills the buffer again
+        self.coordination.add(_DONE)
 
 
-class Piece:
-    """Memory of the trainer's that receivers can map."""
+class SharedBuffer:
+    """Memory of the trainer that receivers can map."""
 
     def __init__(self, nbytes: int, cuda: bool) -> None:
         self._file = -1
@@ -127,7 +129,7 @@ class Piece:
             self.memory = _map(self._file, nbytes)
 
     def handle(self) -> str:
-        """What another process needs: JSON, no pickle, as it passes through a store on the network."""
+        """What another process needs to map the memory. JSON, not pickle: it passes through a store on the network."""
         if self._file >= 0:
             return json.dumps([os.getpid(), self._file, self.memory.numel()])
         storage: Any = self.memory.untyped_storage()
@@ -135,14 +137,14 @@ class Piece:
         return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
 
     def close(self) -> None:
-        """Give the memory back, as far as no receiver has it mapped."""
+        """Release the memory. It is freed when no receiver maps it any more."""
         del self.memory
         if self._file >= 0:
             os.close(self._file)
 
 
-def _mapped(handle: str, device: torch.device) -> Tensor:
-    """uint8 over the memory of a handle."""
+def _open_handle(handle: str, device: torch.device) -> Tensor:
+    """uint8 [nbytes] over the memory that a handle names."""
     parts = json.loads(handle)
     if device.type != "cuda":
         process, number, nbytes = parts
@@ -163,5 +165,5 @@ def _map(file: int, nbytes: int) -> Tensor:
 
 
 def _device_key(device: torch.device) -> str:
-    """The same in all processes that see the device, under whatever number."""
+    """A name of the device that is the same in every process, whatever index the process gives it."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _HOST

@@ -200,7 +200,7 @@ def test_roles_that_are_not_trained(pair, reference):
         assert found["moved"] > 1e-2
         assert found["left"] < 1e-5
         assert found["prints"], "each rank took its part"
-        assert found["everywhere"] == len(reference.weights)
+        assert found["every_rank"] == len(reference.weights)
 
 
 def test_a_lent_head_is_whole(pair):

@@ -28,7 +28,7 @@ class Run:
     def push(self) -> None:
         self.pushes += 1
         self.engines.begin_load(self.version)
-        for bucket in self.policy.stream("ship", "live", 24, timeout=60.0):
+        for bucket in self.policy.send_buckets("live", 24, 60.0):
             self.engines.take(bucket)
         self.proofs = self.engines.end_load()
         self.weights = "".join(sorted(self.policy.call("sent", [()])[0].values()))

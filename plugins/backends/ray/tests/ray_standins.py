@@ -18,6 +18,7 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 from rlhf_testing.launcher import CountingTrainer
+from rlhf_transport.receiving import ReceivesOverLinks
 
 
 class OddTrainer(CountingTrainer):
@@ -131,7 +132,7 @@ class OddConfig(ComponentConfig):
     """Seconds."""
 
 
-class OddGenerator(Generator):
+class OddGenerator(ReceivesOverLinks, Generator):
     """Tokens are a hash of weights, prompt and seed, one sample after another."""
 
     name = "odd"
@@ -145,7 +146,7 @@ class OddGenerator(Generator):
             time.sleep(config.slow_start)
         self.config, self.spec = config or OddConfig(), spec
         self.weights = "initial"
-        self.inlet: Any = None
+        self.receiver: Any = None
         self.asleep = False
         self.note(f"started {os.getpid()}")
         self.note(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
@@ -175,13 +176,13 @@ class OddGenerator(Generator):
 
     def connect(self, link: Any, first: int) -> None:
         import torch
-        from rlhf_transport.ends import inlet
+        from rlhf_transport.ends import connect_receiver
 
         self.note(f"connect {link.kind}")
         self._flagged("die-before-connect")
         if self._takes_away("fail-connect"):
             raise OSError("no network today")
-        self.inlet = inlet(link, first, torch.device("cpu"))
+        self.receiver = connect_receiver(link, first, torch.device("cpu"))
         self._flagged("die-after-connect")
 
     def receivers(self) -> int:
@@ -192,7 +193,7 @@ class OddGenerator(Generator):
         self._flagged("die-before-take")
         if self._takes_away("sleep-in-take"):
             time.sleep(8)
-        with self.inlet.open(sent) if self.inlet is not None else nullcontext(sent) as bucket:
+        with self.receiver.open(sent) if self.receiver is not None else nullcontext(sent) as bucket:
             self.got |= bucket.received()
         self._flagged("die-in-take")
 
@@ -218,7 +219,7 @@ class OddGenerator(Generator):
         return [[[float(os.getpid())] * (len(s) - 1) for s in sequences]]
 
     def stale(self, sent: Any) -> list[str]:
-        with self.inlet.open(sent) if self.inlet is not None else nullcontext(sent) as bucket:
+        with self.receiver.open(sent) if self.receiver is not None else nullcontext(sent) as bucket:
             return [name for name, _ in bucket.tensors]
 
     def sleep(self) -> None:

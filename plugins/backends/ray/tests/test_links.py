@@ -56,7 +56,7 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     assert all(p.received == r.policy.call("sent", [()])[0] for p in r.proofs)
     assert r.answers(asked) == expected(r.weights, asked)
     assert [[round(x[0]) for x in e] for e in r.engines.logprobs([(1, 2), (3, 4)])] == [[pid, pid] for pid in r.pids()]
-    assert [r.engines.stale(bucket) for bucket in r.policy.stream("ship", "live", 24)] == [["w0", "w1"], ["w2", "w3"]]
+    assert [r.engines.stale(bucket) for bucket in r.policy.send_buckets("live", 24)] == [["w0", "w1"], ["w2", "w3"]]
     r.sync(4)
     links = [r.transport] * 2 * (r.transport != "auto")
     assert [kind for _, kind in r.notes("connect")] == links, "connected once"
@@ -133,11 +133,11 @@ def test_an_engine_that_says_before_a_sync_that_it_is_gone(r):
 def test_a_sync_that_failed_can_be_tried_again(r):
     before = r.pids()
     r.engines.begin_load(r.version + 1)
-    shipped = r.policy.stream("ship", "live", 24, timeout=60.0)
-    r.engines.take(next(shipped))
+    sent = r.policy.send_buckets("live", 24, 60.0)
+    r.engines.take(next(sent))
     with pytest.raises(SyncError, match=r"engine \d .*take\(\) raised AttributeError"):
         r.engines.take("no bucket")
-    del shipped  # the controller reads no further
+    del sent  # the controller reads no further
     r.sync(r.version + 1)
     check_answers(r)
     assert r.pids() == before, "nobody died"

@@ -32,9 +32,11 @@ class Role:
     taken = 0
     """Optimizer steps so far in this step of the run (:meth:`catch_up`)."""
 
-    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int, view: str = "live") -> None:
-        self.spec, self.group, self.budget = spec, group, budget
+    def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int | None, view: str = "live") -> None:
+        """``budget``: None takes the trainer's own (``TrainerFacts.token_budget``)."""
+        self.spec, self.group = spec, group
         self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
+        self.budget = self.facts.token_budget if budget is None else budget
         self.view = view
         """What ``live`` means for this role: ``base`` where it is another role's model without its adapters."""
 

@@ -122,7 +122,7 @@ class WeightSync:
 
     def _buckets(self) -> Iterator[Any]:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
-        return self.policy.group.stream("ship", "live", limit, timeout=timeout)
+        return self.policy.group.send_buckets("live", limit, timeout)
 
     def _examine(self, proofs: Sequence[Proof], wanted: _Wanted) -> tuple[list[str], float]:
         """(what is wrong, largest mean difference of a canary)."""

@@ -43,8 +43,7 @@ def launch_roles(
 def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
     trainer, spec = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"]), prepared.specs[name]
     group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
-    usual: int = group.call("token_budget", [()] * group.size)[0]
-    return Role(spec, group, section_of(prepared.config, name).micro_tokens or usual)
+    return Role(spec, group, section_of(prepared.config, name).micro_tokens)
 
 
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:

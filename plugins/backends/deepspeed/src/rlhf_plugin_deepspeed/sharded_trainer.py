@@ -55,14 +55,14 @@ class ShardedTrainer(PackedTrainer):
 
     # ------------------------------------------------------------------------------------- weights
 
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
-        """On rank 0, or where :attr:`everywhere` on all, detached, on the trainer's device, tied weights once (under
-        the embedding's name), adapters merged; other ranks take part and yield nothing. In stages 0 to 2 those that are
-        not divided share memory with the model: copy what must outlive the next step."""
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, or on every rank with ``every_rank``: detached, on the trainer's device, tied weights once (under
+        the embedding's name), adapters merged. Other ranks take part and yield nothing. In stages 0 to 2 tensors that
+        are not divided share memory with the model: copy what must outlive the next step."""
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
         with self._guard("weights"), self._view(view):
-            first = self.spec.rank == 0 or self.everywhere
-            near = self.topology.replica == 0 or self.everywhere
+            first = self.spec.rank == 0 or every_rank
+            near = self.topology.replica == 0 or every_rank
             yield from self.tensors.stream(gather, first, near, self.config.bucket, view != "base")
 
     def lend_head(self) -> Iterator[OutputHead]:

@@ -122,7 +122,7 @@ class TorchTrainer(PackedTrainer):
 
     # ------------------------------------------------------------------------------------- weights
 
-    def weights(self, view: str = "live") -> Iterator[tuple[str, Tensor]]:
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Under the names of the architecture's checkpoints, detached, on the trainer's device, tied weights once (with
         the embedding's name), adapters merged. They share memory with the model, but for those that checkpoints lay out
         otherwise: copy what must outlive the next step."""

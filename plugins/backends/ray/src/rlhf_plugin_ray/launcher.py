@@ -16,6 +16,7 @@ from rlhf.errors import CapabilityError, ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Plugins, Resolved
 from rlhf.plugins.resolved import FILE
+from rlhf_transport.receiving import receives_over_links
 
 from rlhf_plugin_ray.actor.payload import pack, send
 from rlhf_plugin_ray.actor.worker import Worker
@@ -25,7 +26,7 @@ from rlhf_plugin_ray.cluster.reservation import Reservation
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines.front import EngineGroup, check_takes_tensors
 from rlhf_plugin_ray.engines.pool import Fleet
-from rlhf_plugin_ray.engines.weight_link import LINKS, NO_LINKS, Bridge, choose
+from rlhf_plugin_ray.engines.weight_link import NO_LINKS, Bridge, choose
 from rlhf_plugin_ray.trainer_group import RayGroup
 from rlhf_plugin_ray.workers.failures import Trouble, answer_of, first_of
 from rlhf_plugin_ray.workers.handle import Member, slug
@@ -73,7 +74,7 @@ class RayLauncher(Launcher):
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
         if generator is not None:
             check_takes_tensors(generator)
-            if transport in ("shared", "broadcast") and LINKS not in generator.capabilities:
+            if transport in ("shared", "broadcast") and not receives_over_links(generator):
                 raise ConfigError(f"sync.transport = {transport!r} cannot be had: {NO_LINKS}. Leave it out.")
 
     # ---------------------------------------------------------------------------------- placement
@@ -134,7 +135,7 @@ class RayLauncher(Launcher):
     def choose_link(self, generator: type[Generator], transport: str) -> None:
         with self._or_nothing():  # before a model is loaded
             check_takes_tensors(generator)
-        links = LINKS in generator.capabilities
+        links = receives_over_links(generator)
         with self._or_nothing():
             reserved = self._reserved(POLICY, GENERATOR)
             seats = reserved.seats[POLICY], reserved.seats[GENERATOR]

@@ -61,6 +61,10 @@ class RayGroup(WorkerGroup):
         self._open = None
         self._collect(method, answers)
 
+    def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
+        """References to the buckets in the store, or to their headers where the ranks are connected to a link."""
+        return self.stream("send_buckets", view, limit, timeout=timeout)
+
     def value(self, item: Any) -> Any:
         """What lies in the store; memory there must not be written to."""
         return ray.get(item) if isinstance(item, ray.ObjectRef) else item

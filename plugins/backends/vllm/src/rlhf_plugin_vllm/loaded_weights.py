@@ -9,7 +9,8 @@ from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.generator import Proof
 from rlhf.weights.bucket import Bucket
-from rlhf_transport.link import Link, Shipment
+from rlhf_transport.link import BucketHeader, Link
+from rlhf_transport.receiving import ReceivesOverLinks
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
@@ -19,7 +20,7 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
 
 
-class HeldWeights(Generator):
+class HeldWeights(ReceivesOverLinks, Generator):
     """What an engine holds. A subclass starts it, and samples."""
 
     config: VllmGeneratorConfig
@@ -72,7 +73,7 @@ class HeldWeights(Generator):
     def connect(self, link: Link, first: int) -> None:
         self._tell("rlhf_connect", link, first)
 
-    def take(self, bucket: Bucket | Shipment) -> None:
+    def take(self, bucket: Bucket | BucketHeader) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
         self._tell("rlhf_take", bucket)
@@ -96,7 +97,7 @@ class HeldWeights(Generator):
         dtype, detail = self.engine.dtype, self.engine.where.distribution
         return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
-    def stale(self, bucket: Bucket | Shipment) -> list[str]:
+    def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
         return next(iter(self._tell("rlhf_differing", bucket).values()))
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,15 @@ from rlhf_plugin_ray.actor.failure import Failure
 from rlhf_plugin_ray.actor.network import hold_port, interface_of
 
 if TYPE_CHECKING:
+    from rlhf_transport.ends import ConnectedTrainer
+    from rlhf_transport.link import Link
+
     from rlhf_plugin_ray.actor.payload import Parcel
 
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
+OWN_METHODS = frozenset({"connect_trainer", "send_buckets"})
+"""Methods of :class:`Worker` that the driver calls as if they were the component's."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time go to the driver together."""
 
@@ -44,6 +49,7 @@ class Worker:
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._held: socket.socket | None = None
+        self._connected: ConnectedTrainer | None = None
         self._progress = 0
         self._doing, self._since, self._thread = "", 0.0, 0
         if os.path.isdir(folder):  # relative paths mean the same as on the driver, where nodes share the folder
@@ -113,7 +119,7 @@ class Worker:
 
         with self._at_work(method):
             try:
-                return pack([(getattr(self.component, method)(*unpack(parcel, rank)),)])
+                return pack([(self._method(method)(*unpack(parcel, rank)),)])
             except Exception as error:
                 return Failure.of(error)
 
@@ -160,9 +166,27 @@ class Worker:
     def _items(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
         from rlhf_plugin_ray.actor.payload import unpack
 
-        for item in getattr(self.component, method)(*unpack(parcel, rank)):
+        for item in self._method(method)(*unpack(parcel, rank)):
             self._progress += 1
             yield item
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self if name in OWN_METHODS else self.component, name)
+        return found
+
+    def connect_trainer(self, link: Link) -> None:
+        """Connect this rank of a trainer to ``link``, in place of an earlier link."""
+        from rlhf_transport.ends import ConnectedTrainer
+
+        if self._connected is not None:
+            self._connected.close()
+        self._connected = ConnectedTrainer(self.component, link)
+
+    def send_buckets(self, view: str, limit: int) -> Iterator[Any]:
+        """The trainer's buckets. Over a link: their headers, while the bytes travel."""
+        if self._connected is None:
+            return self.component.buckets(view, limit)  # type: ignore[no-any-return]
+        return self._connected.send_buckets(view, limit)
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[None]:

@@ -16,13 +16,11 @@ from rlhf_plugin_ray.workers.handle import Member
 from rlhf_plugin_ray.workers.watchdog import Vigil
 
 if TYPE_CHECKING:
-    from rlhf_transport.coordination import Meeting
+    from rlhf_transport.coordination import Coordination
     from rlhf_transport.link import Kind
 
     from rlhf_plugin_ray.trainer_group import RayGroup
 
-LINKS = "accept:links"
-"""Capability of a generator that takes shipments."""
 NO_LINKS = "the generator takes no links (accept:links is not among its capabilities)"
 STORE = "store"
 
@@ -42,7 +40,7 @@ class Bridge:
     ) -> None:
         self.kind, self.policy, self.fleet, self.cuda, self.timeout = kind, policy, fleet, cuda, timeout
         self._watch = watch
-        self._meeting: Meeting | None = None
+        self._coordination: Coordination | None = None
         self._receivers: int | None = None
         """Processes of one engine that take weights; engines are alike."""
         self.fit = False
@@ -52,8 +50,8 @@ class Bridge:
     def drop(self) -> None:
         """Whoever waits for another end stops waiting; nothing crosses until :meth:`build`."""
         self.fit = False
-        if self._meeting is not None:
-            self._meeting.give_up()
+        if self._coordination is not None:
+            self._coordination.abort()
 
     def build(self) -> None:
         """Connect every end. Where an engine dies meanwhile, which the fleet notes, the link is not fit; to be called
@@ -62,21 +60,21 @@ class Bridge:
         from rlhf_transport.link import Link
 
         self.drop()
-        self.policy.settle("connect")
+        self.policy.settle("connect_trainer")
         if self._receivers is None:
             first = min(self.fleet.members)
             self._receivers = self.fleet.ask("receivers", only=[first]).get(first)
         if self._receivers is None:  # it died
             return
         engines, each = self.fleet.members, self._receivers
-        self._meeting, address = serve(ray.util.get_node_ip_address(), self.timeout)
+        self._coordination, address = serve(ray.util.get_node_ip_address(), self.timeout)
         link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
         told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
         failed = self._connect([*self.policy.members, *engines.values()], told)
         deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
         for n in deaths:
             if n < self.policy.size:
-                raise self.policy.first_cause("connect", failed[n], {})
+                raise self.policy.first_cause("connect_trainer", failed[n], {})
         for n, death in deaths.items():
             self.fleet.bury(list(engines)[n - self.policy.size], death)
         if failed and not deaths:
@@ -86,7 +84,8 @@ class Bridge:
     def _connect(self, members: Sequence[Member], told: Sequence[tuple[Any, ...]]) -> dict[int, Trouble]:
         """{place in ``members``: what went wrong there}, once all have answered."""
         parcel = send(pack(told))
-        waiting = {m.handle.call.remote("connect", parcel, n): n for n, m in enumerate(members)}
+        methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
+        waiting = {m.handle.call.remote(methods[n], parcel, n): n for n, m in enumerate(members)}
         vigil = self._watch(members, "connect()")
         vigil.lost = self.fleet.lose
         failed: dict[int, Trouble] = {}

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
 from rlhf.weights.bucket import Bucket
-from rlhf_transport.ends import inlet
-from rlhf_transport.link import Inlet, Link, Shipment
+from rlhf_transport.ends import connect_receiver
+from rlhf_transport.link import BucketHeader, Link, Receiver
 from vllm.config import set_current_vllm_config
 
 from rlhf_plugin_vllm.worker.readback import differing
@@ -62,7 +62,7 @@ class WeightReceiver:
     """Methods for ``collective_rpc``; ``self`` is a vLLM worker."""
 
     _rlhf_reload: Reload | None = None
-    _rlhf_inlet: Inlet | None = None
+    _rlhf_receiver: Receiver | None = None
 
     @answered
     def rlhf_begin(self: Any) -> None:
@@ -73,24 +73,24 @@ class WeightReceiver:
 
     @answered
     def rlhf_connect(self: Any, link: Link, first: int) -> None:
-        """Shipments of this link follow. ``first``: the number of the engine's first worker."""
-        if self._rlhf_inlet is not None:
-            self._rlhf_inlet.close()
-        self._rlhf_inlet = inlet(link, first + self.rank, self.device)
+        """Headers of this link's buckets follow. ``first``: the number of the engine's first worker."""
+        if self._rlhf_receiver is not None:
+            self._rlhf_receiver.close()
+        self._rlhf_receiver = connect_receiver(link, first + self.rank, self.device)
 
     @answered
-    def rlhf_take(self: Any, sent: Bucket | Shipment) -> None:
+    def rlhf_take(self: Any, sent: Bucket | BucketHeader) -> None:
         if self._rlhf_reload is None:
             raise SyncError("weights came before begin_load()")
         with self._rlhf_open(sent) as bucket:
             self._rlhf_reload.take(bucket)
 
-    def _rlhf_open(self, sent: Bucket | Shipment) -> AbstractContextManager[Bucket]:
+    def _rlhf_open(self, sent: Bucket | BucketHeader) -> AbstractContextManager[Bucket]:
         if isinstance(sent, Bucket):
             return nullcontext(sent)
-        if self._rlhf_inlet is None:
-            raise SyncError("a shipment came before connect()")
-        return self._rlhf_inlet.open(sent)
+        if self._rlhf_receiver is None:
+            raise SyncError("a bucket's header came before connect()")
+        return self._rlhf_receiver.open(sent)
 
     @answered
     def rlhf_end(self: Any) -> Loaded:
@@ -102,7 +102,7 @@ class WeightReceiver:
         return Loaded(reload.received, reload.nbytes, tuple(missing))
 
     @answered
-    def rlhf_differing(self: Any, sent: Bucket | Shipment) -> list[str]:
+    def rlhf_differing(self: Any, sent: Bucket | BucketHeader) -> list[str]:
         """See :func:`rlhf_plugin_vllm.worker.readback.differing`; nothing where the layers are divided over workers."""
         with self._rlhf_open(sent) as bucket:
             return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []
