@@ -185,7 +185,7 @@ class Worker:
     def send_buckets(self, view: str, limit: int) -> Iterator[Any]:
         """The trainer's buckets. Over a link: their headers, while the bytes travel."""
         if self._connected is None:
-            return self.component.buckets(view, limit)  # type: ignore[no-any-return]
+            return self.component.buckets(view, limit)
         return self._connected.send_buckets(view, limit)
 
     @contextmanager
