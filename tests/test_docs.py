@@ -31,7 +31,7 @@ COMMANDS = command_names(Plugins.discover())
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
 
 OWN_FLAGS = {"help", "version", "traceback", "dry-run", "json", "check", "kind", "output", "prompt", "save"}
-OWN_FLAGS |= {"rows", "start-ray", "timeout", "device", "device-memory", "host-memory", "devices-per-node"}
+OWN_FLAGS |= {"rows", "start", "timeout", "device", "device-memory", "host-memory", "devices-per-node"}
 OWN_FLAGS |= {"form", "like", "force", "truncated", "min-gap", "keep", "min-reward", "threshold", "condition"}
 OWN_FLAGS |= {"metric", "step", "worst", "best", "random", "sort-by", "source", "group", "full"}
 """Flags of commands besides those of the run file."""

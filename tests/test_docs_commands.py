@@ -81,16 +81,19 @@ def test_scripts_that_pages_call_exist_and_have_the_flags():
 
 
 def test_every_check_of_the_doctor_is_on_its_page():
-    sources = "".join(
-        path.read_text() for path in (ROOT / "plugins/commands/doctor/src/rlhf_plugin_doctor").glob("*.py")
-    )
+    folders = [ROOT / "plugins/commands/doctor/src", *(ROOT / "plugins/backends").glob("*/src")]
+    files = list(folders[0].rglob("*.py"))
+    files += [
+        path for folder in folders[1:] for path in folder.rglob("*.py") if "checks" in str(path.relative_to(ROOT))
+    ]
+    sources = "".join(path.read_text() for path in files)
     named = {
         name
         for table in tables(ROOT / "docs/how-to/doctor.md")
         for row in table.rows
         for name in re.findall("`([^`]+)`", row["check"])
     }
-    made = set(re.findall(r'Check\(\s*"([^"]+)"', sources))
+    made = set(re.findall(r'Finding\(\s*"([^"]+)"', sources))
     assert len(made) > 20
     assert sorted(made - named) == []
     assert [name for name in sorted(named - made) if f'"{name}"' not in sources and name != "policy.model"] == []

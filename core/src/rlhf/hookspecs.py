@@ -93,6 +93,18 @@ def rlhf_register_adapter() -> list[type[i.Adapter]]:  # type: ignore[empty-body
 
 
 @hookspec
+def rlhf_register_backend() -> list[type[i.Backend]]:  # type: ignore[empty-body]
+    """Offer backends: what ``--backend NAME`` stands for. Resolved when the flag is given, before the run file is
+    checked."""
+
+
+@hookspec
 def rlhf_register_command() -> list[type[i.Command]]:  # type: ignore[empty-body]
     """Offer commands: subcommands of the program, ``rlhf NAME``. Resolved when a command is called; the others are not
     imported."""
+
+
+@hookspec
+def rlhf_register_check() -> list[type[i.Check]]:  # type: ignore[empty-body]
+    """Offer checks of what the plugin uses: lines of ``rlhf doctor``. Resolved when the command is called; all that
+    are installed are asked."""

@@ -23,7 +23,7 @@ SUITES: dict[str, tuple[str, str]] = {
     kind: (f"rlhf_testing.{kind}", f"{kind.title()}Contract")
     for kind in (
         "algorithm", "advantage", "loss", "rollout", "reward", "env", "trainer", "generator", "launcher", "observer",
-        "adapter", "command",
+        "adapter", "backend", "command", "check",
     )
 }  # fmt: skip
 """{kind: (module, class)}; imported when asked for, as most import torch."""

@@ -35,7 +35,9 @@ SELECT = {
     "advantage": '`[algorithm.advantage] use = "@NAME@"` in the run file',
     "loss": '`[algorithm.loss] use = "@NAME@"` in the run file',
     "observer": '`[[observer]] use = "@NAME@"` in the run file',
+    "backend": "`--backend @NAME@`",
     "command": "`rlhf @NAME@`",
+    "check": "nothing: `rlhf doctor` asks every check that is installed",
     "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
 }
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'

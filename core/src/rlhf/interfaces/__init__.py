@@ -3,6 +3,8 @@
 from rlhf.interfaces.adapter import Adapter
 from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.algorithm import Algorithm, Slot
+from rlhf.interfaces.backend import Backend
+from rlhf.interfaces.check import Check, Examination, Finding, ProbeAnswer
 from rlhf.interfaces.command import Command
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.env import Env
@@ -27,13 +29,16 @@ KINDS: dict[str, type[Component]] = {
     "launcher": Launcher,
     "observer": Observer,
     "adapter": Adapter,
+    "backend": Backend,
     "command": Command,
+    "check": Check,
 }
 """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
 
 __all__ = [
-    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Command", "Component", "ComponentConfig",
-    "Env", "Generator", "GeneratorSpec", "Launcher", "Loss", "ModelSpec", "Observer", "Place", "Precision", "Proof",
-    "ReadRole", "Reward", "RewardContext", "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums",
-    "Tokens", "Trainer", "TrainerFacts", "WorkerGroup",
+    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Backend", "Check", "Command",
+    "Component", "ComponentConfig", "Env", "Examination", "Finding", "Generator", "GeneratorSpec", "Launcher", "Loss",
+    "ModelSpec", "Observer", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward", "RewardContext",
+    "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer", "TrainerFacts",
+    "WorkerGroup",
 ]  # fmt: skip

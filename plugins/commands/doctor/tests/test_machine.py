@@ -3,8 +3,9 @@ import subprocess
 import sys
 
 import pytest
+from rlhf.interfaces import Finding
 from rlhf_plugin_doctor import machine
-from rlhf_plugin_doctor.check import GIB, Check
+from rlhf_plugin_doctor.findings import GIB, redacted
 
 
 def in_a_namespace(kind, before, code):
@@ -150,18 +151,15 @@ def test_disk(tmp_path):
 
 def test_environment_by_name_only():
     check = machine.environment_variables({"HF_TOKEN": "hf_secretsecret", "RAY_ADDRESS": "here:1", "EDITOR": "vi"})
-    assert check == Check("environment", "ok", "HF_TOKEN, RAY_ADDRESS")
-    insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    assert machine.environment_variables(insecure).status == "warn"
-    assert machine.environment_variables(dict.fromkeys(insecure, "0")).status == "ok"
+    assert check == Finding("environment", "ok", "HF_TOKEN, RAY_ADDRESS")
 
 
 def test_a_check_that_is_not_fine_says_what_to_do():
     with pytest.raises(ValueError, match="says nothing about what to do"):
-        Check("x", "warn", "something")
+        Finding("x", "warn", "something")
 
 
 def test_secrets_do_not_come_out():
     environment = {"HF_TOKEN": "hf_0123456789abcdefghij", "WANDB_API_KEY": "0123456789", "HOME": "/home/me"}
-    check = Check("x", "fail", "401 for hf_0123456789abcdefghij in /home/me", "key 0123456789").redacted(environment)
+    check = redacted(Finding("x", "fail", "401 for hf_0123456789abcdefghij in /home/me", "key 0123456789"), environment)
     assert (check.found, check.remedy) == ("401 for $HF_TOKEN in /home/me", "key $WANDB_API_KEY")

@@ -18,8 +18,9 @@ from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError, PluginInvalid, PluginNotFound, did_you_mean
 from rlhf.plugins import Plugins
+from rlhf.plugins.registry import distribution_of
 
 from rlhf_runtime.config.components import chosen_by, option_problems
 from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
@@ -29,14 +30,6 @@ from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_for
 from rlhf_runtime.config.secrets import find_secrets
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
-
-BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "local": {"launcher": "local", "trainer": "torch", "generator": "transformers"},
-        "ray": {"launcher": "ray", "trainer": "deepspeed", "generator": "vllm"},
-    }
-)
-"""``--backend NAME``: the usual launcher, trainer and generator under one name."""
 
 MAX_DEPTH = 100
 """Of tables and lists in one another; no section has more than a handful."""
@@ -89,7 +82,7 @@ def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins 
     layers = Overrides(
         expand(data), origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True)
     )
-    layers.apply(_expand_backend(overrides))
+    layers.apply(_expand_backend(overrides, plugins))
     _check_depth(layers.data)
     data, origins = layers.data, layers.origins
     what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
@@ -204,20 +197,35 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the run file {path}: {error}") from None
 
 
-def _expand_backend(overrides: Sequence[Override]) -> list[Override]:
+def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Override]:
+    """``--backend NAME`` as the three flags that it stands for."""
     expanded: list[Override] = []
     for key, given in overrides:
         value = given.value if isinstance(given, Given) else given
         if key != "backend" or value is None:
             expanded.append((key, given))
-        elif value in BACKENDS:
-            expanded += [(f"{kind}.use", name) for kind, name in BACKENDS[value].items()]
-        else:
-            raise ConfigError(
-                f"--backend {value}: no such backend; there are {', '.join(BACKENDS)}."
-                f"{did_you_mean(value, BACKENDS)} Or choose --launcher.use, --trainer.use and --generator.use singly."
-            )
+            continue
+        expanded += [(f"{kind}.use", reference) for kind, reference in _backend(str(value), plugins).items()]
     return expanded
+
+
+def _backend(name: str, plugins: Plugins) -> dict[str, str]:
+    """{kind: reference} of the launcher, the trainer and the generator that a backend stands for."""
+    try:
+        backend = plugins.resolve("backend", name)
+    except PluginNotFound:
+        names = sorted({entry.name for entry in plugins.list("backend")})
+        install = plugins.how_to_install(distribution_of(name))
+        raise ConfigError(
+            f"--backend {name}: no such backend; there are {', '.join(names) or 'none'}.{did_you_mean(name, names)}"
+            f"{install} Or choose --launcher.use, --trainer.use and --generator.use singly."
+        ) from None
+    found = {kind: getattr(backend.cls, kind) for kind in ("launcher", "trainer", "generator")}
+    if absent := [kind for kind, reference in found.items() if not reference]:
+        raise PluginInvalid(
+            f"{backend}: {backend.cls.__name__} names no {' and no '.join(absent)}; all three are needed"
+        )
+    return found
 
 
 def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:

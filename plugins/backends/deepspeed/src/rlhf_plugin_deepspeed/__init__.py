@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlhf import hookimpl
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Trainer
+    from rlhf.interfaces import Check, Trainer
 
 
 @hookimpl
@@ -23,3 +23,10 @@ def rlhf_register_trainer() -> list[type[Trainer]]:
     from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 
     return [DeepSpeedTrainer]
+
+
+@hookimpl
+def rlhf_register_check() -> list[type[Check]]:
+    from rlhf_plugin_deepspeed.checks import DeepSpeedCheck
+
+    return [DeepSpeedCheck]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf import hookimpl
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Generator, Launcher, Trainer
+    from rlhf.interfaces import Backend, Generator, Launcher, Trainer
 
 
 @hookimpl
@@ -32,3 +32,10 @@ def rlhf_register_generator() -> list[type[Generator]]:
     from rlhf_plugin_local.generator import TransformersGenerator
 
     return [TransformersGenerator]
+
+
+@hookimpl
+def rlhf_register_backend() -> list[type[Backend]]:
+    from rlhf_plugin_local.backend import LocalBackend
+
+    return [LocalBackend]

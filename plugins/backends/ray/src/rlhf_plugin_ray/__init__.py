@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf import hookimpl
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Launcher
+    from rlhf.interfaces import Backend, Check, Launcher
 
 
 @hookimpl
@@ -18,3 +18,17 @@ def rlhf_register_launcher() -> list[type[Launcher]]:
     from rlhf_plugin_ray.launcher import RayLauncher
 
     return [RayLauncher]
+
+
+@hookimpl
+def rlhf_register_backend() -> list[type[Backend]]:
+    from rlhf_plugin_ray.backend import RayBackend
+
+    return [RayBackend]
+
+
+@hookimpl
+def rlhf_register_check() -> list[type[Check]]:
+    from rlhf_plugin_ray.checks.check import RayCheck
+
+    return [RayCheck]

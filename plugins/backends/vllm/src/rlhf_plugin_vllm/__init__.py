@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf import hookimpl
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Generator
+    from rlhf.interfaces import Check, Generator
 
 
 @hookimpl
@@ -18,3 +18,10 @@ def rlhf_register_generator() -> list[type[Generator]]:
     from rlhf_plugin_vllm.generator import VllmGenerator
 
     return [VllmGenerator]
+
+
+@hookimpl
+def rlhf_register_check() -> list[type[Check]]:
+    from rlhf_plugin_vllm.checks import VllmCheck
+
+    return [VllmCheck]

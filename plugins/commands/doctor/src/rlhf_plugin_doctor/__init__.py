@@ -7,7 +7,6 @@ Whatever is heavy or may crash (torch, vLLM, plugins, a Ray cluster) is imported
 (:mod:`rlhf_plugin_doctor.child`), so that a broken package is one failed line and not the end of the examination.
 """
 
-from rlhf_plugin_doctor.check import STATUSES, Check, Status
 from rlhf_plugin_doctor.examine import Request, examine
 
-__all__ = ["STATUSES", "Check", "Request", "Status", "examine"]
+__all__ = ["Request", "examine"]

@@ -14,40 +14,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from typing import IO, Any
+
+from rlhf.interfaces import ProbeAnswer
+from rlhf.interfaces.check import Probe
 
 _TAIL = 64 * 1024
 """Bytes of standard error that are looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back from a probe."""
-
-    seconds: float
-    error: str = ""
-    """Why the probe did not finish; empty where it did."""
-    log: str = field(default="", repr=False)
-    """The end of what it printed, its traceback included."""
-    values: list[Any] = field(default_factory=list)
-    """What it reported, in order; what came before an error is kept."""
-
-    @property
-    def value(self) -> Any:
-        """The only, or last, value. The probe must have finished."""
-        return self.values[-1]
-
-
-def ask(probe: str, argument: Any = None, timeout: float = 120.0) -> Answer:
-    """Run the entry of :data:`rlhf_plugin_doctor.probes.PROBES` in a new interpreter with this one's environment.
+def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnswer:
+    """Run a probe in a new interpreter with this process's environment.
 
     Args:
+        probe: a function at the top of an importable module.
         argument: a JSON value given to the probe.
-        timeout: seconds after which it and the processes it started are killed.
+        timeout: seconds after which the child and the processes that it started are killed.
     """
     # -P: what lies in the current folder is not imported, as it is not by the program `rlhf`
-    command = [sys.executable, "-P", "-m", "rlhf_plugin_doctor.probes", probe, json.dumps(argument)]
+    words = [probe.__module__, probe.__qualname__, json.dumps(argument)]
+    command = [sys.executable, "-P", "-m", "rlhf_plugin_doctor.probe_process", *words]
     start = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
@@ -73,7 +59,7 @@ def ask(probe: str, argument: Any = None, timeout: float = 120.0) -> Answer:
         error = error or f"ended with exit code {child.returncode}"
     else:
         error = "" if values else "ended without an answer"
-    return Answer(seconds, error, log, values)
+    return ProbeAnswer(seconds, error, log, values)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -7,15 +7,17 @@ import json
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Command
+from rlhf.interfaces import Command, Finding
+from rlhf.interfaces.check import STATUSES
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 if TYPE_CHECKING:
-    from rlhf_plugin_doctor import Check, Request
+    from rlhf_plugin_doctor import Request
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
@@ -34,7 +36,9 @@ class Doctor(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object: status and checks")
-        parser.add_argument("--start-ray", action="store_true", help="also start a Ray here for a moment")
+        parser.add_argument(
+            "--start", action="store_true", help="also start for a moment what can be started, such as a Ray"
+        )
         parser.add_argument(
             "--timeout", type=float, default=120.0, metavar="SECONDS", help="for importing one package (default: 120)"
         )
@@ -44,18 +48,18 @@ class Doctor(Command):
 
         if not args.timeout > 0:
             raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
-        request = Request(args.run_file, overrides(args), args.start_ray, args.timeout)
+        request = Request(args.run_file, overrides(args), args.start, args.timeout)
         checks = list(examine(request)) if args.json else _watched(request)
         failed = any(check.status == "fail" for check in checks)
         if args.json:
-            summary = {"status": "fail" if failed else "ok", "checks": [check.as_json() for check in checks]}
+            summary = {"status": "fail" if failed else "ok", "checks": [asdict(check) for check in checks]}
             sys.stdout.write(json.dumps(summary, indent=2) + "\n")
         else:
             _show(checks)
         return 1 if failed else 0
 
 
-def _watched(request: Request) -> list[Check]:
+def _watched(request: Request) -> list[Finding]:
     """On a terminal, with the name of what is being looked at: some of it takes seconds."""
     from rich.console import Console
 
@@ -67,12 +71,10 @@ def _watched(request: Request) -> list[Check]:
         return list(examine(request, lambda name: status.update(f"looking at {name}") if status else None))
 
 
-def _show(checks: list[Check]) -> None:
+def _show(checks: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from rlhf_plugin_doctor import STATUSES
 
     table = Table("check", "status", "found", "what to do", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for check in checks:

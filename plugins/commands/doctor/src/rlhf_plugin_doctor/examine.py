@@ -1,25 +1,25 @@
-"""All checks in order. Each is a small function of its own in a module beside this one."""
+"""All checks in order: the doctor's own, each a function in a file beside this one, and then those of plugins."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rlhf.errors import RlhfError
+from rlhf.errors import PluginError, RlhfError
+from rlhf.interfaces import Examination, Finding, ProbeAnswer
+from rlhf.interfaces.check import Probe
+from rlhf.plugins import Entry, Plugins
 from rlhf_runtime.config.flag_values import plain
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import label_of
 
-from rlhf_plugin_doctor import cluster, imports, machine, needs, versions
-from rlhf_plugin_doctor.check import Check
+from rlhf_plugin_doctor import imports, machine, needs, probes, versions
 from rlhf_plugin_doctor.child import ask
-
-RAY_ADDRESS = "RAY_ADDRESS"
-"""The variable from which Ray takes a cluster's address where none is given."""
+from rlhf_plugin_doctor.findings import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Request:
     run_file: str | None = None
     overrides: Sequence[tuple[str, str | None]] = ()
     """Flags laid over it, as for :func:`rlhf_runtime.config.load.load`. A flag of the launcher alone makes no run."""
-    start_ray: bool = False
-    """Start a Ray on this machine for a moment."""
+    start: bool = False
+    """Whether checks may start what they examine for a moment."""
     timeout: float = 120.0
     """Seconds for one child process."""
 
@@ -39,13 +39,16 @@ class Request:
         return self.run_file is not None or any(not key.startswith("launcher.") for key, _ in self.overrides)
 
 
-Step = tuple[str, Callable[[], Check | list[Check]]]
+Step = tuple[str, Callable[[], Finding | Iterable[Finding]]]
 
 
-def examine(request: Request, announce: Callable[[str], None] = lambda name: None) -> Iterator[Check]:
-    """Every check, as it is done. ``announce`` is told the name of the next one, which may take seconds.
+def examine(request: Request, announce: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
+    """Every finding, as soon as it is made.
 
-    Nothing that is wrong with what is examined raises; a defect of a check itself is a check that failed.
+    Args:
+        announce: is told the name of the next check, which may take seconds.
+
+    Nothing that is wrong with what is examined raises. A check that raises is a failed finding.
     """
     for name, step in _installation(request):
         announce(name)
@@ -56,14 +59,18 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
         try:
             config = load(request.run_file, request.overrides)
         except RlhfError as error:
-            yield Check("run file", "fail", str(error), "correct the run file or the flags").redacted()
+            yield redacted(Finding("run file", "fail", str(error), "correct the run file or the flags"))
     if config is not None:
-        yield Check("run file", "ok", f"{request.run_file or 'flags'} can be read")
+        yield Finding("run file", "ok", f"{request.run_file or 'flags'} can be read")
     for name, step in _run(request, config) if config is not None else ():
         announce(name)
         yield from _done(name, step)
-    announce("ray cluster")
-    yield from _done("ray cluster", lambda: _cluster(request, config))
+    examination = _examination(request, config)
+    plugins = Plugins.discover()
+    for entry in plugins.list("check"):
+        announce(entry.name)
+        step = partial(_asked, plugins, entry, examination)
+        yield from _done(entry.name, step, f"report this to the authors of {entry.owner}")
 
 
 def _installation(request: Request) -> list[Step]:
@@ -76,9 +83,6 @@ def _installation(request: Request) -> list[Step]:
         ("vision packages", lambda: imports.vision(timeout)),
         ("torch", lambda: imports.torch_device(timeout)),
         ("transformers", lambda: imports.transformers(timeout)),
-        ("vllm", lambda: imports.vllm(timeout, installed)),
-        ("deepspeed", lambda: imports.deepspeed(timeout, installed)),
-        ("ray", lambda: imports.ray(timeout, installed, request.start_ray)),
         ("plugins", lambda: imports.plugins(timeout)),
         ("cores", machine.cores),
         ("memory", machine.memory),
@@ -100,44 +104,63 @@ def _run(request: Request, config: RunFile) -> list[Step]:
     ]
 
 
-def run_plugins(request: Request) -> Check:
+def run_plugins(request: Request) -> Finding:
     """The plugins that the run selects, with their options."""
     argument = {"path": request.run_file, "overrides": [list(pair) for pair in request.overrides]}
-    answer = ask("run_plugins", argument, request.timeout)
+    answer = ask(probes.run_plugins, argument, request.timeout)
     if answer.error:
-        return Check("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows all of it")
+        return Finding("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows all of it")
     names = sorted({f"{item['kind']} {item['name']}" for item in answer.value["manifest"]})
-    return Check("run plugins", "ok", ", ".join(names))
+    return Finding("run plugins", "ok", ", ".join(names))
 
 
-def _cluster(request: Request, config: RunFile | None) -> Check | list[Check]:
-    """The cluster that the launcher would use: at its address, else at the one in RAY_ADDRESS."""
+def _asked(plugins: Plugins, entry: Entry, examination: Examination) -> Iterable[Finding]:
+    """The findings of a plugin's check."""
+    try:
+        check = plugins.resolve("check", f"{entry.distribution}/{entry.name}").cls()
+    except PluginError as error:
+        fix = f"repair or uninstall {entry.distribution}; the other checks are not affected"
+        return [Finding(entry.name, "fail", str(error), fix)]
+    found = list(check.look(examination))
+    if wrong := [finding for finding in found if not isinstance(finding, Finding)]:
+        raise TypeError(f"look() of {entry} gives {wrong[0]!r}; expected rlhf.interfaces.Finding")
+    return found
+
+
+def _examination(request: Request, config: RunFile | None) -> Examination:
+    """What a plugin's check is given. Flags of the launcher count also where there is no run file."""
     if config is not None:
-        address = plain(config.launcher.options.get("address"))
+        options = {name: plain(value) for name, value in config.launcher.options.items()}
     else:
-        address = dict(request.overrides).get("launcher.address")
-    paths = _shared_paths(config) if config is not None else []
-    if address:
-        return cluster.cluster(str(address), paths, request.timeout)
-    if config is not None and label_of(config.launcher.use) != "ray":
-        return Check("ray cluster", "skipped", f"the run's launcher is {config.launcher.use!r}")
-    if variable := os.environ.get(RAY_ADDRESS):
-        found = cluster.cluster(variable, paths, request.timeout)
-        return [replace(check, found=check.found.replace(variable, f"${RAY_ADDRESS}")) for check in found]
-    return Check("ray cluster", "skipped", "no address given; --launcher.address HOST:PORT asks one")
+        flags = [(key, value) for key, value in request.overrides if key.startswith("launcher.")]
+        options = {key.removeprefix("launcher."): value for key, value in flags}
+
+    def ask_here(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
+        return ask(probe, argument, request.timeout)
+
+    return Examination(
+        ask=ask_here,
+        timeout=request.timeout,
+        start=request.start,
+        launcher=None if config is None else label_of(config.launcher.use),
+        launcher_options=options,
+        shared_paths=() if config is None else tuple(_shared_paths(config)),
+    )
 
 
 def _shared_paths(config: RunFile) -> list[str]:
-    """What every node reads or writes: local models, and the folder of the run (or what is there of it)."""
+    """What every machine reads or writes: local models, and the folder of the run, or the part of it that exists."""
     models = [path for path in needs.model_paths(config).values() if needs.is_local(path)]
     paths = [Path(path).expanduser().absolute() for path in models]
     return [str(path) for path in (*paths, needs.existing(Path(config.run.output).expanduser()))]
 
 
-def _done(name: str, step: Callable[[], Check | list[Check]]) -> Iterator[Check]:
+def _done(
+    name: str, step: Callable[[], Finding | Iterable[Finding]], remedy: str = "please report this"
+) -> Iterator[Finding]:
     try:
         found = step()
     except Exception as error:  # the report goes on: the other lines may be what the user needs
-        found = Check(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", "please report this")
-    for check in found if isinstance(found, list) else [found]:
-        yield check.redacted()
+        found = Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", remedy)
+    for finding in [found] if isinstance(found, Finding) else found:
+        yield redacted(finding)

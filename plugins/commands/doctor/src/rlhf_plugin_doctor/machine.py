@@ -12,7 +12,9 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_plugin_doctor.check import GIB, Check, gib, listed
+from rlhf.interfaces import Finding
+
+from rlhf_plugin_doctor.findings import GIB, gib, listed
 
 SHM_MINIMUM = 2 * GIB
 """Ray keeps objects there and weights pass through it on their way to the engines."""
@@ -32,7 +34,7 @@ def cores(
     cgroup: Path = Path("/sys/fs/cgroup"),
     own: Path = Path("/proc/self/cgroup"),
     environment: Mapping[str, str] = os.environ,
-) -> Check:
+) -> Finding:
     """Cores that this process may use, and whether the threads that torch would start fit them."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cpu_limit(cgroup, own)
@@ -40,13 +42,13 @@ def cores(
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
     wanted = environment.get("OMP_NUM_THREADS", "")
     if wanted and not wanted.isdigit():
-        return Check("cores", "warn", f"{text}; OMP_NUM_THREADS is no number", "set OMP_NUM_THREADS to a number")
+        return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is no number", "set OMP_NUM_THREADS to a number")
     threads = int(wanted) if wanted else available
     text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if wanted else 'not set'})"
     if threads > max(1, usable):
         advice = f"set OMP_NUM_THREADS={max(1, int(usable))} (less where several ranks share the machine)"
-        return Check("cores", "warn", text, f"more threads than cores make every step slower: {advice}")
-    return Check("cores", "ok", text)
+        return Finding("cores", "warn", text, f"more threads than cores make every step slower: {advice}")
+    return Finding("cores", "ok", text)
 
 
 def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
@@ -67,39 +69,39 @@ def memory(
     cgroup: Path = Path("/sys/fs/cgroup"),
     own: Path = Path("/proc/self/cgroup"),
     meminfo: Path = Path("/proc/meminfo"),
-) -> Check:
+) -> Finding:
     """Memory of the machine and of the control group."""
     lines = dict(line.split(":", 1) for line in _text(meminfo).splitlines() if ":" in line)
     if "MemTotal" not in lines:
-        return Check("memory", "skipped", f"this system has no {meminfo}")
+        return Finding("memory", "skipped", f"this system has no {meminfo}")
     total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     words = [_words(folder / "memory.max") for folder in _folders(cgroup, own)]
     words.append(_words(cgroup / "memory" / "memory.limit_in_bytes"))
     limits = [int(w[0]) for w in words if w and w[0] != "max" and int(w[0]) < total]
     limit = f", limited to {gib(min(limits))} by the cgroup" if limits else ""
-    return Check("memory", "ok", f"{gib(total)}, {gib(free)} available{limit}")
+    return Finding("memory", "ok", f"{gib(total)}, {gib(free)} available{limit}")
 
 
-def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> Check:
+def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> Finding:
     """Size of the shared memory file system."""
     larger = "mount it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if not path.is_dir():
         found = f"there is no {path}"
-        return Check("shared memory", "warn", found, f"Ray then keeps objects on the disk, which is slow; {larger}")
+        return Finding("shared memory", "warn", found, f"Ray then keeps objects on the disk, which is slow; {larger}")
     stat = os.statvfs(path)
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
     found = f"{path}: {gib(total)}, {gib(free)} free"
     if not os.access(path, os.W_OK):
-        return Check("shared memory", "warn", f"{found}, not writable", f"chmod 1777 {path}")
+        return Finding("shared memory", "warn", f"{found}, not writable", f"chmod 1777 {path}")
     if total < minimum:
         need = f"Ray's object store and the weight sync need {gib(minimum)}"
-        return Check("shared memory", "warn", found, f"{need}; {larger}")
+        return Finding("shared memory", "warn", found, f"{need}; {larger}")
     if free < minimum:
-        return Check("shared memory", "warn", found, f"remove what others left in {path}; {gib(minimum)} are needed")
-    return Check("shared memory", "ok", found)
+        return Finding("shared memory", "warn", found, f"remove what others left in {path}; {gib(minimum)} are needed")
+    return Finding("shared memory", "ok", found)
 
 
-def file_descriptors(minimum: int = FILES_MINIMUM) -> Check:
+def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
     """The limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
@@ -108,11 +110,11 @@ def file_descriptors(minimum: int = FILES_MINIMUM) -> Check:
         enough = hard == resource.RLIM_INFINITY or hard >= minimum
         how = f"ulimit -n {shown[1] if enough else minimum}"
         where = "" if enough else " as root, or raise it in /etc/security/limits.conf"
-        return Check("open files", "warn", found, f"a cluster needs {minimum} and more: {how}{where}")
-    return Check("open files", "ok", found)
+        return Finding("open files", "warn", found, f"a cluster needs {minimum} and more: {how}{where}")
+    return Finding("open files", "ok", found)
 
 
-def loopback(ports: int = PORTS) -> Check:
+def loopback(ports: int = PORTS) -> Finding:
     """Whether servers can be opened on the loopback interface and reached, several at once."""
     opened: list[socket.socket] = []
     remedy = "roles talk over local ports: bring the interface up (ip link set lo up), or end what holds the ports"
@@ -122,36 +124,30 @@ def loopback(ports: int = PORTS) -> Check:
         for server in opened:
             socket.create_connection(server.getsockname(), timeout=2).close()
     except OSError as error:
-        return Check("loopback", "fail", f"127.0.0.1: {error.strerror or error}, after {len(opened)} ports", remedy)
+        return Finding("loopback", "fail", f"127.0.0.1: {error.strerror or error}, after {len(opened)} ports", remedy)
     finally:
         for server in opened:
             server.close()
-    return Check("loopback", "ok", f"127.0.0.1: {ports} free ports opened and reached")
+    return Finding("loopback", "ok", f"127.0.0.1: {ports} free ports opened and reached")
 
 
-def disk(path: Path, name: str = "disk", need: int = 0, what: str = "") -> Check:
+def disk(path: Path, name: str = "disk", need: int = 0, what: str = "") -> Finding:
     """Free space for ``path``; ``need``: bytes that ``what`` is estimated to take."""
     usage = shutil.disk_usage(path)
     found = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
     if need:
         found += f"; {what} take about {gib(need)}"
     if usage.free < max(DISK_FAIL, need // 2):
-        return Check(name, "fail", found, "free some space, choose another folder, or keep fewer checkpoints")
+        return Finding(name, "fail", found, "free some space, choose another folder, or keep fewer checkpoints")
     if usage.free < max(DISK_WARN, need):
-        return Check(name, "warn", found, "free some space, choose another folder, or keep fewer checkpoints")
-    return Check(name, "ok", found)
+        return Finding(name, "warn", found, "free some space, choose another folder, or keep fewer checkpoints")
+    return Finding(name, "ok", found)
 
 
-def environment_variables(environment: Mapping[str, str] = os.environ) -> Check:
+def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:
     """Names, never values, of the variables that change what the libraries do."""
     names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
-    found = listed(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read"
-    if environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        why = (
-            "vLLM then unpickles what it is sent, and nothing here needs that: unset VLLM_ALLOW_INSECURE_SERIALIZATION"
-        )
-        return Check("environment", "warn", found, why)
-    return Check("environment", "ok", found)
+    return Finding("environment", "ok", listed(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
 
 
 def _folders(cgroup: Path, own: Path) -> list[Path]:

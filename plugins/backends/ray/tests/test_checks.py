@@ -1,4 +1,4 @@
-"""A Ray of two nodes on this machine, the second with another version of a plugin."""
+"""The check `ray` of `rlhf doctor`: a Ray of two nodes on this machine, the second with another version of a plugin."""
 
 import contextlib
 import os
@@ -7,14 +7,24 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import importlib_metadata
 import pytest
-from rlhf_plugin_doctor import imports
-from rlhf_plugin_doctor.cluster import closed, cluster
-from rlhf_plugin_doctor.versions import Installed
+from rlhf.interfaces import Examination
+from rlhf_plugin_doctor.child import ask
+from rlhf_plugin_ray.checks.check import RayCheck, cluster, installation
+from rlhf_plugin_ray.checks.nodes import check_nodes, closed
+from rlhf_testing.check import CheckContract
 
 RAY = str(Path(sys.executable).parent / "ray")
+
+
+def examination(paths=(), timeout=60.0, start=False):
+    return Examination(
+        lambda probe, argument=None: ask(probe, argument, timeout), timeout, start, shared_paths=tuple(paths)
+    )
 
 
 def start(address, *more, environment):
@@ -72,7 +82,7 @@ def nodes(tmp_path_factory):
             found = ""
             while "2 nodes" not in found:
                 assert time.monotonic() < until, f"the second node did not start: {found}"
-                found = cluster(address, [], 60)[0].found
+                found = check_nodes(examination(), address)[0].found
             yield address
     finally:
         for process in reversed(started):
@@ -83,13 +93,13 @@ def nodes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_a_cluster_of_different_nodes(nodes, tmp_path):
-    reached, versions, files = cluster(nodes, [str(tmp_path), "/no/such/place"], 60)
+    reached, versions, files = check_nodes(examination([str(tmp_path), "/no/such/place"]), nodes)
     assert (reached.name, reached.status) == ("ray cluster", "ok")
     assert reached.found.startswith(f"{nodes}: 2 nodes, CPU 2, GPU 0, reached in ")
     assert (versions.name, versions.status) == ("ray nodes", "fail")
     [line] = versions.found.splitlines()
     assert "(127.0.0.2, " in line
-    here = Installed().version("rlhf-plugin-math")
+    here = importlib_metadata.version("rlhf-plugin-math")
     assert line.endswith(f"rlhf-plugin-math 9.9 there, {here} here")
     assert (files.name, files.status) == ("ray files", "fail")
     assert [line.rpartition(": ")[2] for line in files.found.splitlines()] == ["/no/such/place"] * 2
@@ -100,14 +110,14 @@ def test_a_cluster_of_different_nodes(nodes, tmp_path):
 def test_a_cluster_that_refuses(nodes, tmp_path, monkeypatch):
     (tmp_path / "token").write_text("fedcba9876543210" * 4)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    reached, versions = cluster(nodes, [], 60)
+    reached, versions = check_nodes(examination(), nodes)
     assert (reached.status, versions.status) == ("fail", "skipped")
     assert "Authentication" in reached.found, reached.found
 
 
 def test_a_closed_port():
     address = f"127.0.0.1:{free_port()}"
-    reached, nodes = cluster(address, [], 60)
+    reached, nodes = check_nodes(examination(), address)
     assert (reached.status, reached.found) == ("fail", f"{address}: Connection refused")
     assert "ray start --head" in reached.remedy
     assert nodes.status == "skipped"
@@ -118,7 +128,7 @@ def test_a_port_that_is_no_ray():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert closed(address, 1) == ""
-        reached, nodes = cluster(address, [], 6)
+        reached, nodes = check_nodes(examination(timeout=6), address)
     assert (reached.status, nodes.status) == ("fail", "skipped")
     assert reached.found.startswith(f"{address}: ")
 
@@ -131,6 +141,26 @@ def test_a_name_that_does_not_resolve():
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_starting_ray():
-    [installed, started] = imports.ray(120, Installed(), start=True)
+    [installed, started] = installation(examination(timeout=120, start=True))
     assert (installed.status, started.status) == ("ok", "ok"), started.found
     assert started.found.startswith("started, ran a task and stopped")
+
+
+def test_the_address_in_the_environment_is_asked_and_not_shown(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    found = list(cluster(examination()))
+    assert [(f.name, f.status) for f in found] == [("ray cluster", "fail"), ("ray nodes", "skipped")]
+    assert found[0].found == "$RAY_ADDRESS: Connection refused"
+    [other] = cluster(replace(examination(), launcher="local"))
+    assert (other.status, other.found) == ("skipped", "the run's launcher is 'local'")
+    assert [f.status for f in cluster(replace(examination(), launcher="ray"))] == ["fail", "skipped"]
+    given = replace(examination(), launcher="ray", launcher_options={"address": "127.0.0.1:2"})
+    assert next(iter(cluster(given))).found == "127.0.0.1:2: Connection refused"
+    monkeypatch.delenv("RAY_ADDRESS")
+    [none] = cluster(replace(examination(), launcher="ray"))
+    assert (none.status, none.found) == ("skipped", "no address given; --launcher.address HOST:PORT asks one")
+
+
+class TestRayCheck(CheckContract):
+    check = RayCheck
+    finds = ["ray", "ray start", "ray cluster"]

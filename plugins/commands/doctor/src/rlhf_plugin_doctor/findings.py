@@ -1,0 +1,46 @@
+"""Findings as text: sizes, numbers, lists, and without secrets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlhf.interfaces import Finding
+from rlhf_runtime.config.secrets import find_secrets
+
+GIB = 2**30
+
+
+def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> Finding:
+    """The finding with the values of secret environment variables replaced by ``$NAME``. An error message may quote
+    them.
+
+    Args:
+        environment: the variables; those of this process where None.
+    """
+    found, remedy = finding.found, finding.remedy
+    for name, value in _secrets(os.environ if environment is None else environment).items():
+        found, remedy = found.replace(value, f"${name}"), remedy.replace(value, f"${name}")
+    return replace(finding, found=found, remedy=remedy)
+
+
+def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Longer values first, so that a value which contains another one is replaced whole."""
+    names = {path for path in find_secrets(dict(environment)) if len(environment.get(path, "")) >= 4}
+    return {name: environment[name] for name in sorted(names, key=lambda n: -len(environment[n]))}
+
+
+def gib(size: float) -> str:
+    """Bytes as ``12.3 GiB``."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def counted(number: int, what: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def listed(items: list[str], most: int = 6) -> str:
+    """``a, b, c and 4 more``."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,89 @@
+"""The conformance suite of checks.
+
+::
+
+    from rlhf_testing.check import CheckContract
+
+    class TestMyCheck(CheckContract):
+        check = MyCheck
+        finds = ["mylibrary"]    # names of its findings on this machine, where they are known
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.interfaces.check import Examination, Finding, Probe, ProbeAnswer
+
+from rlhf_testing.contract import Contract, Nonconformance, expect
+
+HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
+
+
+class CheckContract(Contract):
+    """Checks the findings of a check: on this machine, and where every probe fails."""
+
+    kind = "check"
+    check: Any = None
+    finds: Sequence[str] = ()
+    """Names of the findings on this machine, in order; not compared where empty."""
+
+    def findings(self, examination: Examination) -> list[Finding]:
+        """What ``look`` gives."""
+        try:
+            found = list(self.build(self.grid()[0]).look(examination))
+        except Exception as error:
+            raise Nonconformance(
+                f"{self.about()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
+                "finding with the status 'fail'"
+            ) from error
+        for finding in found:
+            expect(isinstance(finding, Finding), f"{self.about()} look() gives {finding!r}; expected a Finding")
+            texts = finding.name and finding.found
+            expect(bool(texts), f"{self.about()} the finding {finding!r} needs a name, and text in `found`")
+        return found
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_findings(self) -> None:
+        """On this machine ``look`` gives findings, each with a name, a status, what was found and what to do."""
+        found = self.findings(Examination(ask=in_this_process))
+        expect(bool(found), f"{self.about()} look() gives nothing; a check that does not apply is a finding 'skipped'")
+        names = [finding.name for finding in found]
+        expected = not self.finds or names == list(self.finds)
+        expect(expected, f"{self.about()} the findings here are {names}, expected are {list(self.finds)}")
+
+    def test_a_failing_probe_is_a_finding(self) -> None:
+        """Where a probe does not finish, that is a finding, and ``look`` does not raise."""
+        asked = []
+
+        def fails(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
+            asked.append(probe)
+            return ProbeAnswer(1.0, "killed by SIGSEGV", "the end of what it printed")
+
+        found = self.findings(Examination(ask=fails))
+        said = any(f.status in ("fail", "warn") for f in found) or not asked
+        expect(said, f"{self.about()} a probe was killed, and no finding warns or fails: {found}")
+
+    def test_import_is_light(self) -> None:
+        """Importing its module imports no framework: a broken one would end the report. Probes import them."""
+        if not self.registered:
+            return
+        code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        expect(done.returncode == 0, f"{self.about()} its module cannot be imported: {done.stderr[-500:]}")
+        heavy = done.stdout.split()
+        expect(not heavy, f"{self.about()} importing {self.cls.__module__} imports {heavy}; import them in a probe")
+
+
+def in_this_process(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
+    """Run a probe here, without a child process."""
+    values: list[Any] = []
+    try:
+        probe(argument, values.append)
+    except Exception as error:
+        return ProbeAnswer(0.0, f"{type(error).__name__}: {error}", "", values)
+    return ProbeAnswer(0.0, "" if values else "ended without an answer", "", values)
