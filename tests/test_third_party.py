@@ -1,0 +1,235 @@
+"""A distribution of somebody else adds a command, a check of the doctor and a backend, without a change to ours.
+
+It is built as a wheel, put on the path, and met through the program ``rlhf``. The examples in the docstrings of the
+three interfaces are built in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from flit_core import buildapi
+from rlhf.interfaces import Backend, Check, Command
+from rlhf_testing.tiny import tiny_model
+
+RLHF = [sys.executable, "-P", str(Path(sys.executable).parent / "rlhf")]
+
+PYPROJECT = """
+[build-system]
+requires = ["flit_core>=3.11,<5"]
+build-backend = "flit_core.buildapi"
+
+[project]
+name = "somebodys-plugins"
+version = "1.2.3"
+description = "A command, a check and a backend."
+dependencies = ["rlhf-core>=0.1,<0.2"]
+
+[project.entry-points."rlhf.command"]
+count_rows = "somebodys_plugins"
+broken = "somebodys_plugins.broken"
+
+[project.entry-points."rlhf.check"]
+weather = "somebodys_plugins"
+
+[project.entry-points."rlhf.backend"]
+desk = "somebodys_plugins"
+
+[tool.flit.module]
+name = "somebodys_plugins"
+"""
+SOURCE = '''
+"""Count the rows of a file."""
+
+from rlhf import hookimpl
+from rlhf.errors import DataError
+from rlhf.interfaces import Backend, Check, Command, Finding
+from rlhf.paths import path_argument
+
+
+class CountRows(Command):
+    """Count the rows of a file: `rlhf count_rows FILE`."""
+
+    name = "count_rows"
+
+    def add_arguments(self, parser):
+        parser.add_argument("file", type=path_argument)
+
+    def run(self, args):
+        if not args.file.exists():
+            raise DataError(f"there is no {args.file}")
+        print(len(args.file.read_text().splitlines()))
+        return 0
+
+
+def look_outside(argument, report):
+    report(argument.upper())
+
+
+class Weather(Check):
+    """Whether it rains."""
+
+    name = "weather"
+
+    def look(self, examination):
+        answer = examination.ask(look_outside, "dry")
+        yield Finding("weather", "ok", f"{answer.value} ({examination.launcher or 'no run'})")
+
+
+class Desk(Backend):
+    """This machine."""
+
+    name = "desk"
+    launcher = "rlhf-plugin-local/local"
+    trainer = "rlhf-plugin-local/torch"
+    generator = "rlhf-plugin-local/transformers"
+
+
+@hookimpl
+def rlhf_register_command():
+    return [CountRows]
+
+
+@hookimpl
+def rlhf_register_check():
+    return [Weather]
+
+
+@hookimpl
+def rlhf_register_backend():
+    return [Desk]
+'''
+BROKEN = '"""Do something that cannot work."""\n\nimport no_such_library\n'
+
+
+def installed(folder: Path, pyproject: str, files: dict[str, str]) -> Path:
+    """A folder to put on the path: what a wheel of these sources holds."""
+    package = tomllib.loads(pyproject)["tool"]["flit"]["module"]["name"]
+    source = folder / "source"
+    (source / "src" / package).mkdir(parents=True)
+    (source / "pyproject.toml").write_text(pyproject)
+    for name, text in files.items():
+        (source / "src" / package / name).write_text(text.lstrip())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(source)
+        wheel = buildapi.build_wheel(str(folder))
+    zipfile.ZipFile(folder / wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def rlhf(site: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``rlhf WORDS`` where the distributions in ``site`` are installed beside ours."""
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*RLHF, *words], capture_output=True, text=True, check=False, env=environment, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(tmp_path_factory.mktemp("somebody"), PYPROJECT, {"__init__.py": SOURCE, "broken.py": BROKEN})
+
+
+def test_its_command_is_listed_called_and_explained(site, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
+    assert re.search(r"^  count_rows +Count the rows of a file$", rlhf(site, "--help", cwd=tmp_path).stdout, re.M)
+    done = rlhf(site, "count_rows", "rows.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    done = rlhf(site, "count_rows", "row.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "rlhf: there is no row.jsonl\n")
+    assert "Count the rows of a file: `rlhf count_rows FILE`." in rlhf(site, "count_rows", "-h", cwd=tmp_path).stdout
+
+
+def test_its_broken_command_says_so_and_leaves_the_others(site, tmp_path):
+    done = rlhf(site, "broken", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "rlhf: command 'broken' (somebodys-plugins 1.2.3) failed to import 'somebodys_plugins.broken': "
+        "ModuleNotFoundError: No module named 'no_such_library'"
+    )
+    assert "  broken" in rlhf(site, "--help", cwd=tmp_path).stdout
+    listed = rlhf(site, "plugins", "list", "command", cwd=tmp_path)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listed.stdout, re.M)
+
+
+def test_its_check_stands_in_the_report_of_the_doctor(site, tmp_path):
+    for name in ("torch", "transformers", "vllm", "deepspeed", "ray"):  # so that their checks end at once
+        (tmp_path / f"{name}.py").write_text("raise ImportError('left out of this test')")
+    both = Path(f"{tmp_path}{os.pathsep}{site}")
+    report = json.loads(rlhf(both, "doctor", "--json", cwd=tmp_path).stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert found["weather"] == {"name": "weather", "status": "ok", "found": "DRY (no run)", "remedy": ""}
+
+
+def test_a_run_with_its_backend_trains(site, tmp_path):
+    tiny_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
+    words = ["train", "--algo", "sft", "--model", "model", "--data", "rows.jsonl", "--steps", "1", "--output", "out"]
+    done = rlhf(site, *words, "--data.batch_size", "2", "--backend", "desk", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
+    assert config["launcher"]["use"] == "rlhf-plugin-local/local"
+    assert config["trainer"]["use"] == "rlhf-plugin-local/torch"
+    done = rlhf(site, *words, "--backend", "deck", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "rlhf: --backend deck: no such backend; there are desk, local, ray. Did you mean 'desk'? Or choose "
+        "--launcher.use, --trainer.use and --generator.use singly.\n"
+    )
+
+
+# ------------------------------------------------------------------- the examples of the interfaces
+
+
+def example(interface: type) -> tuple[str, str]:
+    """(pyproject.toml, source) that the docstring of an interface shows; what one leaves out is that of a command."""
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.getdoc(interface) + "\n")
+    blocks = [textwrap.dedent(block).strip() + "\n" for block in blocks]
+    [pyproject] = [block for block in blocks if "entry-points" in block]
+    [source] = [block for block in blocks if "@hookimpl" in block]
+    return pyproject, source
+
+
+def test_the_command_of_the_docstring_works(tmp_path):
+    pyproject, source = example(Command)
+    site = installed(tmp_path, pyproject, {"__init__.py": source})
+    done = rlhf(site, "hello", "--to", "Ada", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, Ada.\n", "")
+
+
+def test_the_backend_of_the_docstring_is_found(tmp_path):
+    pyproject, source = example(Backend)
+    site = installed(tmp_path, pyproject, {"__init__.py": source})
+    done = rlhf(site, "train", "--algo", "sft", "--model", ".", "--data", "x", "--backend", "sharded", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no trainer named 'sharded'. Installed: " in done.stderr, "the backend is there, and its trainer is not"
+
+
+def test_the_check_of_the_docstring_is_asked(tmp_path):
+    points, source = example(Check)
+    pyproject = PYPROJECT.partition("[project.entry-points")[0].replace("somebodys-plugins", "my-package")
+    pyproject += f'{points}\n[tool.flit.module]\nname = "my_package"\n'
+    site = installed(tmp_path, pyproject, {"__init__.py": '"""My package."""\n', "checks.py": source})
+    done = rlhf(site, "plugins", "check", "mylibrary", "--kind", "check", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (site / "mylibrary.py").write_text("__version__ = '1.0'\n")
+    code = "from rlhf_plugin_doctor.child import ask; from my_package.checks import version; print(ask(version).value)"
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.stdout == "1.0\n", done.stderr
