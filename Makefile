@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 
-.PHONY: help install quickstart test lint docs bench clean
+.PHONY: help install quickstart test lint docs wheels bench clean
 
 help:
 	@echo "make quickstart  train a tiny model on this machine and watch it learn"
 	@echo "make test        every test"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in site/; stops at a broken link"
+	@echo "make wheels      every distribution as a wheel in dist/"
 	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
 
 install: $(STAMP)
@@ -70,6 +71,13 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	@test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-peers.txt
 	@touch $@
+
+# Every distribution of this repository as a wheel in dist/: what is uploaded to a package index.
+wheels: install
+	@rm -rf dist
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist \
+		$(patsubst %/pyproject.toml,./%,$(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)) .
+	@echo "dist/ holds $$(ls dist | wc -l) wheels"
 
 bench: install $(PEERS)/.installed
 	$(BIN)/python benchmarks/run.py

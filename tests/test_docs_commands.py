@@ -56,7 +56,7 @@ def test_the_page_of_the_command_has_all_of_it():
 
 
 def test_extras_that_pages_install_exist():
-    declared = {"rlhf": tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]}
+    declared = {"rlhf-kit": tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]}
     for member in ROOT.glob("plugins/*/*/pyproject.toml"):
         project = tomllib.loads(read(member))["project"]
         declared[project["name"]] = project.get("optional-dependencies", {})

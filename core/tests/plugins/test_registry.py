@@ -108,7 +108,7 @@ PUBLISHED = ["rlhf-core>=0.1", "rlhf-plugin-math>=0.1", 'rlhf-plugin-number-game
 @pytest.fixture
 def published(site):
     """The distribution ``rlhf``, which names the others."""
-    site.add("rlhf", {}, requires=PUBLISHED)
+    site.add("rlhf-kit", {}, requires=PUBLISHED)
 
 
 def not_found(site, reference, kind="reward"):
@@ -132,7 +132,7 @@ def test_a_misspelt_name_is_corrected_and_nothing_is_to_be_installed(site, publi
 def test_only_a_distribution_that_exists_is_to_be_installed(site):
     for reference in ("math", "x", "rlhf-plugin-math/math", "http://h/s"):
         assert "pip" not in not_found(site, reference), "what exists is unknown where `rlhf` is not installed"
-    site.add("rlhf", {}, requires=PUBLISHED)
+    site.add("rlhf-kit", {}, requires=PUBLISHED)
     assert not_found(site, "math") == "no reward named 'math'. Installed: none. Try: pip install rlhf-plugin-math"
     assert not_found(site, "number_game", "env").endswith("Try: pip install rlhf-plugin-number-game")
     assert not_found(site, "rlhf-plugin-math/x").endswith("offers no plugins. Try: pip install rlhf-plugin-math")

@@ -52,7 +52,7 @@ def _unmet(texts: Iterable[str], providers: Collection[str], path: Sequence[str]
         except InvalidRequirement:
             return f"has the unreadable requirement {text!r}"
         name = canonicalize_name(requirement.name)
-        ours = name == "rlhf" or name.startswith("rlhf-") or name in providers
+        ours = name.startswith("rlhf-") or name in providers
         if ours and (problem := requirements.unmet(requirement, version(name, path))):
             return problem
     return ""

@@ -11,6 +11,9 @@ from packaging.utils import canonicalize_name
 import rlhf
 from rlhf.errors import ConfigError, PluginVersionMismatch
 
+META = "rlhf-kit"
+"""The distribution that requires all others. (``rlhf`` on the public index is another project.)"""
+
 
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution. For ``rlhf-core`` it is that of the code which is running."""
@@ -23,14 +26,14 @@ def installed_version(distribution: str) -> str | None:
 
 
 def published(path: Sequence[str] | None = None) -> frozenset[str]:
-    """Distributions that are known to exist: those that ``rlhf`` requires or has as an extra. Nothing else may be named
-    after ``pip install``, as anybody can publish a package of a free name. Empty where ``rlhf`` is not installed.
+    """Distributions that are known to exist: those that ``rlhf-kit`` requires or has as an extra. No other may be named
+    after ``pip install``, as anybody can publish a package of a free name. Empty where ``rlhf-kit`` is not installed.
 
     Args:
-        path: folders in which to look for ``rlhf``, in place of ``sys.path``.
+        path: folders in which to look for ``rlhf-kit``, in place of ``sys.path``.
     """
     where = {} if path is None else {"path": [*path]}
-    for found in importlib_metadata.distributions(name="rlhf", **where):
+    for found in importlib_metadata.distributions(name=META, **where):
         return frozenset(canonicalize_name(Requirement(text).name) for text in found.requires or ())
     return frozenset()
 

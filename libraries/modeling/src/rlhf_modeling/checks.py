@@ -40,4 +40,4 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     check_kernel(config.attention, on, bf16)
     check_kernels(config.kernels, on.type)
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("trainer.lora needs peft: pip install 'rlhf[lora]'")
+        raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'")

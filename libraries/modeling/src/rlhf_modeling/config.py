@@ -64,8 +64,8 @@ class TrainingConfig(ComponentConfig):
     ``auto``: ``flash`` where it can be had. A CPU has kernels of its own."""
     kernels: Kernels = "auto"
     """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
-    ``liger``, Liger's kernels, on a GPU (``pip install 'rlhf[liger]'``); ``none``, transformers' statements. ``auto``:
-    ``own`` on a CPU where the layers are known, else ``none``."""
+    ``liger``, Liger's kernels, on a GPU (``pip install 'rlhf-kit[liger]'``); ``none``, transformers' statements.
+    ``auto``: ``own`` on a CPU where the layers are known, else ``none``."""
     logits_chunk: int = Field(2**24, gt=0)
     """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
     in the backward pass. 2**24 are 64 MiB."""

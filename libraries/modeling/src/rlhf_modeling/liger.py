@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-INSTALL = "pip install 'rlhf[liger]'"
+INSTALL = "pip install 'rlhf-kit[liger]'"
 ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention layers call, by this name in their module."""
 

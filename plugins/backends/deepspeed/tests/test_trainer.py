@@ -307,7 +307,7 @@ def test_the_terminal_stays_quiet_where_others_save(folder, tmp_path):
 
 def test_a_missing_or_broken_deepspeed_is_an_error(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install 'rlhf\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install 'rlhf-kit\[deepspeed\]'"):
         trainer(spec(folder))
 
 

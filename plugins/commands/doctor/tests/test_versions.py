@@ -2,7 +2,9 @@ import importlib_metadata
 import pytest
 from rlhf_plugin_doctor.versions import Installed, python, requirements, versions
 
-OURS = {"rlhf": ["rlhf-core>=0.1,<0.2", "rlhf-cli>=0.1,<0.2", "rlhf-plugin-a>=0.1,<0.2", "rlhf-plugin-b; extra == 'b'"]}
+OURS = {
+    "rlhf-kit": ["rlhf-core>=0.1,<0.2", "rlhf-cli>=0.1,<0.2", "rlhf-plugin-a>=0.1,<0.2", "rlhf-plugin-b; extra == 'b'"]
+}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhf.errors import CapabilityError, ConfigError, RlhfError, WorkerError
 from rlhf.interfaces import ModelSpec
 
-INSTALL = "pip install 'rlhf[deepspeed]'"
+INSTALL = "pip install 'rlhf-kit[deepspeed]'"
 
 _joined: tuple[str, int, int] | None = None
 """(rendezvous, rank, ranks) of the group of several ranks that this process is in."""

@@ -11,6 +11,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from rlhf.interfaces import Finding
+from rlhf.plugins.requirements import META
 
 from rlhf_plugin_doctor.findings import listed
 
@@ -45,11 +46,11 @@ class Installed:
         return sorted(n for n, d in self._found.items() if any(p.group.startswith("rlhf.") for p in d.entry_points))
 
     def ours(self) -> list[str]:
-        """``rlhf``, what it names in its requirements and extras, and the core and the command in any case."""
-        names = {"rlhf", "rlhf-core", "rlhf-cli"}
-        if "rlhf" in self:
-            names |= {canonicalize_name(Requirement(text).name) for text in self.requirements("rlhf")}
-        return sorted(n for n in names if n in self and (n == "rlhf" or n.startswith("rlhf-")))
+        """``rlhf-kit``, what it names in its requirements and extras, and the core and the command in any case."""
+        names = {META, "rlhf-core", "rlhf-cli"}
+        if META in self:
+            names |= {canonicalize_name(Requirement(text).name) for text in self.requirements(META)}
+        return sorted(n for n in names if n in self and n.startswith("rlhf-"))
 
 
 def python(installed: Installed, running: str = platform.python_version()) -> Finding:
