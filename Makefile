@@ -75,8 +75,9 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 # Every distribution of this repository as a wheel in dist/: what is uploaded to a package index.
 wheels: install
 	@rm -rf dist
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist \
-		$(patsubst %/pyproject.toml,./%,$(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)) .
+	@for folder in $(dir $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)); do \
+		$(BIN)/python -m flit_core.wheel --outdir $$PWD/dist $$folder > /dev/null || exit 1; done
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
 	@echo "dist/ holds $$(ls dist | wc -l) wheels"
 
 bench: install $(PEERS)/.installed
