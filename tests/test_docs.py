@@ -229,7 +229,7 @@ def test_links_resolve(page):
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{name_of(page)} links to {link}, which does not exist"
+        assert target.is_file(), f"{name_of(page)} links to {link}, which is no file"
         if anchor:
             assert anchor in anchors(target), f"{name_of(page)} links to {link}; there are {sorted(anchors(target))}"
 
