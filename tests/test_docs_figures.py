@@ -8,8 +8,10 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from rlhf_runtime.observe import read_metrics
 
 from tests.pages import DOCS, ROOT, tables
 
@@ -64,6 +66,17 @@ def test_the_table_of_the_plan_is_that_of_its_results():
         assert float(row["ratio"]) == pytest.approx(planned / measured, abs=0.006), row
         by_hand = re.match(r"load.*(ZeRO-3|offloaded)", row["phase"])
         assert by_hand or (planned, measured) in kept, row
+
+
+def test_the_learning_curve_is_drawn_from_a_run(shop, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "images"))
+    drawing = importlib.import_module("learning_curve")
+    run = shop.train("rloo", "run", data={"eval": [{"path": str(shop.data)}]}, eval={"at_start": True})
+    [start] = json.loads((run.path / "manifest.json").read_text())["starts"]
+    picture = ElementTree.fromstring(drawing.draw(read_metrics(run.path / "metrics.jsonl"), start))
+    lines = [e.get("points").split() for e in picture if e.tag.endswith("polyline")]
+    assert [len(points) for points in lines] == [3, 3, 2], "rewards, their running mean, evaluations"
+    assert start["environment"]["packages"]["torch"] in "".join(picture.itertext())
 
 
 @pytest.mark.parametrize("name", RESULTS)

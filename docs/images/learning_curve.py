@@ -57,7 +57,11 @@ def draw(lines: list[dict[str, Any]], start: dict[str, Any]) -> str:
         line_of(held_out, at, "#d9541e", 2),
         *(f'<circle cx="{p[0]}" cy="{p[1]}" r="4" fill="#d9541e"/>' for p in (at(*v).split(",") for v in held_out)),
         key(0, "#1f5fbf", f"reward of the samples (mean of {SMOOTH} steps)"),
-        key(340, "#d9541e", f"accuracy on 400 held-out sums: {held_out[0][1]:.2f} to {held_out[-1][1]:.2f}"),
+        key(
+            340,
+            "#d9541e",
+            f"accuracy on {lines[-1]['eval/prompts']:.0f} held-out sums: {held_out[0][1]:.2f} to {held_out[-1][1]:.2f}",
+        ),
         f'<text x="{LEFT}" y="{HEIGHT - 8}" fill="#555" font-size="11">{machine(start)}</text>',
         "</svg>",
     ]
