@@ -85,6 +85,35 @@ class PopsMetrics(Logger):
         metrics.pop("time/step", None)
 
 
+class Controls(Observer):
+    """Lowers the learning rate, saves and stops."""
+
+    name = "controls"
+
+    def run_started(self, info):
+        self.control = info.control
+
+    def step_finished(self, step, metrics):
+        self.control.change("trainer.lr", self.control.changeable["trainer.lr"] / 2)
+        self.control.save()
+        self.control.stop("done")
+
+
+class TestControls(ObserverContract):
+    observer = Controls
+    registered = False
+
+
+class ChangesAnything(Controls):
+    def step_finished(self, step, metrics):
+        self.control.change("run.steps", 1)
+
+
+class AsksTooLate(Controls):
+    def run_ended(self, status):
+        self.control.save()
+
+
 class NeedsStart(Logger):
     """Fails when a run ends before its first step."""
 
@@ -248,7 +277,14 @@ def suite(contract, made, **attributes):
         (ObserverContract, NeedsRollouts, "test_runs", r"step_finished\(\) raised AttributeError"),
         (ObserverContract, WantsRewards, "test_runs", r"step_finished\(\) raised KeyError: 'reward/mean'"),
         (ObserverContract, WantsRewards, "test_metrics_come_and_go", r"step_finished\(\) raised KeyError"),
-        (ObserverContract, PopsMetrics, "test_runs", "only listens"),
+        (ObserverContract, PopsMetrics, "test_runs", "only the control changes a run"),
+        (
+            ObserverContract,
+            ChangesAnything,
+            "test_runs",
+            r"step_finished\(\) raised ConfigError: .*'run.steps'",
+        ),
+        (ObserverContract, AsksTooLate, "test_runs", r"run_ended\(\) asks the control for \[\('save',\)\]"),
         (ObserverContract, NeedsStart, "test_runs", r"run_ended\(\) raised AttributeError"),
         (LauncherContract, launcher_with(Broadcast), "test_calls", "must give"),
         (LauncherContract, launcher_with(Backwards), "test_calls", "must give"),

@@ -77,6 +77,17 @@ class StepsAnyway(PlainTrainer):
         return ApplyResult(1.0, self.config.lr)
 
 
+class ReportsChange(PlainTrainer):
+    """Says that the learning rate may change, and steps as before."""
+
+    changeable = frozenset({"lr"})
+
+
+class IgnoresChange(ReportsChange):
+    def change(self, config):
+        pass
+
+
 class KeepsGradients(PlainTrainer):
     """apply() does not forget."""
 
@@ -193,6 +204,8 @@ def suite(made):
         (ReadsMasked, "test_masked_positions", "NaN at masked positions changes the gradient"),
         (Frozen, "test_every_parameter_learns", "is it frozen"),
         (StepsAnyway, "test_skipped_step", "must skip the step"),
+        (ReportsChange, "test_change", "moves the weights as far as before"),
+        (IgnoresChange, "test_change", "to half of lr, apply\\(\\) reports"),
         (KeepsGradients, "test_step", "would add to them"),
         (LosesOptimizer, "test_state", "after save"),
         (Pickles, "test_state", "writes a pickle"),

@@ -24,6 +24,7 @@ from rlhf.interfaces.observer import Observer, RunInfo
 
 from rlhf_testing import fabricate
 from rlhf_testing.contract import Contract, Nonconformance, expect
+from rlhf_testing.run_control import RecordedControl
 
 EVENTS = ("run_started", "rollouts_finished", "step_finished", "checkpoint_saved", "run_ended")
 METRICS = {"policy/loss": 0.25, "reward/mean": -1.0, "time/step": 1.5, "step": 1.0}
@@ -51,7 +52,8 @@ class ObserverContract(Contract):
 
     def info(self, output: Path, first_step: int = 0) -> RunInfo:
         config = {"run": {"name": "suite", "seed": 0}, "algorithm": {"use": "made_up", "options": {}}}
-        return RunInfo("suite", output, config, total_steps=4, first_step=first_step)
+        control = RecordedControl()
+        return RunInfo("suite", output, config, total_steps=4, first_step=first_step, control=control)
 
     def play(
         self, observer: Any, output: Path, *, online: bool, first: int = 0, steps: int = 2, end: str = "finished"
@@ -60,16 +62,21 @@ class ObserverContract(Contract):
         groups = fabricate.groups(count=2) if online else []
         metrics = dict(METRICS) if online else {k: v for k, v in METRICS.items() if not k.startswith("reward")}
         before = copy.deepcopy((groups, metrics))
-        self.call(observer, "run_started", self.info(output, first))
+        info = self.info(output, first)
+        self.call(observer, "run_started", info)
         for step in range(first + 1, first + steps + 1):
             if online:
                 self.call(observer, "rollouts_finished", step, groups)
             self.call(observer, "step_finished", step, metrics)
             if step % 2 == 0:
                 self.call(observer, "checkpoint_saved", step, output / f"step-{step}")
+        asked = list(info.control.asked)  # type: ignore[attr-defined]
         self.call(observer, "run_ended", end)
+        late = info.control.asked[len(asked) :]  # type: ignore[attr-defined]
+        expect(not late, f"{self.about()} run_ended() asks the control for {late}, and the run is over")
         expect(
-            (groups, metrics) == before, f"{self.about()} changed the metrics or rollouts it was shown: it only listens"
+            (groups, metrics) == before,
+            f"{self.about()} changed the metrics or rollouts it was shown: only the control changes a run",
         )
 
     def call(self, observer: Any, event: str, *arguments: Any) -> None:

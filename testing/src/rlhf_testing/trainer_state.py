@@ -106,6 +106,25 @@ class TrainerStateChecks:
             expect(a.lr == b.lr, f"{about} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
             same_weights(held(trainer), held(twin), f"{about} after skip_updates(2) and a step:")
 
+    def test_change(self) -> None:
+        """``change`` of the learning rate holds from the next step on, for the rate that ``apply`` reports and for the
+        weights; with the options of before nothing changes."""
+        for config in self.grid():
+            about, trainer, twin, other = self.about(config), *(self.make(config) for _ in range(3))
+            if "lr" not in type(trainer).changeable:
+                continue
+            lowered = trainer.config.model_copy(update={"lr": trainer.config.lr / 2})
+            for one, new in ((trainer, lowered), (twin, twin.config), (other, None)):
+                step(one, 0)
+                if new is not None:
+                    one.change(new)
+            a, b, c = step(trainer, 1), step(twin, 1), step(other, 1)
+            expect(b == c, f"{about} after change() to the same options a step reports {b}, without it {c}")
+            same_weights(held(twin), held(other), f"{about} after change() to the same options:")
+            expect(a.lr == c.lr / 2, f"{about} after change() to half of lr, apply() reports {a.lr}, not {c.lr / 2}")
+            moved = any(not same_bits(v, held(other)[n]) for n, v in held(trainer).items())
+            expect(moved or not c.lr, f"{about} after change() to half of lr a step moves the weights as far as before")
+
     def test_offload(self) -> None:
         """Between ``offload`` and ``reload`` a trainer still scores and gives its weights; the next step is the same as
         without them."""

@@ -11,7 +11,7 @@ from rlhf.interfaces.env import Env
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
 from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.observer import Observer, RunInfo
+from rlhf.interfaces.observer import Observer, RunControl, RunInfo
 from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.rollout import Rollout, RolloutContext
 from rlhf.interfaces.tokens import Tokens
@@ -39,6 +39,6 @@ __all__ = [
     "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Backend", "Check", "Command",
     "Component", "ComponentConfig", "Env", "Examination", "Finding", "Generator", "GeneratorSpec", "Launcher", "Loss",
     "ModelSpec", "Observer", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward", "RewardContext",
-    "Rollout", "RolloutContext", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer", "TrainerFacts",
-    "WorkerGroup",
+    "Rollout", "RolloutContext", "RunControl", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer",
+    "TrainerFacts", "WorkerGroup",
 ]  # fmt: skip

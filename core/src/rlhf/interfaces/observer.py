@@ -1,7 +1,8 @@
-"""Observers: listeners to the events of a run. They change nothing."""
+"""Observers: listeners to the events of a run. Through :class:`RunControl` they may stop, save and change it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,32 @@ from typing import Any
 
 from rlhf.interfaces.component import Component
 from rlhf.types import Group
+
+
+class RunControl(ABC):
+    """What an observer may ask of the run it listens to. A request takes effect between two steps: at the end of the
+    step under way, or before the first step."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """End the run, with a checkpoint, as Ctrl-C does. ``reason`` is shown and kept in the manifest."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Save a checkpoint."""
+
+    @property
+    @abstractmethod
+    def changeable(self) -> Mapping[str, Any]:
+        """{option that :meth:`change` takes: its value of now}."""
+
+    @abstractmethod
+    def change(self, option: str, value: Any) -> None:
+        """Give an option another value, e.g. ``change("trainer.lr", 1e-6)``. A checkpoint keeps the value, and a resume
+        goes on with it.
+
+        Raises ConfigError: the option cannot be changed while a run trains, or does not take the value.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +49,24 @@ class RunInfo:
     total_steps: int
     first_step: int
     """Above 0 after a resume."""
+    control: RunControl
+    """Keep it to stop, save or change the run later."""
 
 
 class Observer(Component):
     """Called on the driver, in the order the observers are listed. What one raises ends the run with its name;
-    ``state_dict`` keeps a logger's run id over a resume."""
+    ``state_dict`` keeps a logger's run id over a resume. Complete example::
+
+        class Patience(Observer):
+            name = "patience"
+
+            def run_started(self, info):
+                self.control = info.control
+
+            def step_finished(self, step, metrics):
+                if metrics.get("reward/mean", 0.0) > 0.99:
+                    self.control.stop("the reward is reached")
+    """
 
     def check(self, output: Path) -> None:
         """Refuse before anything is started or made what :meth:`run_started` would fail for, as far as it shows without

@@ -120,6 +120,9 @@ class Trainer(Component):
     """Options that say how the same sums are split, where tensors lie and how long is waited: a run is resumed with
     others of them, as :meth:`load` can."""
 
+    changeable: ClassVar[frozenset[str]] = frozenset()
+    """Options that a run may change between two steps (:meth:`change`)."""
+
     learning: ClassVar[frozenset[str]] = frozenset()
     """Options that only a trained role reads: refused in the own section of one that is not trained."""
 
@@ -209,6 +212,11 @@ class Trainer(Component):
     @abstractmethod
     def apply(self) -> ApplyResult:
         """Clip, step, schedule, EMA, zero the gradients. A non-finite gradient skips the step on every rank."""
+
+    def change(self, config: Any) -> None:
+        """Go on with ``config``, which differs from the present one in :attr:`changeable` options only. Called on every
+        rank, between two steps."""
+        self.config = config
 
     @abstractmethod
     def zero_grad(self) -> None:

@@ -43,19 +43,19 @@ def parameter_groups(
     muon = config.optimizer == "muon"
     chosen = [n for n, p in parameters.items() if muon and len(shapes[n]) == 2 and id(p) not in outside]
     rest = [n for n in parameters if n not in set(chosen)]
-    peak = config.lr if config.muon_lr is None else config.muon_lr
     kinds: list[tuple[list[str], dict[str, Any]]] = [
-        (chosen, {"weight_decay": config.weight_decay, "muon": True, "peak": peak, "momentum": config.muon_momentum}),
+        (chosen, {"weight_decay": config.weight_decay, "muon": True, "momentum": config.muon_momentum}),
         ([n for n in rest if len(shapes[n]) >= 2], {"weight_decay": config.weight_decay}),
         ([n for n in rest if len(shapes[n]) < 2], {"weight_decay": 0.0}),
     ]
     return [{"params": [parameters[n] for n in names], **facts} for names, facts in kinds if names]
 
 
-def set_rates(optimizer: torch.optim.Optimizer, lr: float, factor: float) -> None:
-    """Each group's rate: its own peak, or ``lr``, times the schedule's factor."""
+def set_rates(optimizer: torch.optim.Optimizer, config: TrainingConfig, factor: float) -> None:
+    """Each group's rate: the peak of the config times the schedule's factor."""
+    muon = config.lr if config.muon_lr is None else config.muon_lr
     for group in optimizer.param_groups:
-        group["lr"] = group.get("peak", lr) * factor
+        group["lr"] = (muon if group.get("muon") else config.lr) * factor
 
 
 def clip(parameters: Parameters, max_norm: float | None) -> float:

@@ -13,6 +13,7 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_mlflow import rlhf_register_observer
 from rlhf_plugin_mlflow.observer import MLflowConfig, MLflowObserver
 from rlhf_testing.observer import ObserverContract
+from rlhf_testing.run_control import RecordedControl
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def run(output, first, last, state=None, end="finished", **config):
     if state is not None:
         observer.load_state_dict(json.loads(json.dumps(state)))
     settings = {"run": {"seed": 1, "name": None}, "reward": [{"use": "http", "api_key": "config-secret"}]}
-    observer.run_started(RunInfo("my run", output, settings, 4, first - 1))
+    observer.run_started(RunInfo("my run", output, settings, 4, first - 1, RecordedControl()))
     for step in range(first, last + 1):
         observer.rollouts_finished(step, groups())
         observer.step_finished(step, {"reward/mean": step / 4, "eval/pass@1": 0.5})
@@ -97,7 +98,7 @@ def test_the_place_is_the_option_then_the_environment_then_the_run_directory(tmp
 def test_a_store_that_is_none_says_what_to_do(tmp_path):
     observer = MLflowObserver(MLflowConfig(tracking_uri="ftp://nowhere/store"))
     with pytest.raises(ConfigError, match=r"could not start at ftp://nowhere/store: .*tracking_uri = \"...\""):
-        observer.run_started(RunInfo("r", tmp_path, {}, 1, 0))
+        observer.run_started(RunInfo("r", tmp_path, {}, 1, 0, RecordedControl()))
     observer.run_ended("failed")  # nothing was started
 
 

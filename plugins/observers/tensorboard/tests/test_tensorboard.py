@@ -9,6 +9,7 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_tensorboard import rlhf_register_observer
 from rlhf_plugin_tensorboard.observer import TensorBoardConfig, TensorBoardObserver
 from rlhf_testing.observer import ObserverContract
+from rlhf_testing.run_control import RecordedControl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -25,7 +26,7 @@ def groups():
 
 def start(output, first_step=0, config=None, total=9):
     observer = TensorBoardObserver(TensorBoardConfig(samples_every=2))
-    observer.run_started(RunInfo("run", output, config or {"run": {"seed": 1}}, total, first_step))
+    observer.run_started(RunInfo("run", output, config or {"run": {"seed": 1}}, total, first_step, RecordedControl()))
     return observer
 
 
@@ -88,7 +89,7 @@ def test_a_run_that_starts_over_shows_once(tmp_path):
 
 def test_samples_can_be_turned_off(tmp_path):
     observer = TensorBoardObserver(TensorBoardConfig(samples=0, folder="tensorboard"))
-    observer.run_started(RunInfo("run", tmp_path, {}, 1, 0))
+    observer.run_started(RunInfo("run", tmp_path, {}, 1, 0, RecordedControl()))
     log(observer, [1])
     observer.run_ended("finished")
     assert "rollouts" not in read(tmp_path).Tags()["tensors"]

@@ -14,6 +14,7 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_wandb import rlhf_register_observer
 from rlhf_plugin_wandb.observer import WandbConfig, WandbObserver
 from rlhf_testing.observer import ObserverContract
+from rlhf_testing.run_control import RecordedControl
 from wandb.proto import wandb_internal_pb2
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -48,7 +49,7 @@ def run(output, first, last, state=None):
     if state is not None:
         observer.load_state_dict(json.loads(json.dumps(state)))
     config = {"run": {"seed": 1}, "reward": [{"use": "http", "api_key": "config-secret"}]}
-    observer.run_started(RunInfo("my run", Path(output), config, 4, first - 1))
+    observer.run_started(RunInfo("my run", Path(output), config, 4, first - 1, RecordedControl()))
     for step in range(first, last + 1):
         observer.rollouts_finished(step, groups())
         observer.step_finished(step, {"reward/mean": step / 4, "time/step": 0.5})
@@ -138,7 +139,7 @@ def test_online_without_a_key_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "")
     observer = WandbObserver(WandbConfig(mode="online"))
     with pytest.raises(ConfigError, match=r"could not start: .*WANDB_API_KEY.*wandb login.*mode = \"offline\""):
-        observer.run_started(RunInfo("r", tmp_path, {}, 1, 0))
+        observer.run_started(RunInfo("r", tmp_path, {}, 1, 0, RecordedControl()))
     observer.run_ended("failed")  # nothing was started
 
 

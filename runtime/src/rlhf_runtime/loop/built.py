@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from rlhf.interfaces import Algorithm, Launcher, Observer, Reward
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.loop.control import Control, TrainerOptions
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.schedule import Schedule
@@ -22,6 +23,7 @@ from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.observe.best_value import BestTracker
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.stream import Stream
 
@@ -49,6 +51,8 @@ class Built:
     """Who has the devices that the generator shares, where there is one."""
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     observers: Mapping[str, Observer] = field(default_factory=dict)
+    trainers: Sequence[TrainerOptions] = ()
+    """Of the roles that are trained: what observers may change."""
     evaluate: Callable[[], Metrics] | None = None
     best: BestTracker | None = None
     first_step: int = 0
@@ -62,6 +66,8 @@ class Built:
         """Roles whose weights no model of the run file holds: a checkpoint does."""
         self.updates = 0
         """Steps that changed weights, those before a resume included."""
+        self.stop = StopRequest()
+        self.control = Control(self.stop, self.trainers, self.progress.note)
         self.reports = Reports(self.directory, self.progress, self.observers, self.store)
 
     def take_devices_back(self) -> None:

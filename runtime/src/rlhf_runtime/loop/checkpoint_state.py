@@ -49,6 +49,8 @@ def collect_state(run: Built, step: int) -> State:
         values["stream"] = run.stream.state_dict()
     else:
         values["data"] = run.data.state_dict()
+    if run.control.changed:
+        values["changed"] = dict(run.control.changed)
     if run.best is not None:
         values["best"] = run.best.state_dict()
     return State(step, encode(values), [g for b in run.stream.ready for g in b.groups] if run.stream else [])
@@ -101,6 +103,7 @@ def read_state(run: Built, checkpoint: Checkpoint) -> int:
         run.data.load_state_dict(state["data"])
     if run.best is not None and "best" in state:  # evaluation may come or go, too
         run.best.load_state_dict(state["best"])
+    run.control.restore(saved_state.changed)
     run.updates = saved_state.updates
     return saved_state.step
 

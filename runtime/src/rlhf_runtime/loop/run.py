@@ -18,7 +18,6 @@ from rlhf_runtime.checkpoint.saved_groups import write_groups
 from rlhf_runtime.loop.built import Built
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.saves import Saves
-from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.observe.source_rewards import source_metrics
 from rlhf_runtime.samples.stream import ReadyBatch, left_out
 
@@ -29,7 +28,6 @@ class Run(Built):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.seed = self.config.run.seed
-        self.stop = StopRequest()
         self.done = 0
         """Finished steps, those before a resume included."""
         self.status = "failed"
@@ -47,16 +45,18 @@ class Run(Built):
         evaluation has not improved for ``eval.patience`` evaluations."""
         name = self.config.run.name or Path(self.config.run.output).name
         settings = self.config.model_dump(mode="json")
-        info = RunInfo(name, self.directory.path, settings, self.total_steps, self.first_step)
+        info = RunInfo(name, self.directory.path, settings, self.total_steps, self.first_step, self.control)
         self.progress.begin(self.first_step)
         self.reports.observe("run_started", info)
+        self.control.apply()
         if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
             metrics = self._evaluate(self.evaluate)
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
         self.done = self.first_step
-        self._stopping = self._is_exhausted()  # the process died between the last checkpoint and the end
-        self.saves.export(self.done, last=self._is_last(self.done))  # or before the export behind that
+        # A process that died between the last checkpoint and the end of its run left the rest to the resume.
+        self._stopping = self.stop.requested or self._is_exhausted()
+        self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
                 self.reports.begin_step()
@@ -151,10 +151,13 @@ class Run(Built):
         self.reports.record(done, metrics)
         self.saves.hold(done)
         self.reports.tell(done, metrics)
+        if self.control.apply():
+            self.saves.hold(done)
         # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
         self._stopping = self.stop.requested or self._is_exhausted()
         last, section = self._is_last(done), self.config.checkpoint
-        if _due(done, section.every) or last or (is_best and section.save_best):
+        asked = self.control.take_save()
+        if asked or _due(done, section.every) or last or (is_best and section.save_best):
             self.saves.save(done, best=is_best and section.save_best)
         self.saves.export(done, last)
 

@@ -68,3 +68,5 @@ class SavedState(Saved):
     stream: SavedStream | None = None
     data: SavedData | None = None
     best: SavedBest | None = None
+    changed: dict[str, Any] = {}
+    """:attr:`rlhf_runtime.loop.control.Control.changed`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_runtime.config.load import to_toml
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.early_row_check import RowCheck
 from rlhf_runtime.loop.checkpoint_state import read_state
+from rlhf_runtime.loop.control import TrainerOptions
 from rlhf_runtime.loop.ema_evaluation import check_wearing, worn
 from rlhf_runtime.loop.evaluate import check_metric, evaluate_loss, evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
@@ -37,6 +38,7 @@ from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.stream import Stream
 from rlhf_runtime.setup.added_options import allow_defaults
 from rlhf_runtime.setup.launch import launch_roles
+from rlhf_runtime.setup.plugins import section_of, where_trainer
 from rlhf_runtime.setup.prepare import Prepared, is_scored, on_processor, prepare
 from rlhf_runtime.setup.resume import check_observers, check_resume
 
@@ -122,6 +124,7 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
         schedule=prepared.schedule,
         rewards={r.name: r.instance for r in prepared.rewards},
         observers=prepared.observers,
+        trainers=_trainer_options(prepared, roles),
     )
     answers = None
     if prepared.rollout is not None:
@@ -153,6 +156,19 @@ def _assemble(prepared: Prepared, directory: RunDirectory, launcher: Launcher, o
     for note in dict.fromkeys(note for role in roles.values() for note in role.facts.notes):
         progress.note(note)
     return run
+
+
+def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[TrainerOptions]:
+    """The options of each trained role's trainer that may change, named by the section that sets them."""
+    found = []
+    for name, role in roles.items():
+        if role.spec.role.trained:
+            selected = prepared.parts.get(f"trainer.{name}", prepared.parts["trainer"])
+            own = section_of(prepared.config, name).trainer
+            changeable = sorted(selected.resolved.cls.changeable)
+            names = {o: f"{where_trainer(name) if o in own else 'trainer'}.{o}" for o in changeable}
+            found.append(TrainerOptions(role, selected.resolved, selected.config, names))
+    return found
 
 
 def _precomputed(

@@ -67,6 +67,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
     )
     learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
+    changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     """Not ``offload_optimizer``, which ``offload_params`` asks for."""
     config: DeepSpeedTrainerConfig
 
@@ -189,7 +190,7 @@ class DeepSpeedTrainer(ShardedTrainer):
             self.zero.discard()
             return norm, skipped
         seen = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
-        set_rates(self.base, self.config.lr, factor)
+        set_rates(self.base, self.config, factor)
         self.zero.step()
         if seen is not None:
             self._coverage = seen.after()

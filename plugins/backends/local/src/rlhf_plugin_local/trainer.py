@@ -49,6 +49,7 @@ class TorchTrainer(PackedTrainer):
         {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
     learning: ClassVar[frozenset[str]] = LEARNING
+    changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     config: TorchTrainerConfig
 
     @classmethod
@@ -90,7 +91,7 @@ class TorchTrainer(PackedTrainer):
         if skipped:
             self.skipped += 1
         else:
-            set_rates(self.optimizer, self.config.lr, factor)
+            set_rates(self.optimizer, self.config, factor)
             self._step(self.optimizer)
         self.updates += 1
         self.zero_grad()

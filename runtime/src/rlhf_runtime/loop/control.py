@@ -1,0 +1,104 @@
+"""What observers ask of a run: requests are kept until the run is between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.interfaces import ComponentConfig, RunControl
+from rlhf.plugins import Resolved
+
+from rlhf_runtime.config.components import component_config
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.observe.signals import StopRequest
+
+
+@dataclass
+class TrainerOptions:
+    """The trainer options of one trained role, some of which may change."""
+
+    role: Role
+    resolved: Resolved
+    """The trainer's plugin."""
+    config: ComponentConfig
+    """As it is now."""
+    names: Mapping[str, str]
+    """{option that may change: its dotted name in the run file}. Roles may share a name: they change together."""
+
+    def changed(self, option: str, value: Any) -> ComponentConfig:
+        """The config with another value of the option. Raises ConfigError where the trainer does not take the value."""
+        options = self.config.model_dump(mode="json", exclude_none=True)
+        where = self.names[option].rpartition(".")[0]
+        config: ComponentConfig = component_config(self.resolved, {**options, option: value}, where)
+        return config
+
+
+class Control(RunControl):
+    """The control of one run.
+
+    Args:
+        stop: the run's.
+        trainers: of the roles that are trained.
+        note: says what was changed.
+    """
+
+    def __init__(self, stop: StopRequest, trainers: Sequence[TrainerOptions], note: Callable[[str], None]) -> None:
+        self._stop, self._trainers, self._note = stop, trainers, note
+        self._waiting: dict[str, Any] = {}
+        self._save = False
+        self.changed: dict[str, Any] = {}
+        """{option: its value} of every option that was changed, in this run and before a resume."""
+
+    # ---------------------------------------------------------------------------- what observers call
+
+    def stop(self, reason: str) -> None:
+        self._stop.request(reason)
+
+    def save(self) -> None:
+        self._save = True
+
+    @property
+    def changeable(self) -> Mapping[str, Any]:
+        now = {n: getattr(t.config, option) for t in self._trainers for option, n in t.names.items()}
+        return now | self._waiting
+
+    def change(self, option: str, value: Any) -> None:
+        if option not in (allowed := self.changeable):
+            raise ConfigError(
+                f"the option {option!r} cannot be changed while the run trains; those that can are "
+                f"{', '.join(sorted(allowed)) or 'none'}.{did_you_mean(option, allowed)}"
+            )
+        for trainer, field in self._of(option):
+            trainer.changed(field, value)
+        self._waiting[option] = value
+
+    # ------------------------------------------------------------------------------- what the run calls
+
+    def apply(self) -> bool:
+        """Between two steps: give every rank the options that wait; whether there were any."""
+        waiting, self._waiting = self._waiting, {}
+        for option, value in waiting.items():
+            before = self.changeable[option]
+            for trainer, field in self._of(option):
+                trainer.config = trainer.changed(field, value)
+                trainer.role.every("change", trainer.config)
+            self.changed[option] = value
+            self._note(f"{option} is {value} from now on, before it was {before}")
+        return bool(waiting)
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
+    def restore(self, changed: Mapping[str, Any]) -> None:
+        """At a resume: the options as they were when the checkpoint was saved."""
+        for option, value in changed.items():
+            self.change(option, value)
+        self.apply()
+
+    def _of(self, option: str) -> list[tuple[TrainerOptions, str]]:
+        """The trainers that an option is of, each with the name of its field."""
+        return [(t, field) for t in self._trainers for field, name in t.names.items() if name == option]

@@ -1,0 +1,33 @@
+"""A run's control that changes no run: it keeps what was asked of it, for tests of observers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.errors import ConfigError
+from rlhf.interfaces import RunControl
+
+
+class RecordedControl(RunControl):
+    """``asked`` holds every request: ``("stop", reason)``, ``("save",)``, ``("change", option, value)``."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self._options: dict[str, Any] = {"trainer.lr": 1e-3}
+
+    def stop(self, reason: str) -> None:
+        self.asked.append(("stop", reason))
+
+    def save(self) -> None:
+        self.asked.append(("save",))
+
+    @property
+    def changeable(self) -> Mapping[str, Any]:
+        return dict(self._options)
+
+    def change(self, option: str, value: Any) -> None:
+        if option not in self._options:
+            raise ConfigError(f"the option {option!r} cannot be changed; those that can are {', '.join(self._options)}")
+        self._options[option] = value
+        self.asked.append(("change", option, value))

@@ -1,0 +1,145 @@
+"""Observers stop a run, save it and change its learning rate, through the control that they are given."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Observer
+
+from tests.runs import Workshop
+from tests.test_python import OPTIONS, finished, train
+
+
+def steps_saved(result) -> list[str]:
+    return sorted(path.name for path in (result.output / "checkpoints").glob("step-*"))
+
+
+def test_a_function_stops_the_run_after_the_step_under_way(shop: Workshop):
+    def watch(step, metrics, control):
+        assert "reward/mean" in metrics
+        if step == 2:
+            control.stop("that is enough")
+
+    result = train(shop, "out", steps=5, observers=[watch])
+    assert (result.status, result.reason) == ("stopped", "that is enough")
+    assert [row["step"] for row in result.metrics] == [1, 2]
+    assert steps_saved(result) == ["step-000002"]
+    assert (result.model_path / "model.safetensors").exists()
+    whole = train(shop, "whole", steps=3)
+    assert finished(train(shop, "out", steps=3, resume=True)).weights == finished(whole).weights
+
+
+def test_a_stop_before_the_first_step_trains_nothing(shop: Workshop):
+    class Refuse(Observer):
+        def run_started(self, info):
+            info.control.stop("not today")
+
+    result = train(shop, "out", observers=[Refuse])
+    assert (result.status, result.reason, result.metrics) == ("stopped", "not today", [])
+
+
+def test_a_checkpoint_is_saved_when_it_is_asked_for(shop: Workshop):
+    def watch(step, metrics, control):
+        if step in (1, 3):
+            control.save()
+
+    result = train(shop, "out", steps=4, observers=[watch])
+    assert steps_saved(result) == ["step-000001", "step-000003", "step-000004"]
+
+
+def lower(step, metrics, control):
+    """A tenth of the learning rate after the second step."""
+    if step == 2:
+        assert control.changeable == {"trainer.lr": 1e-3}
+        control.change("trainer.lr", 1e-4)
+        assert control.changeable == {"trainer.lr": 1e-4}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_learning_rate_changes_from_the_next_step_on(shop: Workshop, optimizer):
+    options = {**OPTIONS, "trainer.optimizer": optimizer}
+    result = train(shop, "out", steps=4, observers=[lower], options=options)
+    assert [row["policy/lr"] for row in result.metrics] == [1e-3, 1e-3, 1e-4, 1e-4]
+    unchanged = train(shop, "unchanged", steps=4, options=options)
+    assert finished(unchanged).lines()[:2] == finished(result).lines()[:2]
+    norms = [row["policy/grad_norm"] for row in result.metrics], [row["policy/grad_norm"] for row in unchanged.metrics]
+    assert norms[0][2] == norms[1][2]  # the third step starts from the same weights
+    assert norms[0][3] != norms[1][3]  # and moves them less
+
+
+def test_a_resume_goes_on_with_the_changed_learning_rate(shop: Workshop):
+    whole = train(shop, "whole", steps=4, observers=[lower])
+    train(shop, "parts", steps=2, observers=[lower])
+    resumed = train(shop, "parts", steps=4, observers=[lower], resume=True)
+    assert finished(resumed).lines() == finished(whole).lines()
+    assert finished(resumed).weights == finished(whole).weights
+
+
+def test_roles_with_a_rate_of_their_own_are_changed_by_their_own_name(shop: Workshop):
+    def watch(step, metrics, control):
+        if step == 1:
+            assert control.changeable == {"trainer.lr": 1e-3, "critic.trainer.lr": 2e-3}
+            control.change("critic.trainer.lr", 5e-3)
+
+    result = train(shop, "out", algorithm="ppo", observers=[watch], options={**OPTIONS, "critic.trainer.lr": 2e-3})
+    rates = [(row["policy/lr"], row["critic/lr"]) for row in result.metrics]
+    assert rates == [(1e-3, 2e-3), (1e-3, 5e-3), (1e-3, 5e-3)]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        (
+            "trainer.rl",
+            1e-4,
+            r"'trainer\.rl' cannot be changed while the run trains; those that can are trainer\.lr\.",
+        ),
+        ("trainer.betas", (0.9, 0.99), r"'trainer\.betas' cannot be changed while the run trains"),
+        ("trainer.lr", -1.0, r"trainer\.lr: .*greater than or equal to 0"),
+        ("trainer.lr", "1e-4", r"trainer\.lr: .*got"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_with_what_can(shop: Workshop, option, value, problem):
+    def watch(step, metrics, control):
+        control.change(option, value)
+
+    with pytest.raises(ConfigError, match=problem):
+        train(shop, "out", observers=[watch])
+
+
+def test_an_instance_hears_the_run_itself(shop: Workshop):
+    class Heard(Observer):
+        def __init__(self, config=None):
+            super().__init__(config)
+            self.steps = []
+
+        def step_finished(self, step, metrics):
+            self.steps.append(step)
+
+    heard = Heard()
+    train(shop, "out", steps=2, observers=[heard, "tensorboard"])
+    assert heard.steps == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (
+            lambda step, metrics: None,
+            r"observer '<lambda>' has the parameters \(step, metrics\)\. An observer is",
+        ),
+        (lambda metrics, step, control: None, r"has the parameters \(metrics, step, control\)"),
+        (int, r"observers: got type <class 'int'>"),
+    ],
+)
+def test_other_functions_are_refused_with_the_form(shop: Workshop, function, problem):
+    with pytest.raises(ConfigError, match=problem):
+        train(shop, "out", observers=[function])
+
+
+def test_an_async_function_is_refused(shop: Workshop):
+    async def watch(step, metrics, control):
+        pass
+
+    with pytest.raises(ConfigError, match=r"observer 'watch' is `async def`, and nobody awaits it"):
+        train(shop, "out", observers=watch)
