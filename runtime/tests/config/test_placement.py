@@ -6,7 +6,6 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.launcher import check_workers
-from rlhf.interfaces.memory import Footprint
 from rlhf_runtime.config.placement import divided, neighbours, placement
 from rlhf_runtime.config.sections import PlacementSection
 
@@ -52,9 +51,9 @@ def test_what_cannot_be_is_refused(sections, message):
 
 
 def test_an_engine_has_a_device_for_each_of_its_workers():
-    four = Footprint(tensor_parallel=2, pipeline_parallel=2)
+    four = (2, 2)
     assert divided(Place(3, 4, "policy"), "engines", four) == Place(3, 4, "policy", workers=4)
-    assert divided(Place(), "engines", Footprint()) == Place(workers=1)
+    assert divided(Place(), "engines", (1, 1)) == Place(workers=1)
     with pytest.raises(ConfigError) as info:
         divided(Place(3, 2), "engines", four)
     for part in (

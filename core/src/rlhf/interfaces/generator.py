@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
-from rlhf.interfaces.memory import Footprint
+from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 if TYPE_CHECKING:
@@ -73,15 +73,29 @@ class Generator(Component):
     """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
 
     @classmethod
-    def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
-        """What one engine would hold, without starting it (``rlhf plan``); the default holds no copy of the weights.
+    def parallel_sizes(cls, config: Any) -> tuple[int, int]:
+        """(tensor parallel, pipeline parallel): one engine has as many workers as their product."""
+        return 1, 1
+
+    @classmethod
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
+        """The memory that one device of an engine would need, for ``rlhf plan``. Nothing is started.
+
+        The default samples from the trainer's own module: there is no copy of the weights, and the cache, 2 bytes per
+        element, grows to hold every sample at its longest.
 
         Args:
             dtype: ``auto`` | ``fp32`` | ``bf16``, the policy's.
-            devices: of one engine.
-            device: ``cpu`` | ``cuda``, where it would run.
+            size: of the policy's model.
+            work: what one engine samples.
+            device: ``cpu`` | ``cuda``, where the engine would run.
+            device_bytes: memory of one device, on a CPU of the host; None: unknown.
         """
-        return Footprint()
+        token = size.cache_bytes(2.0)
+        cache = Held({"cache": int(work.samples * work.longest * token)})
+        return EngineMemory({"rest": Held({}), "asleep": Held({}), "generate": cache}, copy=False, cache_token=token)
 
     refresh: Callable[[], object] | None = None
     """Set by the controller: brings the weights of now again, for an engine that was replaced."""

@@ -31,8 +31,8 @@ class Place:
     share: str | None = None
     """On the devices of this role."""
     workers: int | None = None
-    """Of one engine, each on a device of its own: the parts that it is divided into
-    (:class:`rlhf.interfaces.memory.Footprint`). None: of a role, or in this process."""
+    """Workers of one engine, each on its own device (``Generator.parallel_sizes``). None for a model role, and for an
+    engine in this process."""
 
 
 def check_workers(places: Mapping[str, Place], device: str) -> None:

@@ -1,112 +1,192 @@
-"""What a trainer's rank and a generator's device hold: what ``rlhf plan`` asks of the classes, without a model."""
+"""What ``rlhf plan`` asks a trainer or generator class: the memory of one rank, for a model that is not loaded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """How a trainer lays one role's model over its ranks; the default is a whole fp32 copy on every rank.
+class LayerSize:
+    """One decoder layer. Widths are in elements per token."""
 
-    ``*_ranks``: the ranks that one copy is divided over. ``*_bytes``: bytes per parameter of the model, before that
-    division. Optimizer, master weights and average are read for trained roles only.
-    """
+    parameters: int
+    query: int
+    """All query heads together."""
+    key: int
+    """All key heads together."""
+    value: int
+    """All value heads together."""
+    heads: int
+    """Query heads."""
+    ffn: int
+    """Width of the feed-forward layer; in a mixture of experts, of all experts that one token uses."""
+    gated: bool
+    """The feed-forward layer has gate, up and down matrices; otherwise it has two matrices."""
+    routed: int = 0
+    """Experts that one token uses; 0: the layer has no experts."""
+    normed: bool = False
+    """Queries and keys have a norm of their own."""
+    norms: int = 2
+    """Norms of whole hidden states."""
+    largest: int = 0
+    """Parameters of the largest tensor. The matrices of all experts are one tensor."""
 
-    weight_ranks: int = 1
-    gradient_ranks: int = 1
-    optimizer_ranks: int = 1
-    """Of the optimizer's state, the master weights and the average."""
-    layer_ranks: int = 1
-    """The ranks that divide every layer among them and compute the same micro-batches; embedding and head are whole on
-    each. They read the model whole in host memory, and a device gets its part."""
-    weight_bytes: float = 4.0
-    """The weights that layers compute with."""
-    gradient_bytes: float = 4.0
-    optimizer_bytes: float = 8.0
-    """AdamW: two fp32 moments."""
-    matrix_bytes: float | None = None
-    """The same of the layers' matrices, where it is not :attr:`optimizer_bytes` (Muon: one fp32 momentum). Stacked
-    experts are none."""
-    step_bytes: float = 0.0
-    """Bytes per parameter of those matrices: what the step makes of all of them at once, divided as the optimizer's
-    state is."""
-    step_matrices: int = 0
-    """Copies of the largest of them that the step has beside, whole and in fp32."""
-    master_bytes: float = 0.0
-    """The optimizer's own fp32 weights, where ``weight_bytes`` are of lower precision."""
-    average_bytes: float = 0.0
-    """A moving average of the weights."""
-    loading_ranks: int = 1
-    """Ranks that the weights are divided over while the model is loaded; 1: every rank has all of them for a moment."""
-    keeps_file: bool = False
-    """The checkpoint's file stays mapped, as weights lie in it: beside those that were made of what it holds."""
-    reads_whole: bool = False
-    """Where they are divided then: in host memory every rank maps the whole file meanwhile."""
-    making_bytes: float = 0.0
-    """Bytes per trained parameter of what is there beside the weights while the trainer makes its buffers of them, and
-    goes then."""
-    second_ranks: int = 0
-    """Ranks that a second copy of the weights is divided over; 0: there is none."""
-    keeps_gradients: bool = False
-    """Gradient buffers exist between steps too."""
-    host_weights: bool = False
-    """The weights live in host memory; layers are brought to the device one by one."""
-    host_optimizer: bool = False
-    """Optimizer state, master weights, average and gradients live in host memory."""
-    offloads: bool = False
-    """:meth:`Trainer.offload` moves optimizer state, master weights, average and gradients to host memory."""
-    gathered: int = 0
-    """Where the weights are divided: most parameters that are whole on a rank at once, beside the layer in use."""
-    in_flight: int = 0
-    """Where the weights are divided: parameters in copies beside those, on their way between ranks."""
-    buffers: int = 0
-    """Bytes of communication buffers on every rank, whatever the model's size."""
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model without its values, counted from ``config.json``."""
+
+    path: str
+    architecture: str
+    """``model_type`` of transformers."""
+    parameters: int
+    """Tied parameters count once."""
+    hidden: int
+    vocabulary: int
+    outputs: int
+    """Outputs of the head: the vocabulary, or those of a scalar or classes head."""
+    tied: bool
+    """The head shares its matrix with the embedding."""
+    embedding: int
+    """Parameters of the token embedding."""
+    head: int
+    """Parameters of the head's matrix, tied or not."""
+    layers: tuple[LayerSize, ...]
+    cache_elements: int
+    """Elements of the key-value cache per token, over all layers."""
+    cache_heads: int = 1
+    """Most devices that the cache can be split over."""
+    layer_class: str = ""
+    """Class of the decoder layers in transformers."""
+    softcap: bool = False
+    """Attention scores are soft-capped, so they are kept as matrices."""
+    matrices: int = 0
+    """Parameters in two-dimensional matrices of the layers (stacked experts have three dimensions)."""
+    linear: tuple[tuple[str, int, int, int], ...] = ()
+    """Linear layers that can have adapters: (last part of the name, sum of the inputs, sum of the outputs, number)."""
+
+    @property
+    def widest(self) -> int:
+        """Parameters of the largest part that is computed with at once: a layer, the embedding or the head."""
+        return max([layer.parameters for layer in self.layers] + [self.embedding, self.head])
+
+    def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
+        """Parameters of adapters of ``rank`` beside every linear layer, or beside those named in ``targets``."""
+        wanted = None if targets is None else set(targets)
+        return rank * sum(i + o for name, i, o, _ in self.linear if wanted is None or name in wanted)
+
+    def cache_bytes(self, element: float, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> float:
+        """Bytes of the key-value cache per token and device, with ``element`` bytes per value."""
+        return self.cache_elements * element / (min(tensor_parallel, self.cache_heads) * pipeline_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerWork:
+    """What the run gives one role to compute. All counts are upper bounds."""
+
+    longest: int
+    """Tokens of the longest sequence."""
+    unit: int
+    """Tokens of the largest unit (a sequence, or a pair of them)."""
+    units: int
+    """Units that all ranks of the role share in one optimizer step, or in one annotation."""
+    micro_tokens: int | None = None
+    """Tokens of a micro-batch in the run file; None: the trainer's own number."""
+    prompt: int = 0
+    """Tokens of the prefix that neighbouring sequences of a unit share."""
+    siblings: int = 1
+    """Sequences that share a prefix."""
+    outputs: tuple[str, ...] = ("logprobs",)
+    """What the losses read."""
+    annotated: tuple[str, ...] = ()
+    """What the role computes without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWork:
+    """What the run asks one engine to sample. All counts are upper bounds."""
+
+    samples: int
+    """Samples that are requested at once."""
+    prompts: int
+    """Distinct prompts among them."""
+    longest: int
+    """Tokens of the longest sequence, prompt and answer together."""
+    longest_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one rank, or of one device of an engine, at the fullest moment of a phase."""
+
+    device: Mapping[str, int]
+    """{part: bytes} on the device. Parts: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``logits``,
+    ``cache`` (keys and values), ``working`` (temporaries and buffers), ``allocator`` (freed, but not given back)."""
+    host: int = 0
+    """Bytes in host memory, beside the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """One rank of a trainer."""
+
+    phases: Mapping[str, Held]
+    """``load`` (the model is read), ``rest`` (between calls, after the first step), ``offloaded`` (after
+    ``Trainer.offload``), ``forward`` (without gradient), ``train`` (trained roles only)."""
+    micro_tokens: int
+    """Most tokens that one micro-batch computes."""
+    trained: int = 0
+    """Parameters that are trained."""
     bf16: bool = False
-    """Arithmetic of forward and backward; else fp32."""
-    flat: bool = False
-    """Gradients and optimizer state are a few large buffers, not one tensor for each parameter."""
-    shares_prefixes: bool = False
-    """A prefix that sequences of a micro-batch have in common is computed once."""
-    cast_bytes: float = 0.0
-    """Bytes per parameter of copies in the arithmetic's precision that live from forward to backward (autocast)."""
-    fused: bool = False
-    """The layers' element-wise work is fused where :mod:`rlhf_modeling` knows how (on CPUs)."""
-    logits: int = 2**24
-    """Most logits that exist at once."""
-    micro_tokens: int = 2048
-    """``TrainerFacts.token_budget``."""
-    adapter_rank: int = 0
-    """Low-rank adapters are trained instead of the weights; 0: none."""
-    adapter_targets: tuple[str, ...] | None = None
-    """Ends of the names of the layers that have one; None: every linear layer but the head."""
+    """Arithmetic of forward and backward; otherwise fp32."""
+    views: tuple[str, ...] = ("live",)
+    """As in ``TrainerFacts.views``."""
+    copies: bool = False
+    """``weights()`` yields copies, so a weight sync needs a bucket beside the model."""
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
+    """{part: how its size is computed}, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one engine of a generator holds; the default samples from the trainer's own module."""
+class EngineMemory:
+    """One device of a generator's engine."""
 
-    weight_bytes: float = 0.0
-    """Bytes per parameter of a copy of the weights; 0: there is none."""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    kv_bytes: float = 2.0
-    """Bytes per element of the key-value cache."""
-    share: float | None = None
-    """The part of the device's memory that the engine claims in all: weights, ``working`` and, with the rest, cache."""
-    kv_space: int | None = None
-    """Bytes per device reserved for the cache at the start. With neither, the cache grows with what is sampled."""
-    rows: int = 256
-    """Most samples drawn at once."""
-    cache_tokens: int | None = None
-    """Bound on rows x positions of a cache that grows."""
-    prefill_tokens: int = 8192
-    """Most prompt tokens of one forward pass."""
-    working: int = 0
-    """Bytes of everything else on the device: captured graphs, workspace."""
-    own_head: bool = False
-    """A head that is tied to the embedding is held beside it, packed for its kernel."""
-    repeats_prompts: bool = False
-    """A prompt of several samples is computed for each of them where they are asked for at once."""
+    phases: Mapping[str, Held]
+    """``rest`` (awake, between calls), ``asleep`` (after ``Generator.sleep``), ``generate``."""
+    copy: bool = True
+    """It holds a copy of the weights, which the run keeps up to date."""
     sleeps: bool = False
-    """:meth:`Generator.sleep` gives weights and cache back."""
+    """``Generator.sleep`` gives device memory back."""
+    cache_token: float = 0.0
+    """Bytes of the key-value cache per token."""
+    cache: int | None = None
+    """Bytes that are reserved for the cache; None: the cache grows with the samples."""
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
+    """{part: how its size is computed}, for messages."""
+
+
+def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointing: bool, ranks: int) -> TrainerMemory:
+    """A trainer that states nothing about itself: a whole fp32 model on every rank, stepped by AdamW.
+
+    Activations per token and layer: four hidden states, queries, keys, values, the attention's output and four widths
+    of the feed-forward layer. The head keeps four copies of the logits.
+    """
+    count = size.parameters
+    tokens = min(max(work.micro_tokens or 2048, work.unit), work.unit * max(1, -(-work.units // ranks)))
+    layers = [4 * size.hidden + 2 * x.query + x.key + x.value + 4 * x.ffn for x in size.layers]
+    kept = size.hidden * len(layers) + max(layers) if checkpointing else sum(layers)
+    logits = 4 * tokens * size.outputs * FP32
+    rest = {"weights": count * FP32} | ({"optimizer": 2 * count * FP32} if trained else {})
+    phases = {
+        "load": Held({"weights": count * FP32}),
+        "rest": Held(rest),
+        "offloaded": Held(rest),
+        "forward": Held(rest | {"working": tokens * max(layers) * FP32, "logits": logits // 2}),
+    }
+    if trained:
+        train = {"gradients": count * FP32, "activations": tokens * kept * FP32, "logits": logits}
+        phases["train"] = Held(rest | train)
+    return TrainerMemory(phases, tokens, count if trained else 0)

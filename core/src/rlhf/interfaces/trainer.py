@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.memory import Sharding
+from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork, whole_copy
 from rlhf.types import Head, RoleSpec
 
 if TYPE_CHECKING:
@@ -158,13 +158,19 @@ class Trainer(Component):
         reading weights. Asked where the run is started, not where it is only planned. Raises ModelError."""
 
     @classmethod
-    def sharding(cls, config: Any, spec: ModelSpec, device: str) -> Sharding:
-        """What a rank would hold of ``spec``'s model, without building it (``rlhf plan``); the default is a whole copy.
+    def memory(cls, config: Any, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str) -> TrainerMemory:
+        """The memory that one rank of this role would need, for ``rlhf plan``. Nothing is loaded or started.
+
+        The default is a whole fp32 copy of the model on every rank, with AdamW where the role is trained.
 
         Args:
-            device: ``cpu`` | ``cuda``, where it would run.
+            spec: ``world_size`` is the number of ranks; ``role.trained`` says whether there is an optimizer.
+            size: of the role's model.
+            work: what the role computes.
+            device: ``cpu`` | ``cuda``, where the rank would run.
         """
-        return Sharding()
+        again = spec.gradient_checkpointing
+        return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
 
     spec: ModelSpec
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from rlhf.errors import CapabilityError, ModelError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
-from rlhf.interfaces.memory import Sharding
+from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -30,11 +30,11 @@ from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.memory import arithmetic, default_micro_tokens, trainer_memory, whole_storage
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
-from rlhf_modeling.sharding import sharding
 from rlhf_modeling.skeleton import check_files
 
 
@@ -55,8 +55,13 @@ class PackedTrainer(Trainer):
         check_files(spec)
 
     @classmethod
-    def sharding(cls, config: TrainingConfig, spec: ModelSpec, device: str) -> Sharding:
-        return sharding(config, spec, device)
+    def memory(
+        cls, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
+    ) -> TrainerMemory:
+        storage, computed = whole_storage(config, device, size), arithmetic(config, spec, size, work, device)
+        targets = config.lora.targets if config.lora is not None else None
+        trained = spec.role.trained
+        return trainer_memory(storage, computed, size, work, trained=trained, adapter_targets=targets)
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
@@ -132,8 +137,7 @@ class PackedTrainer(Trainer):
             self.precision_note,
             self.views,
             shares,
-            # bf16 gains by larger matrices; in fp32 they only cost memory (benchmarks/measurements.md has the shapes)
-            token_budget=4096 if self.precision.bf16 else 2048,
+            token_budget=default_micro_tokens(self.precision.bf16),
             wants_token_share=self.balance is not None,
             notes=self.loaded.notes,
         )

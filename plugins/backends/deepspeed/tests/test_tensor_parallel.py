@@ -284,7 +284,7 @@ def test_ranks_that_parts_do_not_divide(pair):
     ):
         trainer(spec(pair.folder), stage=2, tensor_parallel=2)
     with pytest.raises(CapabilityError, match=r"placement\.policy\.ranks = 4"):
-        DeepSpeedTrainer.sharding(DeepSpeedTrainerConfig(tensor_parallel=2), spec(pair.folder, 0, 3, "1"), "cpu")
+        DeepSpeedTrainer.check(DeepSpeedTrainerConfig(tensor_parallel=2), spec(pair.folder, 0, 3, "1"), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelErro
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.memory import storage
 from rlhf_plugin_deepspeed.process_group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_plan import read_size
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
@@ -357,16 +359,15 @@ def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, 
             trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage)
 
 
-def test_what_a_rank_holds(folder):
-    """The figures for ``rlhf plan`` against what is there between steps."""
+def test_the_planned_storage_is_what_a_rank_holds(folder):
+    """The figures for ``rlhf plan`` against the tensors that exist between steps."""
     for stage, options in ((0, {}), (2, {}), (3, {"ema_decay": 0.5}), (3, {"offload_optimizer": "cpu"})):
         one = trainer(spec(folder), stage=stage, **options)
         one.update([batch(0)], TokenLoss(), {}, {})
-        facts = type(one).sharding(one.config, one.spec, "cpu")
+        stated = storage(one.config, one.spec, read_size(one.spec.path), "cpu")
         parameters = sum(s.numel() for s in one.tensors.shapes.values())
         moments = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
-        assert moments / parameters == pytest.approx(facts.optimizer_bytes, rel=0.01)
-        assert (facts.average_bytes > 0) == (one.average is not None)
+        average = 4.0 if one.average is not None else 0.0
         stepped = {f.owner.untyped_storage().data_ptr() for f in one.partition.flats}
         if stage == 3:
             optimizer = one.zero.optimizer
@@ -374,31 +375,29 @@ def test_what_a_rank_holds(folder):
             assert optimizer.grad_partitions_flat_buffer.nbytes / parameters == pytest.approx(4.0, rel=0.01)
         else:
             computed = {p.untyped_storage().data_ptr() for p in one.parameters.values()}
-        assert (facts.master_bytes == 0) == (stepped <= computed)
-    assert not facts.host_optimizer, "on a CPU the host is where everything is"
-    two = type(one).sharding(DeepSpeedTrainerConfig(stage=3), spec(folder, 0, 2, "1", dtype="bf16"), "cuda")
-    assert (two.weight_ranks, two.loading_ranks, two.gradient_ranks, two.optimizer_ranks) == (2, 2, 2, 2)
-    assert (two.bf16, two.cast_bytes, two.fused, two.offloads) == (True, 0.0, False, True)
-    assert (two.second_ranks, two.making_bytes) == (0, 2.0)
+        master = 0.0 if stepped <= computed else 4.0
+        assert moments / parameters + average + master == pytest.approx(stated.optimizer_bytes, rel=0.01)
+    assert not stated.host_optimizer, "on a CPU the host's memory is the device's"
+    two = storage(DeepSpeedTrainerConfig(stage=3), spec(folder, 0, 2, "1"), read_size(str(folder / "model")), "cuda")
+    assert (two.weight_ranks, two.gradient_ranks, two.optimizer_ranks) == (2, 2, 2)
+    assert (two.offloads, two.second_ranks, two.making_bytes) == (True, 0, 2.0)
     node = DeepSpeedTrainerConfig(stage=3, hpz_partition_size=2, offload_optimizer="cpu", offload_params="cpu")
-    held = type(one).sharding(node, spec(folder, 0, 4, "1"), "cuda")
-    assert (held.second_ranks, held.host_optimizer, held.host_weights) == (2, True, True)
+    four = storage(node, spec(folder, 0, 4, "1"), read_size(str(folder / "model")), "cuda")
+    assert (four.second_ranks, four.host_optimizer, four.host_weights) == (2, True, True)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_a_rank_holds_of_muon(folder, stage):
-    """One momentum for the layers' matrices, two moments for all else; of a mapped file what it computes with."""
-    from rlhf_plugin_plan import formulas, read_shape
-
+def test_the_planned_storage_of_muon_is_what_a_rank_holds(folder, stage):
+    """One momentum for the layers' matrices, two moments for everything else."""
     one = trainer(spec(folder), stage=stage, optimizer="muon")
     one.update([batch(0)], TokenLoss(), {}, {})
-    facts, shape = type(one).sharding(one.config, one.spec, "cpu"), read_shape(one.spec.path)
-    parameters = sum(s.numel() for s in one.tensors.shapes.values())
+    size = read_size(one.spec.path)
+    stated = storage(one.config, one.spec, size, "cpu")
     kept = sum(v.nbytes for s in one.base.state.values() for v in s.values() if v.numel() > 1)
-    said = formulas.optimizer(parameters, facts, shape.matrices)
-    assert kept == pytest.approx(said, rel=0.01)
-    assert said < 0.8 * formulas.optimizer(parameters, facts)
-    assert (facts.step_bytes, facts.step_matrices, facts.keeps_file) == (4.0, 3, stage == 0)
+    planned = size.parameters * stated.optimizer_bytes - size.matrices * stated.matrix_saving
+    assert kept == pytest.approx(planned, rel=0.01)
+    assert stated.matrix_saving == 4.0
+    assert stated.step > 4 * size.matrices
 
 
 TAKES_NOTHING_ALONG = """

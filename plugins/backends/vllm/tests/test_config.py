@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, PluginError
 from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.memory import LayerSize, ModelSize, SamplingWork
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
@@ -130,14 +131,31 @@ def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu():
         arguments(config(max_batched_tokens=256), spec(), CPU, "fp32")
 
 
-def test_the_footprint_is_what_the_options_claim():
-    on_cpu = VllmGenerator.footprint(config(), "fp32", 1, "cpu")
-    assert (on_cpu.weight_bytes, on_cpu.kv_bytes, on_cpu.kv_space, on_cpu.share) == (4.0, 4.0, 2**30, None)
-    assert (on_cpu.rows, on_cpu.prefill_tokens, on_cpu.sleeps) == (256, 8192, False)
-    on_gpu = VllmGenerator.footprint(config(tensor_parallel=4, memory_share=0.6), "auto", 4, "cuda")
-    assert (on_gpu.weight_bytes, on_gpu.share, on_gpu.kv_space) == (2.0, 0.6, None)
-    assert (on_gpu.tensor_parallel, on_gpu.sleeps) == (4, True)
-    assert VllmGenerator.footprint(config(kv_cache_gib=2.0), "bf16", 1, "cuda").kv_space == 2**31
+SIZE = ModelSize(
+    "m", "llama", 10**9, 1024, 32000, 32000, True, 32000 * 1024, 32000 * 1024,
+    (LayerSize(10**7, 1024, 256, 256, 8, 4096, True),) * 10, cache_elements=10 * 512, cache_heads=2,
+)  # fmt: skip
+
+
+def test_the_memory_is_what_the_options_claim():
+    def held(options, dtype, device, memory=None, samples=1):
+        return VllmGenerator.memory(options, dtype, SIZE, SamplingWork(samples, samples, 512, 256), device, memory)
+
+    on_cpu = held(config(), "fp32", "cpu")
+    assert on_cpu.phases["rest"].device["weights"] == 4 * (10**9 + SIZE.head), "a tied head is held twice"
+    assert (on_cpu.cache, on_cpu.cache_token, on_cpu.sleeps) == (2**30, 4 * 10 * 512, False)
+    assert on_cpu.phases["asleep"] == on_cpu.phases["rest"]
+    working = [held(config(), "fp32", "cpu", samples=n).phases["generate"].device["working"] for n in (1, 64)]
+    assert working[1] > working[0] > on_cpu.phases["rest"].device["working"]
+    four = config(tensor_parallel=4, memory_share=0.6)
+    on_gpu = held(four, "auto", "cuda", 10**10)
+    assert on_gpu.phases["generate"].device == {"weights": 10**9 // 2, "cache": 6 * 10**9 - 10**9 // 2}
+    assert (on_gpu.phases["asleep"].device, on_gpu.sleeps) == ({}, True)
+    assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two heads of keys are not divided over four devices"
+    assert on_gpu.arithmetic["weights"] == "1 G parameters x 2 bytes / 4 devices"
+    assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, where no memory is known"
+    assert held(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
+    assert VllmGenerator.parallel_sizes(config(tensor_parallel=4, pipeline_parallel=2)) == (4, 2)
     for options in VllmGenerator.lighter:
         config(**options)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_plugin_plan import Machine, as_json, describe, logits_peak, make_plan, nearest, resolve, sum_of, target
-from rlhf_plugin_plan.busy import training
+from rlhf_plugin_plan import Machine, as_json, describe, make_plan, nearest, resolve, target
+from rlhf_plugin_plan.from_run_file import work_of
 from rlhf_plugin_plan.machines import cpu_memory
-from rlhf_plugin_plan.phases import loading, resting
 from rlhf_runtime.config.load import load
+from rlhf_runtime.setup.plugins import run_parts
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
@@ -44,14 +43,11 @@ def layout(published, plugins, *more, model="0.6B", machine=None):
 
 def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
     made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
-    assert [(r.name, r.trained, r.outputs, r.annotated) for r in made.roles] == [
-        ("policy", True, ("logprobs",), ()),
-        ("critic", True, ("values",), ("values",)),
-    ]
+    assert [(r.name, r.trained, r.annotates) for r in made.roles] == [("policy", True, False), ("critic", True, True)]
     policy, critic = made.roles
-    assert policy.shape.parameters == 596_049_920
-    assert critic.shape.parameters == policy.shape.parameters + 1024
-    assert (policy.micro_tokens, policy.longest) == (2048, 1024)
+    assert policy.size.parameters == 596_049_920
+    assert critic.size.parameters == policy.size.parameters + 1024
+    assert (policy.memory.micro_tokens, policy.longest) == (2048, 1024)
     assert not made.machine.processes
     assert made.devices == 1
     assert make_plan(made).fits
@@ -65,14 +61,14 @@ def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published,
     }  # fmt: skip
     run = load(None, list(changes.items()))
     policy, teacher = resolve(run, plugins, Machine("cpu", 64 * GIB)).roles
-    assert (policy.borrowed, teacher.borrowed, teacher.annotated) == (0, 0, ("hidden",))
+    assert (policy.borrowed, teacher.borrowed, teacher.annotates) == (0, 0, True)
+    assert (
+        "logits" not in teacher.memory.phases["forward"].device
+        or teacher.memory.phases["forward"].device["logits"] < 2**27
+    )
     ray = load(None, list({**changes, "launcher.use": "ray"}.items()))
     made = resolve(ray, plugins, Machine("cpu", 64 * GIB))
     assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
-    alone, beside = (resting(replace(made.roles[0], borrowed=b))[0] for b in (0, made.roles[0].borrowed))
-    assert beside["weights"] - alone["weights"] == 128_256 * 4096 * 4
-    assert logits_peak.copies(("hidden",), backward=False) == 0
-    assert logits_peak.copies(("logprobs", "hidden"), backward=True) == logits_peak.copies(("logprobs",), backward=True)
 
 
 def test_options_reach_the_layout(published, plugins):
@@ -85,37 +81,35 @@ def test_options_reach_the_layout(published, plugins):
     policy, critic = made.roles
     assert policy.gradient_checkpointing
     assert not critic.gradient_checkpointing
-    assert policy.micro_tokens == 1024, "a sequence may be longer than the budget"
-    assert policy.sharding.bf16
-    assert policy.sharding.logits == 1_000_000
-    assert policy.sharding.average_bytes == 4
-    assert (policy.sharding.adapter_rank, critic.sharding.adapter_rank) == (8, 0)
-    assert made.engines.footprint.rows == 7
-    assert made.engines.samples == 16
+    assert policy.memory.micro_tokens == 1024, "a sequence may be longer than the budget"
+    assert policy.memory.bf16
+    assert policy.memory.arithmetic["logits"].startswith("chunks of at most 1000000 logits")
+    assert policy.memory.trained == policy.size.adapter_parameters(8)
+    assert critic.memory.trained == critic.size.parameters
+    assert critic.memory.phases["rest"].device["optimizer"] == 12 * critic.size.parameters, "with the average"
+    assert made.engines.memory.arithmetic["cache"].startswith("7 samples x 1024 tokens")
 
 
-def test_shared_prompts_are_computed_once_and_kept_for_every_sample(published, plugins):
-    """2048 tokens: a prompt of 512 and 3 answers of 512."""
-    group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512",
-             "policy.micro_tokens": "2048"}  # fmt: skip
-    on_cpu = Machine("cpu", 64 * GIB)
-    once = layout(published, plugins, group, machine=on_cpu).role("policy")
-    assert once.repeats == 3 * 1024 / (512 + 3 * 512)
-    short = layout(published, plugins, group, {"data.max_prompt_tokens": "256"}, machine=on_cpu).role("policy")
-    assert (short.longest, short.repeats) == (768, 3 * 768 / (256 + 3 * 512))
-    apart = layout(published, plugins, group, {"trainer.shared_prefixes": "false"}, machine=on_cpu).role("policy")
-    assert apart.repeats == 1.0
-    more, less = (sum_of(training(role, "cpu")[0]) for role in (once, apart))
-    assert more > less, "keys and values of 3072 tokens"
-    rows = [(k, v) for k, v in flags(published, {"algorithm.use": "sft"}) if k != "reward"]
-    assert resolve(load(None, rows), plugins, on_cpu).role("policy").repeats == 1.0
+def test_the_work_of_a_role_is_read_off_the_run_file(published, plugins):
+    group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
+    short = {**group, "data.max_prompt_tokens": "256"}
+    made, bounded = (run_parts(load(None, flags(published, each)), plugins) for each in (group, short))
+    work, less = (work_of(parts, "policy", set(), 1) for parts in (made, bounded))
+    assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
+    assert work.units == 8 * made.config.data.batch_size
+    assert (less.longest, less.prompt) == (768, 256)
+    rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
+    pairs = work_of(run_parts(load(None, rows), plugins), "policy", set(), 1)
+    assert (pairs.unit, pairs.longest, pairs.prompt, pairs.siblings) == (2048, 1024, 512, 2)
 
 
 def test_entropy_and_reference_cost_what_they_need(published, plugins):
     made = layout(published, plugins, {"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
-    assert "entropy" in made.role("policy").outputs
-    assert made.role("reference").annotated == ("logprobs",)
-    assert not made.role("reference").trained
+    reference, policy = made.role("reference"), made.role("policy")
+    assert (reference.trained, reference.annotates) == (False, True)
+    plain = layout(published, plugins, {"algorithm.kl.coef": "0.1"}).role("policy")
+    logits = [role.memory.phases["train"].device["logits"] for role in (plain, policy)]
+    assert logits[1] > logits[0], "six copies of the logits instead of four"
 
 
 LORA = {"algorithm.kl.coef": "0.1", "trainer.lora.rank": "8"}
@@ -128,11 +122,12 @@ def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(
     assert [r.name for r in view.roles] == ["policy", "critic"]
     assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
     assert view.views["reference"].of == "policy"
-    assert view.role("policy").annotated == model.role("reference").annotated == ("logprobs",)
+    assert view.role("policy").annotates
+    assert model.role("reference").annotates
     less, more = (make_plan(made).groups[0].moments for made in (view, model))
     assert "forward" in less
     assert "reference" not in less["forward"].rows
-    assert more["train"].total - less["train"].total == 4 * view.role("policy").shape.parameters
+    assert more["train"].total - less["train"].total == 4 * view.role("policy").size.parameters
 
 
 @pytest.mark.parametrize(
@@ -187,8 +182,9 @@ def test_a_cluster(published, plugins):
     made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
     assert made.machine.processes
     assert made.devices == 4
-    assert made.role("policy").sharding.weight_ranks == 4
-    assert made.engines.footprint.tensor_parallel == 2
+    policy = made.role("policy")
+    assert policy.memory.phases["rest"].device["weights"] == policy.size.parameters, "4 bytes over 4 ranks"
+    assert made.engines.devices == 2
     [group] = make_plan(made).groups
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
 
@@ -199,18 +195,18 @@ def test_a_cluster_whose_ranks_divide_layers(published, plugins):
     plain = layout(published, plugins, changes, model="8B").role("policy")
     made = layout(published, plugins, {**changes, "trainer.tensor_parallel": "2"}, model="8B")
     policy = made.role("policy")
-    assert (policy.sharding.layer_ranks, policy.sharding.optimizer_ranks) == (2, 2)
-    assert policy.micro_tokens == 2 * plain.micro_tokens
-    assert policy.shape.parameters < 0.6 * plain.shape.parameters
-    assert loading(policy, "cpu")["weights"] == loading(plain, "cpu")["weights"] == 4 * plain.shape.parameters
-    assert loading(policy, "cuda")["weights"] == 4 * policy.shape.parameters
+    assert policy.memory.micro_tokens == 2 * plain.memory.micro_tokens
+    resting, whole = (role.memory.phases["rest"].device for role in (policy, plain))
+    assert whole["weights"] == 4 * plain.size.parameters
+    assert resting["weights"] < 0.6 * whole["weights"]
+    assert "of layers in 2 parts x 8 bytes / 2 ranks" in policy.memory.arithmetic["optimizer"]
     with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
         layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
 
 
 def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
     made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
-    assert made.role("reward_model").annotated == ()
+    assert not made.role("reward_model").annotates
     busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
             if "reward_model" in moment.busy}  # fmt: skip
     assert set(busy) == {"load", "generate"}
@@ -224,7 +220,7 @@ def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
         resolve(load(None, [*plain, ("reference.precompute", early)]), plugins, Machine("cpu", GIB)).role("reference")
         for early in ("false", "true")
     ]
-    assert [role.micro_tokens for role in sizes] == [2 * 128, 8 * 2 * 128]
+    assert [role.memory.micro_tokens for role in sizes] == [2 * 128, 8 * 2 * 128]
 
 
 def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
@@ -271,13 +267,13 @@ def found(published, plugins, memory, *more, model="8B", machine=None):
 
 
 def test_smaller_micro_batches_are_tried_first(published, plugins):
-    """Of both roles: they share the heap of one process, which stays as large as either of them needs it."""
+    """Of both roles: they take turns in one process, and the fullest moment is that of either."""
     made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
         make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
         for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
     )
-    assert made.role("policy").micro_tokens == 2048
+    assert made.role("policy").memory.micro_tokens == 2048
     between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
     change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
     assert change.plan.fits

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.interfaces.launcher import GENERATOR, Place
-from rlhf.interfaces.memory import Footprint
 
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.sections import PlacementSection
@@ -48,16 +47,17 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
     return {name: Place(s.ranks, s.devices, s.share) for name, s in given.items()}
 
 
-def divided(place: Place, generator: str, footprint: Footprint) -> Place:
+def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:
     """The place of the engines, with as many workers as an engine has parts.
 
     Args:
         generator: its name, for the message.
+        parallel: ``Generator.parallel_sizes``.
 
     Raises ConfigError where an engine has fewer devices than workers. More are for whoever knows the devices to judge
     (:func:`rlhf.interfaces.launcher.check_workers`).
     """
-    tensor, pipeline = footprint.tensor_parallel, footprint.pipeline_parallel
+    tensor, pipeline = parallel
     if tensor * pipeline > place.devices:
         raise ConfigError(
             f"[placement.generator]: generator {generator!r} divides an engine over tensor_parallel x "

@@ -110,8 +110,7 @@ def places_of(made: RunParts, device: str) -> dict[str, Place]:
     if GENERATOR in places and "processes" in made.parts["launcher"].resolved.cls.capabilities:
         chosen, place = made.parts[GENERATOR], places[GENERATOR]
         generator = chosen.resolved.cls
-        footprint = generator.footprint(chosen.config, made.config.policy.dtype, place.devices, device)
-        places[GENERATOR] = divided(place, generator.name, footprint)
+        places[GENERATOR] = divided(place, generator.name, generator.parallel_sizes(chosen.config))
         check_workers(places, device)
     return places
 

@@ -1,73 +1,67 @@
-"""What a rank holds in each stage, for ``rlhf plan``; ``engine.py`` is where it comes from."""
+"""What a rank stores in each ZeRO stage, for ``rlhf plan``. :mod:`rlhf_plugin_deepspeed.engine` makes it so."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from rlhf.interfaces import ModelSpec
-from rlhf.interfaces.memory import Sharding
-from rlhf_modeling.sharding import sharding as of_one_rank
+from rlhf.interfaces.memory import ModelSize
+from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.topology import check_parts
 
 FP32 = 4.0
-COPIES = 3
-"""Of a bucket of weights that stage 3 gathers over gloo: as it is gathered, gloo's own, and that of the bucket after it
-(measured, docs/plan.md)."""
+COPIES = {"cpu": 3, "cuda": 1}
+"""Copies of a bucket of weights that stage 3 gathers. gloo has one of its own and gathers the next bucket early."""
 
 
-def sharding(config: DeepSpeedTrainerConfig, spec: ModelSpec, device: str) -> Sharding:
-    """See :meth:`rlhf.interfaces.Trainer.sharding`. Weights are fp32 and stepped in place: there is no other copy, but
-    for an optimizer on the host. On a CPU the host is where everything is.
+def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
+    """Weights are fp32, and the optimizer steps them in place; only an optimizer on the host has a copy of its own. On
+    a CPU the host's memory is the device's.
 
-    Muon keeps one momentum for matrices, and makes the steps of all that the rank has before it puts matrices together,
-    one for each rank at a time; the rank's own is in bf16 twice and more meanwhile (:mod:`rlhf_plugin_deepspeed.muon`).
+    Muon computes one whole matrix per rank at a time: its fp32 momentum, and a few copies on the rank that works on it.
     """
     parts = config.tensor_parallel
     check_parts(spec, parts)
     stage, ranks, host = config.stage, spec.world_size // parts, config.offload_optimizer != "none"
     trained, on_cpu, muon = spec.role.trained, device == "cpu", config.optimizer == "muon"
+    own = whole_storage(config, device, size)
+    over = ranks if stage >= 1 else 1
     held = replace(
-        of_one_rank(config, spec, device),
+        own,
         layer_ranks=parts,
-        optimizer_ranks=ranks if stage >= 1 else 1,
-        step_bytes=FP32 if muon else 0.0,
-        step_matrices=spec.world_size + 2 if muon else 0,
-        master_bytes=FP32 if host else 0.0,
-        flat=stage >= 1,
-        keeps_file=on_cpu and parts == 1 and (stage == 0 or (stage < 3 and not trained)),
+        optimizer_ranks=over,
+        optimizer_bytes=own.optimizer_bytes + (FP32 if host else 0.0),
+        step=int(FP32 * size.matrices / over) + (spec.world_size + 2) * largest_matrix(size) if muon else 0,
         host_optimizer=host and not on_cpu,
         offloads=device == "cuda" and not host,
         making_bytes=_making(stage, ranks, on_cpu, host),
         buffers=int(config.bucket * FP32) if trained and (ranks > 1 or stage >= 1) else 0,
     )
-    if stage == 1:  # whole gradients, then the rank's part twice: gathered up, and flattened for the step
+    if stage == 1:  # whole gradients, then this rank's part twice: reduced, and flattened for the step
         return replace(held, gradient_bytes=max(FP32, 2 * FP32 / ranks))
-    if stage == 2:  # the last micro-batch's part beside what was added up before it
+    if stage == 2:  # this rank's part of the last micro-batch, and of the sum of those before it
         return replace(held, gradient_ranks=ranks, gradient_bytes=2 * FP32)
-    if stage == 3:  # the buffer that stays, and its flattened copy in the step
+    if stage == 3:  # a gradient buffer that stays
+        copied = config.bucket * COPIES[device] if ranks > 1 else 0
+        whole = min(size.parameters, config.gathered + size.widest)
         return replace(
             held,
             weight_ranks=ranks,
-            loading_ranks=ranks,
-            reads_whole=True,
-            second_ranks=config.hpz_partition_size if config.hpz_partition_size > 1 else 0,
             gradient_ranks=ranks,
             keeps_gradients=True,
+            second_ranks=config.hpz_partition_size if config.hpz_partition_size > 1 else 0,
             host_weights=config.offload_params != "none" and not on_cpu,
-            gathered=config.gathered,
-            in_flight=config.bucket * (COPIES if device == "cpu" else 1),
-            cast_bytes=0.0,  # layers remember their weight, not its cast
-            fused=config.kernels == "liger",
+            gathered=int((whole + copied) * FP32) if ranks > 1 or config.offload_params != "none" else 0,
         )
     return held
 
 
 def _making(stage: int, ranks: int, on_cpu: bool, host: bool) -> float:
-    """Stages 1 and 2 lay the weights out anew, whole on a CPU, by way of the host where a GPU has no room for both, and
-    copy the rank's part for the optimizer. Stage 3 lays its part out anew. The optimizer of the host has copies of its
-    own: its weights, and with stage 3 gradients."""
+    """Bytes per trained parameter that exist only while the engine is made. Stages 1 and 2 copy the weights into one
+    buffer (on a GPU by way of the host) and this rank's part for the optimizer; stage 3 copies its part. An optimizer
+    on the host has copies of its own."""
     part = FP32 / ranks
     if stage in (1, 2):
         return FP32 + (part if host else 0) if on_cpu else part

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums, TrainerFacts
-from rlhf.interfaces.memory import Sharding
+from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
+from rlhf_modeling.memory import arithmetic, trainer_memory
 from rlhf_modeling.optimizer import set_rates
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read
@@ -85,10 +86,15 @@ class DeepSpeedTrainer(ShardedTrainer):
             check_sizes(settings, " or ".join(settings.architectures or [spec.path]), config.tensor_parallel)
 
     @classmethod
-    def sharding(  # type: ignore[override]  # as everywhere, a component gets its own Config
-        cls, config: DeepSpeedTrainerConfig | None, spec: ModelSpec, device: str
-    ) -> Sharding:
-        return memory.sharding(config or cls.Config(), spec, device)
+    def memory(  # type: ignore[override]  # a component gets its own Config
+        cls, config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
+    ) -> TrainerMemory:
+        storage = memory.storage(config, spec, size, device)
+        computed = arithmetic(config, spec, size, work, device, config.tensor_parallel)
+        if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
+            computed = replace(computed, casts=False, fused=config.kernels == "liger")
+        targets = config.lora.targets if config.lora is not None else None
+        return trainer_memory(storage, computed, size, work, trained=spec.role.trained, adapter_targets=targets)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)

@@ -12,14 +12,15 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
-from rlhf.interfaces.memory import Footprint
+from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
-from rlhf_modeling.sharding import computes_bf16
+from rlhf_modeling.memory import computes_bf16
 from rlhf_modeling.skeleton import skeleton
 from torch import nn
 
 from rlhf_plugin_local.decoder import Decoder, check_model, require_agreement
+from rlhf_plugin_local.memory import engine_memory
 from rlhf_plugin_local.sampling_loop import SamplingLoop
 
 YIELD_STEPS = 16
@@ -60,14 +61,11 @@ class TransformersGenerator(Generator):
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_batch": 64}, {"max_batch": 16})
 
     @classmethod
-    def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
         bf16 = computes_bf16(config.dtype if config.dtype != "auto" else dtype, device)
-        return Footprint(
-            kv_bytes=2.0 if bf16 else 4.0,
-            rows=config.max_batch,
-            cache_tokens=config.max_cache_tokens,
-            prefill_tokens=config.prefill_tokens,
-        )
+        return engine_memory(config, bf16, size, work, device)
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 from rlhf.errors import ModelError, boundary
 from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.memory import Footprint
+from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
 from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
 from rlhf_plugin_vllm.engine.engine import Engine, prefill_tokens, text_config
-from rlhf_plugin_vllm.footprint import footprint
 from rlhf_plugin_vllm.loaded_weights import HeldWeights
+from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import (
@@ -52,8 +52,14 @@ class VllmGenerator(HeldWeights):
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
 
     @classmethod
-    def footprint(cls, config: Any, dtype: str, devices: int, device: str) -> Footprint:
-        return footprint(config, dtype, device)
+    def parallel_sizes(cls, config: Any) -> tuple[int, int]:
+        return config.tensor_parallel, config.pipeline_parallel
+
+    @classmethod
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
+        return engine_memory(config, dtype, size, work, device, device_bytes)
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:

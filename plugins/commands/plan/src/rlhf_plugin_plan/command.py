@@ -101,13 +101,13 @@ def _placement(plan: Plan) -> Table:
         role = next((r for r in plan.layout.roles if r.name == name), None)
         if role is None:
             assert plan.layout.engines is not None
-            shape = plan.layout.engines.shape
-            table.add_row(name, where, shape.path, f"{shape.parameters:,}", "", "", "")
+            size = plan.layout.engines.size
+            table.add_row(name, where, size.path, f"{size.parameters:,}", "", "", "")
             continue
-        trained = f"{role.trained_parameters:,}" if role.trained else "no"
-        tokens = f"{role.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
-        bf16 = "bf16" if role.sharding.bf16 else "fp32"
-        table.add_row(name, where, role.shape.path, f"{role.shape.parameters:,}", trained, tokens, bf16)
+        trained = f"{role.memory.trained:,}" if role.trained else "no"
+        tokens = f"{role.memory.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
+        bf16 = "bf16" if role.memory.bf16 else "fp32"
+        table.add_row(name, where, role.size.path, f"{role.size.parameters:,}", trained, tokens, bf16)
     return table
 
 

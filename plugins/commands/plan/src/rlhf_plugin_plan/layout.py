@@ -1,4 +1,4 @@
-"""Who is on which device: plain values in, groups of devices that hold the same parts out."""
+"""Which role is on which device. Devices that hold the same roles form one group."""
 
 from __future__ import annotations
 
@@ -6,68 +6,33 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf.interfaces.launcher import GENERATOR, Place
-from rlhf.interfaces.memory import Footprint, Sharding
-
-from rlhf_plugin_plan.shape import ModelShape
+from rlhf.interfaces.memory import EngineMemory, ModelSize, TrainerMemory
 
 HOST, DEVICE = "host", "device"
-"""Homes of groups that no role owns: the host of CPUs, and the device of a run in one process."""
+"""Homes of groups that belong to no role: the host of CPUs, and the device of a run in one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """A model role, resolved: what one of its ranks computes with."""
+    """One model role."""
 
     name: str
     place: Place
-    shape: ModelShape
-    sharding: Sharding
+    size: ModelSize
+    memory: TrainerMemory
+    """Of one rank."""
     trained: bool
-    micro_tokens: int
-    """Most tokens that a micro-batch computes; a longer unit is alone in one, so it is no less than the longest unit. A
-    prefix that sequences share counts once."""
     longest: int
     """Tokens of the longest sequence."""
     gradient_checkpointing: bool = False
-    outputs: tuple[str, ...] = ("logprobs",)
-    """What its loss reads of it."""
-    annotated: tuple[str, ...] = ("logprobs",)
-    """What it computes without gradient, before the update or for rewards; empty: nothing."""
+    annotates: bool = True
+    """It computes something without gradient, before the update or for rewards."""
     rewards: bool = False
     """It scores samples, so it computes while they are generated."""
-    repeats: float = 1.0
-    """Tokens of a micro-batch's sequences for each one that is computed: more than 1 where they share prefixes."""
     precomputed: bool = False
-    """It computes before any other role is loaded, and goes."""
+    """It computes before any other role is loaded, and is then removed."""
     borrowed: int = 0
-    """Bytes of copies of other roles' output heads on each of its ranks."""
-
-    @property
-    def trained_parameters(self) -> int:
-        if not self.trained:
-            return 0
-        s = self.sharding
-        if s.adapter_rank:
-            own = 0 if self.shape.outputs == self.shape.vocabulary else self.shape.head
-            return self.shape.adapter_parameters(s.adapter_rank, s.adapter_targets) + own
-        return self.shape.parameters
-
-    @property
-    def trained_matrices(self) -> int:
-        """Of the trained parameters, those in matrices of the layers; an adapter is two of them."""
-        if not self.trained:
-            return 0
-        s = self.sharding
-        return (
-            self.shape.adapter_parameters(s.adapter_rank, s.adapter_targets) if s.adapter_rank else self.shape.matrices
-        )
-
-    @property
-    def scattered_parameters(self) -> int:
-        """Of the trained ones, those whose gradient and optimizer state are small tensors of their own."""
-        if self.sharding.flat:
-            return 0
-        return self.trained_parameters if self.sharding.adapter_rank else min(self.shape.small, self.trained_parameters)
+    """Bytes of other roles' output heads that each rank has a copy of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +40,17 @@ class EngineLayout:
     """The generator's engines."""
 
     place: Place
-    shape: ModelShape
-    footprint: Footprint
-    samples: int
-    """Drawn at once on one engine at most: of its share of the step's prompts."""
+    size: ModelSize
+    memory: EngineMemory
+    """Of one device."""
     longest: int
     """Tokens of the longest sequence, prompt and answer."""
-    prompt_tokens: int = 2**62
-    """Of their prompts that are computed: the distinct ones, where the engine can do that."""
-    bf16: bool = False
+    devices: int = 1
+    """Devices that one engine uses: tensor parallel x pipeline parallel."""
     bucket: int = 2**28
-    """Bytes of weights sent at once in a sync."""
+    """Bytes of weights that are sent at once in a sync."""
     canaries: bool = True
-    """After a sync it scores a few sequences, so its cache is there too."""
+    """After a sync the engine scores a few sequences, so its cache exists then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +60,29 @@ class Machine:
     device: str = "cpu"
     """``cpu`` | ``cuda``. On CPUs all ranks share the memory of one host."""
     memory: int | None = None
-    """Bytes of one device, on CPUs of the host; None: unknown, so nothing is judged."""
+    """Bytes of one device, on CPUs of the host; None: unknown, and no verdict is given."""
     host_memory: int | None = None
-    """Bytes of the host of :attr:`devices_per_node` devices, for what is kept there; None: stated, not judged."""
+    """Bytes of host memory per :attr:`devices_per_node` devices; None: its use is shown, without a verdict."""
     devices_per_node: int = 8
     processes: bool = False
-    """Every rank is a process of its own; else all is one process."""
+    """Every rank is a process of its own; otherwise the whole run is one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A frozen role that holds no model: it is another role's without its adapters, computed where that one is."""
+    """A frozen role that is another role's model with its adapters switched off, computed where that role is."""
 
     of: str
     place: Place
-    """Devices that are kept for it all the same."""
+    """Devices that are reserved for it nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A run, resolved, as far as memory depends on it."""
+    """Everything about a run that its memory depends on."""
 
     roles: tuple[RoleLayout, ...]
-    """Those that hold a model; what their views compute is among what they compute."""
+    """Roles that hold a model. The work of their views is included."""
     engines: EngineLayout | None
     machine: Machine
     views: Mapping[str, View] = field(default_factory=dict)
@@ -136,7 +99,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Of the whole run: those of the places that own devices; one where all is one process."""
+        """Devices of the whole run; one where it is one process."""
         if not self.machine.processes:
             return 1
         return sum(p.ranks * p.devices for p in self.places.values() if p.share is None)
@@ -147,10 +110,10 @@ class DeviceGroup:
     """Devices that hold the same parts."""
 
     home: str
-    """The role that owns them."""
+    """The role that the devices belong to."""
     first: int
     last: int
-    """Numbers among the devices of ``home``, inclusive."""
+    """First and last number among the devices of ``home``, inclusive."""
     holds: Mapping[str, int] = field(default_factory=dict)
     """{role: ranks, or parts of engines, on each of these devices}."""
 
@@ -167,7 +130,8 @@ class DeviceGroup:
 
 
 def devices_each(places: Mapping[str, Place], name: str) -> int:
-    """Devices of one rank. A role that shares has as many as a rank of its host, or fewer where it has more ranks."""
+    """Devices of one rank. A role that shares devices has as many as a rank of the role it shares with, or fewer where
+    it has more ranks."""
     place = places[name]
     if place.share is None or name == GENERATOR:
         return place.devices
@@ -176,13 +140,13 @@ def devices_each(places: Mapping[str, Place], name: str) -> int:
 
 
 def device_groups(places: Mapping[str, Place], machine: Machine, views: Collection[str] = ()) -> list[DeviceGroup]:
-    """Every device of the run, neighbours with equal contents together. On CPUs, or where all is one process: one group
-    with all ranks.
+    """Every device of the run; neighbours that hold the same roles are one group. On CPUs, or in one process, there is
+    one group with all ranks.
 
     A rank of a role holds its model on the first of its devices; an engine is spread over all of its devices.
 
     Args:
-        views: roles that hold nothing; devices that are kept for nobody else are left out.
+        views: roles that hold no model. Devices that are reserved for such a role only are left out.
     """
     holders = {name: place for name, place in places.items() if name not in views}
     if machine.device == "cpu" or not machine.processes:

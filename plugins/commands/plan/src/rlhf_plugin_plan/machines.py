@@ -1,4 +1,4 @@
-"""What the run is planned for: given, or found here."""
+"""The machine that a run is planned for: from flags, or the one this process runs on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 
 from rlhf_plugin_plan.layout import Machine
-from rlhf_plugin_plan.sizes import parse
+from rlhf_plugin_plan.units import parse
 
 
 def target(
@@ -20,10 +20,10 @@ def target(
 
     Args:
         device: ``cpu`` | ``cuda``; None: a GPU where ``memory`` is given or torch sees one, else a CPU.
-        memory: of one device, e.g. ``80GiB``; on CPUs of the host. None: what is found here, where the device is.
+        memory: of one device, on CPUs of the host, e.g. ``80GiB``. None: what this machine has.
         host_memory: of the host of ``devices_per_node`` GPUs.
 
-    Raises ConfigError: a size that is none, or no device.
+    Raises ConfigError where a size cannot be read or a flag does not fit the device.
     """
     if devices_per_node < 1:
         raise ConfigError(f"--devices-per-node {devices_per_node}: at least 1")
@@ -48,7 +48,7 @@ def gpu_memory() -> int | None:
 
 
 def cpu_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of this host, or of the cgroup that this process is limited to; None where nobody says."""
+    """Bytes of this host, or the limit of this process's cgroup; None where neither is known."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         total = int(lines["MemTotal"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""A plan as JSON, and as lines for the end of another command's output."""
+"""A plan as JSON, and as lines for the output of ``rlhf train --dry-run``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from rlhf.interfaces.launcher import GENERATOR, Place
 
-from rlhf_plugin_plan.changes import Nearest
 from rlhf_plugin_plan.layout import Layout
+from rlhf_plugin_plan.nearest_change import Nearest
 from rlhf_plugin_plan.phases import GroupPlan
-from rlhf_plugin_plan.sizes import text
-from rlhf_plugin_plan.verdicts import Plan
+from rlhf_plugin_plan.shortages import Plan
+from rlhf_plugin_plan.units import text
 
 
 def as_json(plan: Plan, found: Nearest | None) -> dict[str, Any]:
@@ -43,18 +43,18 @@ def _place(layout: Layout, name: str, place: Place) -> dict[str, Any]:
     line: dict[str, Any] = {"name": name, "ranks": place.ranks, "devices": place.devices, "share": place.share}
     if name == GENERATOR:
         assert layout.engines is not None
-        return line | {"parameters": layout.engines.shape.parameters, "trained": False}
+        return line | {"parameters": layout.engines.size.parameters, "trained": False}
     if name in layout.views:
         return line | {"model_of": layout.views[name].of, "parameters": 0, "trained": False}
     role = layout.role(name)
     return line | {
-        "model": role.shape.path,
-        "parameters": role.shape.parameters,
+        "model": role.size.path,
+        "parameters": role.size.parameters,
         "trained": role.trained,
-        "trained_parameters": role.trained_parameters,
-        "micro_tokens": role.micro_tokens,
+        "trained_parameters": role.memory.trained,
+        "micro_tokens": role.memory.micro_tokens,
         "gradient_checkpointing": role.gradient_checkpointing,
-        "bf16": role.sharding.bf16,
+        "bf16": role.memory.bf16,
     }
 
 

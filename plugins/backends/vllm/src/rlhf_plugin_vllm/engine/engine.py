@@ -17,7 +17,7 @@ from rlhf_plugin_vllm.cpu_models import check_cpu_model
 from rlhf_plugin_vllm.engine.isolation import compile_nothing, contained, own_randomness, stay_where_memory_is
 from rlhf_plugin_vllm.engine.temporary_files import Scratch
 from rlhf_plugin_vllm.engine.worker_processes import Workers
-from rlhf_plugin_vllm.footprint import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
+from rlhf_plugin_vllm.memory import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 
 WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"

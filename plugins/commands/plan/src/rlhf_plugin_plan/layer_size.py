@@ -1,43 +1,18 @@
-"""One decoder layer: what its memory depends on, read off the module."""
+"""Reads the widths of one decoder layer from its module and config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from rlhf.interfaces.memory import LayerSize
+
 KEYS = ("k_proj", "key_proj", "key", "k")
-"""Names that matrices of the keys have."""
+"""Names of the matrix of keys."""
 TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv", "W_pack")
-"""Of queries, keys and values."""
+"""Names of one matrix that makes queries, keys and values."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One decoder layer; widths in elements per token."""
-
-    parameters: int
-    query: int
-    """All query heads together."""
-    key: int
-    """All key heads together."""
-    value: int
-    heads: int
-    """Query heads: attention probabilities per pair of tokens."""
-    ffn: int
-    """Width of the feed-forward layer; of a mixture of experts: of all experts that one token goes through."""
-    gated: bool
-    """gate, up and down matrices; else two matrices."""
-    routed: int = 0
-    """Copies of a token's hidden state that go to experts; 0: no experts."""
-    normed: bool = False
-    """Queries and keys have a norm of their own."""
-    norms: int = 2
-    """Norms of whole hidden states."""
-    largest: int = 0
-    """Parameters of its largest tensor; of a mixture of experts the matrices of all of them, which are one tensor."""
-
-
-def layer_shape(layer: Any, config: Any) -> LayerShape:
+def layer_size(layer: Any, config: Any) -> LayerSize:
     """``layer``: the module. ``config``: of the text model."""
     hidden = int(config.hidden_size)
     matrices = {n: p for n, p in layer.named_parameters() if p.ndim >= 2}
@@ -65,11 +40,12 @@ def layer_shape(layer: Any, config: Any) -> LayerShape:
     norms = sum("norm" in n and n.endswith("weight") and p.numel() == hidden for n, p in layer.named_parameters())
     total = sum(p.numel() for p in layer.parameters())
     largest = max(p.numel() for p in layer.parameters())
-    return LayerShape(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms), largest)
+    return LayerSize(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms), largest)
 
 
 def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:
-    """Outputs of the layer's own matrix of keys, or of half of what it makes beside queries; None: it has neither."""
+    """Width of the keys, from the matrix that makes them, or from one that makes queries and values too; None: the
+    layer has no such matrix."""
     for name, matrix in matrices.items():
         last = name.removesuffix(".weight").rpartition(".")[2]
         outputs = matrix.numel() // hidden
@@ -80,8 +56,8 @@ def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:
     return None
 
 
-def cached(layer: LayerShape, kind: str, config: Any) -> int:
-    """Elements per token; a layer without attention over all tokens (linear, recurrent) keeps none."""
+def cached(layer: LayerSize, kind: str, config: Any) -> int:
+    """Elements of the key-value cache per token. Linear and recurrent layers have none."""
     if "attention" not in kind or "linear" in kind:
         return 0
     latent = first(config, "kv_lora_rank")

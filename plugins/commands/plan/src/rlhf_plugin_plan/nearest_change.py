@@ -11,9 +11,9 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.setup.plugins import section_of
 
+from rlhf_plugin_plan.from_run_file import resolve
 from rlhf_plugin_plan.layout import RoleLayout
-from rlhf_plugin_plan.resolving import resolve
-from rlhf_plugin_plan.verdicts import Plan, make_plan
+from rlhf_plugin_plan.shortages import Plan, make_plan
 
 Flags = Mapping[str, str]
 """{dotted flag without dashes: text}."""
@@ -25,7 +25,7 @@ MORE_RANKS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """What was found. ``plan`` fits, or is the smallest that was tried."""
+    """The best change that was found. ``plan`` fits, or misses least memory of all that were tried."""
 
     flags: Flags
     plan: Plan
@@ -36,17 +36,18 @@ class Nearest:
 
 
 def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) -> Nearest:
-    """Add what lowers memory, the cheapest in speed first, until the run fits; then leave out what is not needed.
+    """Adds changes that lower memory, in the order of what they cost in speed, until the run fits. Changes that turn
+    out to be unnecessary are then removed.
 
     Args:
-        plan: one that does not fit.
-        reload: the run file with these flags laid over it.
+        plan: a plan that does not fit.
+        reload: gives the run file with these flags added.
     """
 
     def attempt(flags: Flags) -> Plan | None:
         try:
             return make_plan(resolve(reload(flags), plugins, plan.layout.machine))
-        except RlhfError:  # the plugin does not allow the combination
+        except RlhfError:  # a plugin refuses the combination
             return None
 
     best = Nearest({}, plan)
@@ -79,7 +80,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     ladders = [list(_smaller(role)) for role in roles]
     for ladder in ladders:
         yield from ladder
-    if len(ladders) > 1:  # roles of one process share its heap, which is as large as either of them needs it
+    if len(ladders) > 1:  # roles that take turns: the fullest phase may be that of either
         for steps in zip(*ladders, strict=False):
             yield {key: value for flags in steps for key, value in flags.items()}
     for role in roles:
@@ -92,7 +93,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     for options in trainer.lighter if roles else ():
         yield {f"trainer.{key}": _text(value) for key, value in options.items()}
         for role in roles:
-            if section_of(config, role.name).trainer:  # its own options lie on top
+            if section_of(config, role.name).trainer:  # its own options override them
                 read = [key for key in options if role.trained or key not in trainer.learning]
                 yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in read}
     if layout.machine.device == "cuda" and layout.machine.processes and "ranks:many" in trainer.capabilities:
@@ -105,7 +106,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
 
 
 def _smaller(role: RoleLayout) -> Iterable[Flags]:
-    tokens = role.micro_tokens // 2
+    tokens = role.memory.micro_tokens // 2
     while tokens >= max(role.longest, FEWEST_TOKENS):
         yield {f"{_path(role.name)}.micro_tokens": str(tokens)}
         tokens //= 2

@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Sizes in bytes, as people write them."""
 
 from __future__ import annotations
 

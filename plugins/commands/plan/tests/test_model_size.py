@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ModelError
-from rlhf_plugin_plan import read_shape
+from rlhf_plugin_plan import read_size
 from rlhf_testing.tiny import tiny_model
 
 EXPECTED = {
@@ -22,32 +22,32 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_published_models_are_counted_to_the_parameter(published, name):
-    shape = read_shape(published(name))
-    assert (shape.parameters, shape.cache_elements, shape.tied) == EXPECTED[name]
+    size = read_size(published(name))
+    assert (size.parameters, size.cache_elements, size.tied) == EXPECTED[name]
 
 
 def test_a_scalar_head_replaces_the_language_models(published):
     path = published("8B")
-    shape, critic = read_shape(path), read_shape(path, "scalar")
-    assert critic.parameters == shape.parameters - 128256 * 4096 + 4096
+    size, critic = read_size(path), read_size(path, "scalar")
+    assert critic.parameters == size.parameters - 128256 * 4096 + 4096
     assert critic.outputs == 1
-    assert read_shape(path, "classes:3").parameters == critic.parameters + 2 * 4096
+    assert read_size(path, "classes:3").parameters == critic.parameters + 2 * 4096
     tied = published("0.6B")
-    assert read_shape(tied, "scalar").parameters == read_shape(tied).parameters + 1024
+    assert read_size(tied, "scalar").parameters == read_size(tied).parameters + 1024
 
 
 def test_layers_know_what_a_token_goes_through(published):
-    dense = read_shape(published("8B")).layers[0]
+    dense = read_size(published("8B")).layers[0]
     assert (dense.query, dense.key, dense.value, dense.ffn, dense.gated, dense.routed) == (
         4096, 1024, 1024, 14336, True, 0,
     )  # fmt: skip
-    experts = read_shape(published("30B-A3B")).layers[0]
+    experts = read_size(published("30B-A3B")).layers[0]
     assert (experts.ffn, experts.routed, experts.normed) == (8 * 768, 8, True)
-    first, last = (read_shape(published("671B")).layers[i] for i in (0, -1))
+    first, last = (read_size(published("671B")).layers[i] for i in (0, -1))
     assert (first.ffn, first.routed) == (18432, 0)
     assert (last.ffn, last.routed) == ((8 + 1) * 2048, 8)
     assert (last.query, last.value) == (128 * (128 + 64), 128 * 128)
-    assert read_shape(published("gpt2")).layers[0].gated is False
+    assert read_size(published("gpt2")).layers[0].gated is False
 
 
 def test_counts_are_those_of_the_loaded_model(tmp_path):
@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_loaded_model(tmp_path):
     for architecture in ("qwen3", "llama", "gemma2", "mixtral"):
         path = tiny_model(tmp_path / architecture, architecture=architecture)
         loaded = AutoModelForCausalLM.from_pretrained(str(path))
-        assert read_shape(str(path)).parameters == sum(p.numel() for p in loaded.parameters())
+        assert read_size(str(path)).parameters == sum(p.numel() for p in loaded.parameters())
 
 
 def test_adapters_are_counted_as_peft_makes_them(tmp_path):
@@ -68,7 +68,7 @@ def test_adapters_are_counted_as_peft_makes_them(tmp_path):
         module = AutoModelForCausalLM.from_pretrained(str(path))
         add_adapters(module, module.lm_head, LoraOptions(rank=4, targets=targets), 0)
         made = sum(p.numel() for n, p in module.named_parameters() if is_adapter(n))
-        assert read_shape(str(path)).adapter_parameters(4, targets) == made
+        assert read_size(str(path)).adapter_parameters(4, targets) == made
 
 
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
@@ -108,25 +108,25 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_shape_is_that_of_the_model_which_transformers_makes(tmp_path, name):
+def test_the_size_is_that_of_the_model_which_transformers_makes(tmp_path, name):
     """Parameters of every head, what is tied, linear layers, and the cache of a forward pass."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     AutoConfig.for_model(name.partition(" ")[0], **SMALL[name]).save_pretrained(str(tmp_path))
-    shape, config = read_shape(str(tmp_path)), AutoConfig.from_pretrained(str(tmp_path))
+    size, config = read_size(str(tmp_path)), AutoConfig.from_pretrained(str(tmp_path))
     module = AutoModelForCausalLM.from_config(config).eval()
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    assert shape.parameters == count(module)
-    assert shape.tied == (head.weight is embedding.weight)
-    assert (shape.embedding, shape.head) == (embedding.weight.numel(), head.weight.numel())
+    assert size.parameters == count(module)
+    assert size.tied == (head.weight is embedding.weight)
+    assert (size.embedding, size.head) == (embedding.weight.numel(), head.weight.numel())
     linear = [m for m in module.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    assert shape.adapter_parameters(4) == sum(4 * sum(m.weight.shape) for m in linear)
+    assert size.adapter_parameters(4) == sum(4 * sum(m.weight.shape) for m in linear)
     with torch.no_grad():
         kept = module(input_ids=torch.arange(5)[None], use_cache=True).past_key_values
-    assert shape.cache_elements == sum(layer.keys.numel() + layer.values.numel() for layer in kept.layers) / 5
+    assert size.cache_elements == sum(layer.keys.numel() + layer.values.numel() for layer in kept.layers) / 5
     if type(config) in AutoModelForSequenceClassification._model_mapping and "eyes" not in name:
         scores = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(str(tmp_path), num_labels=3))
-        assert read_shape(str(tmp_path), "classes:3").parameters == count(scores)
+        assert read_size(str(tmp_path), "classes:3").parameters == count(scores)
 
 
 def count(module) -> int:
@@ -140,14 +140,14 @@ def test_a_classifier_of_tokens_has_biases(tmp_path):
     config = AutoConfig.for_model("llama", **BASE, num_labels=2, architectures=["LlamaForTokenClassification"])
     config.save_pretrained(str(tmp_path))
     made = AutoModelForTokenClassification.from_config(config)
-    assert read_shape(str(tmp_path), "classes:2").parameters == count(made)
+    assert read_size(str(tmp_path), "classes:2").parameters == count(made)
 
 
 def test_what_cannot_be_planned_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json in .*empty\. Expected a folder with a config\.json"):
-        read_shape(str(tmp_path / "empty"))
+        read_size(str(tmp_path / "empty"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "no_such_thing"}')
     with pytest.raises(ModelError, match="cannot plan with the model"):
-        read_shape(str(tmp_path / "broken"))
+        read_size(str(tmp_path / "broken"))

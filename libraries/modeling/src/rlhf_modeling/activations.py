@@ -1,0 +1,142 @@
+"""Memory of one forward and backward pass: activations of the layers, temporaries, logits. For ``rlhf plan``.
+
+Symbols: N tokens of a micro-batch, H hidden size, Q, K, V widths of all query, key and value heads, F feed-forward
+width, b bytes of an element in matrix products (2 in bf16, else 4). The residual stream is fp32 in either arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rlhf.interfaces.memory import FP32, LayerSize, ModelSize
+
+from rlhf_modeling.fused import LAYERS
+from rlhf_modeling.matmul_attention import LONGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a trainer computes one micro-batch; the default is fp32, without adapters."""
+
+    tokens: int = 2048
+    """Tokens that are computed. A prefix that sequences share counts once."""
+    longest: int = 2048
+    """Tokens of the longest sequence."""
+    repeats: float = 1.0
+    """Tokens of all sequences per computed token; above 1 where sequences share prefixes."""
+    device: str = "cpu"
+    bf16: bool = False
+    casts: bool = False
+    """Autocast keeps bf16 copies of the weights from forward to backward."""
+    fused: bool = False
+    """The layers' element-wise work is fused where :mod:`rlhf_modeling.fused` knows the layers."""
+    logits: int = 2**24
+    """Most logits that exist at once."""
+    checkpointing: bool = False
+    adapters: int = 0
+    """Rank of the adapters; 0: the weights are trained."""
+
+    @property
+    def element(self) -> int:
+        """b."""
+        return 2 if self.bf16 else FP32
+
+    @property
+    def short(self) -> int:
+        """Tokens of the sequences that cost most on a CPU: the longest ones whose attention probabilities are kept."""
+        return min(self.longest, LONGEST[torch.bfloat16 if self.bf16 else torch.float32])
+
+
+def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
+    """Bytes per computed token that one layer keeps for the backward pass.
+
+    norms         each: input 4H, and the normed 4H where not fused and trained
+    projections   inputs bH, one for q, k, v and one for gate, up; in bf16 also casts, where not fused
+    q, k          before the norm and rotary embedding: b(Q + K) where fused; where not, only if they have a norm
+    attention     q, k, v and output; on a CPU also the probabilities, which short sequences keep;
+                  soft-capped: two score matrices, and keys and values repeated for every query head
+    feed-forward  gate, up, product: 3bF; 4bF where not fused; experts in fp32, with each routed token in and out
+    """
+    b, frozen, on_cpu = a.element, bool(a.adapters), a.device == "cpu"
+    fused = a.fused and size.layer_class in LAYERS
+    norms = layer.norms * size.hidden * FP32 * (1 if fused or frozen else 2)
+    inputs = 2 * size.hidden * b * (1 if fused or not a.bf16 else 2.5)
+    heads = layer.query + layer.key
+    before = heads * b if fused else heads * (FP32 + (0 if frozen else b)) * layer.normed
+    qkv = layer.query + a.repeats * (layer.key + layer.value)
+    if size.softcap:
+        attention = (2 * (1 + a.repeats) * layer.query + 2 * layer.heads * a.longest) * FP32
+    elif on_cpu:
+        attention = (qkv + layer.query + layer.heads * a.short) * b
+    else:
+        attention = (qkv + layer.query) * b + layer.heads * FP32
+    if layer.routed:
+        feed = layer.ffn * 4 * FP32 + 2 * layer.routed * size.hidden * FP32
+    else:
+        feed = layer.ffn * b * ((3 if fused else 4) if layer.gated else 2)
+    return norms + inputs + before + attention + feed
+
+
+def activations(size: ModelSize, a: Arithmetic) -> int:
+    """Bytes that live from forward to backward. With gradient checkpointing: the layers' inputs only."""
+    last = 2 * size.hidden * FP32
+    if a.checkpointing:
+        return a.tokens * (len(size.layers) * size.hidden * FP32 + last)
+    return int(a.tokens * (sum(layer_saved(layer, size, a) for layer in size.layers) + last))
+
+
+def recomputed(size: ModelSize, a: Arithmetic) -> int:
+    """Activations of one layer, which gradient checkpointing computes again in the backward pass."""
+    return int(a.tokens * max(layer_saved(layer, size, a) for layer in size.layers)) if a.checkpointing else 0
+
+
+def casts(size: ModelSize, a: Arithmetic) -> int:
+    """Bytes of the bf16 copies of the layers' matrices during a pass. Experts are not copied."""
+    return sum(2 * layer.parameters for layer in size.layers if not layer.routed) if a.casts else 0
+
+
+def layer_working(layer: LayerSize, size: ModelSize, a: Arithmetic) -> int:
+    """Largest temporaries of one layer: two hidden states, and four feed-forward widths or the attention."""
+    b = a.element
+    scores = 2 * layer.heads * a.short * FP32 if a.device == "cpu" else 0
+    attention = 2 * (layer.query + layer.key + layer.value) * b + 2 * layer.query * b + scores
+    feed = 4 * layer.ffn * (FP32 if layer.routed else b)
+    return a.tokens * (max(attention, feed) + 2 * size.hidden * FP32)
+
+
+def widest_working(size: ModelSize, a: Arithmetic) -> int:
+    """:func:`layer_working` of the layer that has most."""
+    return max(layer_working(layer, size, a) for layer in size.layers)
+
+
+def weight_gradient(size: ModelSize, a: Arithmetic) -> int:
+    """Fp32 gradient of the largest tensor, before it is added to what is there. All experts are one tensor."""
+    return 0 if a.adapters else max(layer.largest for layer in size.layers) * FP32
+
+
+# --------------------------------------------------------------------------------------------- head
+
+
+def copies(outputs: Iterable[str], *, backward: bool) -> int:
+    """How many fp32 matrices of logits exist at once: log-probs 2 forward and 4 with backward, entropy 4 and 5, both 4
+    and 6. Each output of a plugin adds 2, an allowance. Hidden states need none."""
+    names = set(outputs) - {"hidden"}
+    if not names:
+        return 0
+    own = len(names - {"logprobs", "entropy", "values", "scores"})
+    if backward:
+        known = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4
+    else:
+        known = 4 if "entropy" in names else 2
+    return known + 2 * own
+
+
+def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:
+    """Copies of one chunk of logits and the selected hidden states twice; with several chunks also the head's gradient,
+    which they add up."""
+    chunk = max(1, a.logits // size.outputs)
+    gradient = size.head * FP32 if backward and a.tokens > chunk else 0
+    logits = min(a.tokens, chunk) * size.outputs * FP32
+    return copies(outputs, backward=backward) * logits + 2 * a.tokens * size.hidden * FP32 + gradient

@@ -1,0 +1,289 @@
+"""Memory of one rank that trains or holds a transformers model, for ``rlhf plan``.
+
+A trainer states how it stores the model (:class:`Storage`); :func:`trainer_memory` adds what computing takes. The sums
+are meant to be within 25 % of what a process takes (docs/how-to/plan.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, TrainerWork
+
+from rlhf_modeling import activations as pass_
+from rlhf_modeling.activations import Arithmetic
+from rlhf_modeling.adapters import LoraOptions, matching
+from rlhf_modeling.config import TrainingConfig
+
+FREED = {"cpu": 0.15, "cuda": 0.10}
+"""What an allocator keeps of memory that comes and goes, as a share of it: an allowance."""
+PARTS_AT_LOAD = ("weights", "working")
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a rank keeps weights, gradients and optimizer state. The default is a whole fp32 copy and AdamW.
+
+    ``*_ranks``: the ranks that one copy is divided over. ``*_bytes``: bytes per parameter before that division.
+    """
+
+    weight_ranks: int = 1
+    weight_bytes: float = 4.0
+    gradient_ranks: int = 1
+    gradient_bytes: float = 4.0
+    optimizer_ranks: int = 1
+    optimizer_bytes: float = 8.0
+    """Optimizer state, the optimizer's own copy of the weights, and a moving average."""
+    matrix_saving: float = 0.0
+    """Bytes per parameter that an optimizer of matrices saves on each of them (Muon: one moment instead of two)."""
+    step: int = 0
+    """Bytes that the optimizer's step needs for a moment."""
+    layer_ranks: int = 1
+    """Ranks that divide every layer among them (tensor parallel). Embedding and head are whole on each."""
+    second_ranks: int = 0
+    """Ranks that a second copy of the weights is divided over; 0: there is none."""
+    gathered: int = 0
+    """Bytes of other ranks' weights that a rank holds while it computes."""
+    buffers: int = 0
+    """Bytes of communication buffers, whatever the model's size."""
+    making_bytes: float = 0.0
+    """Bytes per trained parameter that exist beside the weights while the trainer makes its buffers."""
+    keeps_gradients: bool = False
+    """Gradient buffers exist between steps too."""
+    host_weights: bool = False
+    """The weights live in host memory; layers are brought to the device one by one."""
+    host_optimizer: bool = False
+    """Optimizer state and gradients live in host memory."""
+    offloads: bool = False
+    """``Trainer.offload`` moves optimizer state and gradients to host memory."""
+
+
+def whole_storage(config: TrainingConfig, device: str, size: ModelSize) -> Storage:
+    """Storage of a rank that divides nothing."""
+    muon = config.optimizer == "muon"
+    return Storage(
+        optimizer_bytes=8.0 + (4.0 if config.ema_decay is not None else 0.0),
+        matrix_saving=4.0 if muon else 0.0,
+        step=2 * largest_matrix(size) if muon else 0,
+        offloads=device == "cuda",
+    )
+
+
+def largest_matrix(size: ModelSize) -> int:
+    """Bytes of a layer's largest matrix in fp32."""
+    return max(size.hidden * max(x.query, 0 if x.routed else x.ffn) for x in size.layers) * FP32
+
+
+def arithmetic(
+    config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str, sharers: int = 1
+) -> Arithmetic:
+    """How the trainer computes, from its options.
+
+    Args:
+        sharers: ranks that compute the same micro-batches (tensor parallel).
+    """
+    bf16 = computes_bf16(spec.dtype, device)
+    budget = work.micro_tokens or default_micro_tokens(bf16)
+    shares = math.ceil(work.units / max(1, spec.world_size // sharers))
+    tokens = min(max(budget, work.unit), work.unit * shares)
+    shared = config.shared_prefixes and config.neftune_alpha is None
+    lora = adapters_of(config, spec, size)
+    return Arithmetic(
+        tokens=tokens,
+        longest=work.longest,
+        repeats=repeats(work, tokens) if shared else 1.0,
+        device=device,
+        bf16=bf16,
+        casts=bf16,
+        fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
+        logits=config.logits_chunk,
+        checkpointing=spec.gradient_checkpointing and spec.role.trained,
+        adapters=0 if lora is None else lora.rank,
+    )
+
+
+def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> LoraOptions | None:
+    """The adapters of a trained role. Raises ConfigError where the model has no layer for them."""
+    if not spec.role.trained or config.lora is None:
+        return None
+    matching([name for name, *_ in size.linear], config.lora.targets, size.architecture)
+    return config.lora
+
+
+def default_micro_tokens(bf16: bool) -> int:
+    """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
+    memory (benchmarks/measurements.md has the shapes)."""
+    return 4096 if bf16 else 2048
+
+
+def computes_bf16(dtype: str, device: str) -> bool:
+    """Whether ``dtype`` (``auto`` | ``fp32`` | ``bf16``) means bf16. A GPU has it; a CPU is measured."""
+    if dtype != "auto":
+        return dtype == "bf16"
+    if device == "cuda":
+        return True
+    import torch
+
+    from rlhf_modeling.precision import choose_precision
+
+    return choose_precision("auto", torch.device("cpu")).bf16
+
+
+def repeats(work: TrainerWork, tokens: int) -> float:
+    """Tokens of a full micro-batch's sequences per computed token: n sequences of p + a tokens need p + n a."""
+    if work.siblings < 2:
+        return 1.0
+    answer = work.longest - work.prompt
+    count = min(max(1, (tokens - work.prompt) // answer), work.siblings)
+    return count * work.longest / (work.prompt + count * answer)
+
+
+# --------------------------------------------------------------------------------------------- sums
+
+
+def trainer_memory(
+    storage: Storage,
+    a: Arithmetic,
+    size: ModelSize,
+    work: TrainerWork,
+    *,
+    trained: bool,
+    adapter_targets: tuple[str, ...] | None = None,
+) -> TrainerMemory:
+    """The memory of one rank in every phase.
+
+    Args:
+        trained: the role has an optimizer.
+        adapter_targets: where adapters go, if ``a.adapters``; None: beside every linear layer.
+    """
+    s, own = storage, part_of(size, storage.layer_ranks)
+    count = matrices = 0
+    if trained and a.adapters:
+        matrices = own.adapter_parameters(a.adapters, adapter_targets)
+        count = matrices + (0 if own.outputs == own.vocabulary else own.head)
+    elif trained:
+        count, matrices = own.parameters, own.matrices
+    held = own.parameters + (count if a.adapters else 0)
+    copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
+    weights = int(held * s.weight_bytes * copies)
+    optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)
+    gradients = int(count * s.gradient_bytes / s.gradient_ranks)
+    kept = gradients if s.keeps_gradients else 0
+    state = {"weights": weights, "optimizer": optimizer, "gradients": kept}
+    on_host = {"weights"} if s.host_weights else set()
+    moved = {"optimizer", "gradients"}
+    rest = _split(state, on_host | moved if s.host_optimizer else on_host, s.buffers)
+    freed = gradients - kept if a.device == "cpu" else 0  # stays with the process, between its other memory
+    if freed:
+        rest = replace(rest, device={**rest.device, "allocator": freed})
+    offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, s.buffers)
+    forward = _fullest(_forward(s, a, own, work.annotated or work.outputs), a.device)
+    phases = {
+        "load": Held(_load(s, a, own, size, count)),
+        "rest": rest,
+        "offloaded": offloaded,
+        "forward": Held(_sum(rest.device, forward), rest.host),
+    }
+    if trained:
+        away = s.host_optimizer and not s.keeps_gradients
+        added = _fullest(_train(s, a, own, 0 if s.host_optimizer else gradients, work.outputs), a.device)
+        alone = {part: size for part, size in rest.device.items() if part not in ("gradients", "allocator")}
+        phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0))
+    return TrainerMemory(
+        phases,
+        a.tokens,
+        count,
+        a.bf16,
+        ("live", "base") if trained and a.adapters else ("live",),
+        copies=s.weight_ranks > 1 or s.layer_ranks > 1 or s.host_weights,
+        arithmetic=_explained(s, a, own, held, count),
+    )
+
+
+def part_of(size: ModelSize, ranks: int) -> ModelSize:
+    """What each of ``ranks`` holds that divide every layer among them: some heads, some of the feed-forward width. The
+    norms of a layer, a ten-thousandth of it, count as divided too."""
+    if ranks == 1:
+        return size
+    names = ("parameters", "query", "key", "value", "heads", "ffn", "largest")
+    layers = tuple(replace(x, **{name: -(-getattr(x, name) // ranks) for name in names}) for x in size.layers)
+    less = sum(x.parameters for x in size.layers) - sum(x.parameters for x in layers)
+    return replace(size, layers=layers, parameters=size.parameters - less, matrices=size.matrices // ranks)
+
+
+def _split(state: Mapping[str, int], on_host: set[str], buffers: int) -> Held:
+    device = {part: size for part, size in state.items() if size and part not in on_host}
+    if buffers:
+        device["working"] = buffers
+    return Held(device, sum(size for part, size in state.items() if part in on_host))
+
+
+def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int) -> dict[str, int]:
+    """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
+    read whole layers in host memory first."""
+    read = size if a.device == "cpu" else own
+    making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
+    if own.outputs == own.vocabulary:  # a language model computes once, for its head to be checked
+        making += s.gathered
+    return {"weights": int(read.parameters * s.weight_bytes / s.weight_ranks), "working": making}
+
+
+def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    shared = s.gathered + pass_.casts(own, a)
+    yield {"working": shared + pass_.widest_working(own, a)}
+    yield {"working": shared, "logits": pass_.head_working(own, a, outputs, backward=False)}
+
+
+def _train(
+    s: Storage, a: Arithmetic, own: ModelSize, gradients: int, outputs: tuple[str, ...]
+) -> Iterator[dict[str, int]]:
+    """The head's backward pass, a layer's, and the optimizer's step."""
+    kept, casts = pass_.activations(own, a), pass_.casts(own, a)
+    common = {"gradients": gradients, "activations": kept}
+    # with gradient checkpointing the casts of a pass go with it
+    behind = 0 if a.checkpointing else casts
+    yield common | {
+        "logits": pass_.head_working(own, a, outputs, backward=True),
+        "working": s.gathered + (behind or casts),
+    }
+    tied = own.head * FP32 if own.tied and own.outputs == own.vocabulary and not a.adapters else 0
+    working = s.gathered + behind + pass_.widest_working(own, a) + pass_.weight_gradient(own, a)
+    yield common | {"activations": kept + pass_.recomputed(own, a), "logits": tied, "working": working}
+    yield {"gradients": gradients, "working": s.step}
+
+
+def _fullest(moments: Iterator[dict[str, int]], device: str) -> dict[str, int]:
+    most = max(moments, key=lambda parts: sum(parts.values()))
+    parts = {part: size for part, size in most.items() if size}
+    return parts | {"allocator": int(FREED[device] * sum(parts.values()))}
+
+
+def _sum(parts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    return {name: parts.get(name, 0) + more.get(name, 0) for name in dict.fromkeys([*parts, *more])}
+
+
+# ------------------------------------------------------------------------------------------ messages
+
+
+def _explained(s: Storage, a: Arithmetic, own: ModelSize, held: int, trained: int) -> dict[str, str]:
+    second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
+    layers = f"{a.tokens} computed tokens x {len(own.layers)} layers"
+    return {
+        "weights": product(held, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second,
+        "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
+        "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
+        "activations": layers + (", inputs only, and one layer whole" if a.checkpointing else ""),
+        "logits": f"chunks of at most {a.logits} logits x 4 bytes, several copies",
+        "allocator": f"{FREED[a.device]:.0%} of what comes and goes"
+        + (", and gradients that were freed" if a.device == "cpu" else ""),
+    }
+
+
+def product(count: int, each: float, ranks: int = 1, layer_ranks: int = 1, over: str = "ranks") -> str:
+    """``70.6 G parameters x 12 bytes / 16 ranks``."""
+    many = f"{count / 1e9:.3g} G" if count >= 1e9 else f"{count / 1e6:.4g} M"
+    part = f" of layers in {layer_ranks} parts" if layer_ranks > 1 else ""
+    return f"{many} parameters{part} x {each:g} bytes" + (f" / {ranks} {over}" if ranks > 1 else "")

@@ -1,0 +1,60 @@
+"""What an engine would hold, for ``rlhf plan``. vLLM is not imported and need not be installed."""
+
+from __future__ import annotations
+
+from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
+from rlhf_modeling.activations import Arithmetic, widest_working
+from rlhf_modeling.memory import computes_bf16, product
+
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+
+PREFILL_TOKENS = 8192
+"""Tokens of one forward pass where ``max_batched_tokens`` is absent."""
+MEMORY_SHARE = 0.9
+CPU_WORKING = 150 * 2**20
+"""On a CPU, beyond weights and cache (measured with 100 M parameters)."""
+KV_CACHE_GIB = 1.0
+"""On a CPU, where ``kv_cache_gib`` is absent."""
+
+
+def engine_memory(
+    config: VllmGeneratorConfig,
+    dtype: str,
+    size: ModelSize,
+    work: SamplingWork,
+    device: str,
+    device_bytes: int | None,
+) -> EngineMemory:
+    """See :meth:`rlhf.interfaces.Generator.memory`. On a GPU an engine claims a share of the device: weights first, the
+    cache gets the rest. On a CPU the cache has a fixed size, and a tied head is held twice, packed for its kernel."""
+    element = 2.0 if computes_bf16(config.dtype if config.dtype != "auto" else dtype, device) else 4.0
+    tensor, pipeline = config.tensor_parallel, config.pipeline_parallel
+    parts, token = tensor * pipeline, size.cache_bytes(element, tensor, pipeline)
+    count = size.parameters + (size.head if device == "cpu" and size.tied else 0)
+    weights = int(count * element / parts)
+    working = CPU_WORKING if device == "cpu" else 0
+    space = config.kv_cache_gib if device == "cuda" or config.kv_cache_gib is not None else KV_CACHE_GIB
+    share = config.memory_share or MEMORY_SHARE
+    if space is not None:
+        cache, how = int(space * 2**30), "reserved at the start"
+    elif device_bytes is not None:
+        cache = max(0, int(share * device_bytes) - weights - working)
+        how = f"what {share:g} of the device leaves, {token / 1024:.4g} KiB a token"
+    else:
+        cache, how = int(work.longest * token), "one sequence, as the device's memory is not known"
+    held = {"weights": weights, "working": working, "cache": cache}
+    awake = Held({part: number for part, number in held.items() if number})
+    generate = awake
+    if space is not None:  # otherwise the share of the device includes it
+        bf16, rows = element == 2.0, min(config.max_sequences, work.samples)
+        prompts = min(config.max_batched_tokens or PREFILL_TOKENS, work.samples * work.longest_prompt)
+        added = widest_working(size, Arithmetic(tokens=prompts, longest=work.longest, device=device, bf16=bf16))
+        added = max(added, 4 * rows * size.vocabulary * FP32)
+        generate = Held({**awake.device, "working": working + added})
+    return EngineMemory(
+        {"rest": awake, "asleep": Held({}) if device == "cuda" else awake, "generate": generate},
+        sleeps=device == "cuda",
+        cache_token=token,
+        cache=cache,
+        arithmetic={"weights": product(count, element, parts, over="devices"), "cache": how},
+    )

@@ -1,0 +1,105 @@
+"""Reads the size of a model from ``config.json``. Parameters are counted on the meta device; no weights are loaded."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ModelError
+from rlhf.interfaces.memory import ModelSize
+from rlhf_hub.published import model_folder
+
+from rlhf_plugin_plan.layer_size import cached, first, layer_size
+
+EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
+
+
+@cache
+def read_size(path: str, head: str = "lm", trust_remote_code: bool = False) -> ModelSize:
+    """The size of the model that ``config.json`` in the folder (or on the hub) describes.
+
+    Args:
+        head: ``lm`` | ``scalar`` | ``classes:N``. A model without language head keeps its body and gets a new head.
+
+    Raises ModelError where there is no config, or transformers makes no causal language model of it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"no config.json in {path}. {EXPECTED}")
+    place = model_folder(path, code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as cause:  # anything: configs are other people's files
+        raise ModelError(f"cannot plan with the model {path!r}: {type(cause).__name__}: {cause}\n{EXPECTED}") from cause
+    text = config.get_text_config()
+    layers = _decoder_layers(module, int(text.num_hidden_layers), path)
+    embedding, own_head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    tied = own_head is not None and own_head.weight is embedding
+    vocabulary, width = embedding.shape
+    sizes = tuple(layer_size(layer, text) for layer in layers)
+    outputs = _outputs(head, int(vocabulary))
+    total = sum(p.numel() for p in module.parameters())
+    if head != "lm":
+        total += outputs * width - (0 if tied else _numel(own_head)) + _biases(head, outputs, config)
+    kinds = getattr(text, "layer_types", None) or ["attention"] * len(sizes)
+    return ModelSize(
+        path=path,
+        architecture=str(config.model_type),
+        parameters=int(total),
+        hidden=int(text.hidden_size),
+        vocabulary=int(vocabulary),
+        outputs=outputs,
+        tied=tied,
+        embedding=int(vocabulary * width),
+        head=int(outputs * width),
+        layers=sizes,
+        cache_elements=sum(cached(size, kind, text) for size, kind in zip(sizes, kinds, strict=True)),
+        cache_heads=1 if first(text, "kv_lora_rank") else max(1, sizes[0].key * sizes[0].heads // sizes[0].query),
+        layer_class=type(layers[0]).__name__,
+        softcap=bool(getattr(text, "attn_logit_softcapping", None)),
+        matrices=sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2),
+        linear=_linear(module, own_head),
+    )
+
+
+def _outputs(head: str, vocabulary: int) -> int:
+    if head == "lm":
+        return vocabulary
+    kind, _, count = head.partition(":")
+    return int(count) if kind == "classes" else 1
+
+
+def _biases(head: str, outputs: int, config: Any) -> int:
+    """A model that was saved as a token classifier has biases in its head (:mod:`rlhf_modeling.model`)."""
+    return outputs if any("TokenClassification" in name for name in config.architectures or ()) else 0
+
+
+def _numel(module: Any) -> int:
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
+def _decoder_layers(module: Any, count: int, path: str) -> list[Any]:
+    """The layers of the text decoder: the largest list of ``count`` modules."""
+    from torch import nn
+
+    found = [m for _, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not found:
+        raise ModelError(f"cannot plan with {type(module).__name__} ({path!r}): it has no list of {count} layers")
+    return list(max(found, key=_numel))
+
+
+def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int, int], ...]:
+    from rlhf_modeling.adapters import adaptable
+
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, layer in adaptable(module, head):
+        last = name.rpartition(".")[2]
+        inputs, outputs, count = found.get(last, (0, 0, 0))
+        found[last] = inputs + layer.in_features, outputs + layer.out_features, count + 1
+    return tuple((name, *found[name]) for name in sorted(found))

@@ -1,0 +1,158 @@
+"""The memory of one rank by phase: what rests, what computing adds, what is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rlhf.interfaces import ModelSpec, Trainer
+from rlhf.interfaces.memory import TrainerWork
+from rlhf.types import RoleSpec
+from rlhf_modeling.activations import Arithmetic
+from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.memory import Storage, arithmetic, part_of, trainer_memory, whole_storage
+from rlhf_plugin_plan import read_size, sum_of
+from rlhf_testing.tiny import tiny_model
+
+WORK = TrainerWork(longest=64, unit=64, units=64, micro_tokens=512, annotated=("logprobs",))
+
+
+@pytest.fixture(scope="module")
+def size(tmp_path_factory):
+    return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
+
+
+def memory(size, storage=None, trained=True, device="cuda", **more):
+    a = Arithmetic(tokens=512, longest=64, device=device, **more)
+    return trainer_memory(storage or Storage(), a, size, WORK, trained=trained)
+
+
+def state(size, storage, phase="rest"):
+    held = memory(size, storage).phases[phase].device
+    return [held.get(part, 0) for part in ("weights", "gradients", "optimizer")]
+
+
+def test_each_zero_stage_divides_the_state(size):
+    count = size.parameters
+    one = Storage(optimizer_ranks=4)
+    two = replace(one, gradient_ranks=4)
+    three = replace(two, weight_ranks=4, keeps_gradients=True)
+    assert state(size, Storage()) == [4 * count, 0, 8 * count]
+    assert state(size, one) == [4 * count, 0, 2 * count]
+    assert memory(size, two).phases["train"].device["gradients"] == count
+    assert state(size, three) == [count, count, 2 * count]
+    mixed = replace(three, weight_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=16.0)
+    assert state(size, mixed) == [count // 2, count // 2, 4 * count]
+
+
+def test_a_frozen_role_holds_weights_only(size):
+    held = memory(size, trained=False)
+    assert held.phases["rest"].device == {"weights": 4 * size.parameters}
+    assert "train" not in held.phases
+    assert held.trained == 0
+
+
+def test_a_second_copy_of_the_weights_is_beside_the_first(size):
+    assert state(size, Storage(weight_ranks=8, second_ranks=2))[0] == int(4 * size.parameters * (1 / 8 + 1 / 2))
+
+
+def test_an_optimizer_of_matrices_keeps_one_moment_and_needs_memory_in_its_step(size):
+    muon = whole_storage(TrainingConfig(optimizer="muon"), "cuda", size)
+    assert state(size, muon)[2] == 8 * size.parameters - 4 * size.matrices
+    assert muon.step > 0
+    large = replace(muon, step=10**9)
+    assert memory(size, large).phases["train"].device["working"] == 10**9
+    assert whole_storage(TrainingConfig(ema_decay=0.9), "cuda", size).optimizer_bytes == 12
+
+
+def test_offloading_moves_the_optimizer_to_the_host(size):
+    count = size.parameters
+    sleeping = memory(size, Storage(offloads=True)).phases
+    assert "optimizer" in sleeping["rest"].device
+    assert "optimizer" not in sleeping["offloaded"].device
+    assert sleeping["offloaded"].host == 8 * count
+    on_host = memory(size, Storage(host_optimizer=True, host_weights=True)).phases
+    assert on_host["rest"].device == {}
+    assert on_host["rest"].host == 12 * count
+    assert on_host["train"].host == 16 * count, "gradients are there too"
+
+
+def test_making_buffers_takes_more_than_the_weights(size):
+    count = size.parameters
+    load = memory(size, Storage(making_bytes=4.0, buffers=1000)).phases["load"].device
+    assert load == {"weights": 4 * count, "working": 4 * count + 1000}
+    checked = memory(size, Storage(weight_ranks=4, gathered=10**6)).phases["load"].device
+    assert checked == {"weights": count, "working": 10**6}, "a language model computes once, for its head to be checked"
+
+
+def test_ranks_that_divide_layers_hold_a_part_and_read_the_whole(size):
+    part = part_of(size, 2)
+    assert 0.4 * size.parameters < part.parameters < size.parameters
+    assert (part.layers[0].query, part.layers[0].ffn) == (size.layers[0].query // 2, size.layers[0].ffn // 2)
+    divided = Storage(layer_ranks=2)
+    assert memory(size, divided).phases["load"].device["weights"] == 4 * part.parameters
+    assert memory(size, divided, device="cpu").phases["load"].device["weights"] == 4 * size.parameters
+
+
+def test_adapters_train_little(size):
+    lora = memory(size, adapters=4)
+    assert lora.trained == size.adapter_parameters(4)
+    assert lora.phases["rest"].device["optimizer"] == 8 * lora.trained
+    assert lora.views == ("live", "base")
+    assert sum_of(lora.phases["train"].device) < sum_of(memory(size).phases["train"].device)
+
+
+def test_gradient_checkpointing_needs_less(size):
+    once, again = (memory(size, checkpointing=c).phases["train"].device["activations"] for c in (False, True))
+    assert again < once
+
+
+def test_a_cpu_process_keeps_its_freed_gradients(size):
+    held = memory(size, device="cpu").phases
+    assert held["rest"].device["allocator"] == 4 * size.parameters
+    assert "allocator" not in memory(size).phases["rest"].device
+
+
+def spec(**more):
+    return ModelSpec(RoleSpec("policy", "lm", True), "", dtype="fp32", **more)
+
+
+def test_the_micro_batch_is_bounded_by_the_budget_and_by_the_share_of_a_rank(size):
+    config = TrainingConfig()
+
+    def tokens(work, ranks=1, sharers=1):
+        return arithmetic(config, spec(world_size=ranks), size, work, "cpu", sharers).tokens
+
+    assert tokens(WORK) == 512
+    assert tokens(replace(WORK, micro_tokens=None)) == 2048
+    assert tokens(replace(WORK, micro_tokens=10)) == 64, "a sequence may be longer than the budget"
+    assert tokens(replace(WORK, units=4)) == 4 * 64
+    assert tokens(replace(WORK, units=4), ranks=4) == 64
+    assert tokens(replace(WORK, units=4), ranks=4, sharers=2) == 2 * 64, "two ranks compute the same share"
+
+
+def test_shared_prompts_repeat_keys_and_values(size):
+    """A micro-batch of 2048 tokens holds a prompt of 512 and three answers of 512."""
+    work = replace(WORK, longest=1024, unit=1024, micro_tokens=2048, prompt=512, siblings=8)
+    assert arithmetic(TrainingConfig(), spec(), size, work, "cpu").repeats == 3 * 1024 / (512 + 3 * 512)
+    assert arithmetic(TrainingConfig(shared_prefixes=False), spec(), size, work, "cpu").repeats == 1.0
+    assert arithmetic(TrainingConfig(neftune_alpha=5.0), spec(), size, work, "cpu").repeats == 1.0
+
+
+def test_frozen_roles_have_no_adapters(size):
+    config = TrainingConfig(lora=LoraOptions(rank=4))
+    assert arithmetic(config, spec(), size, WORK, "cpu").adapters == 4
+    frozen = ModelSpec(RoleSpec("reference", "lm", False), "", dtype="fp32")
+    assert arithmetic(config, frozen, size, WORK, "cpu").adapters == 0
+
+
+def test_a_trainer_that_states_nothing_is_a_whole_copy(size):
+    held = Trainer.memory(None, spec(), size, WORK, "cuda")
+    count = size.parameters
+    assert held.phases["rest"].device == {"weights": 4 * count, "optimizer": 8 * count}
+    assert held.phases["train"].device["gradients"] == 4 * count
+    ours = memory(size)
+    assert sum_of(held.phases["train"].device) == pytest.approx(sum_of(ours.phases["train"].device), rel=0.5)
+    frozen = Trainer.memory(None, ModelSpec(RoleSpec("reference", "lm", False), ""), size, WORK, "cuda")
+    assert "train" not in frozen.phases
