@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rlhf
 from rich.console import Console
+from rlhf.errors import RlhfError
 from rlhf_cli.main import main
 from rlhf_plugin_runs import output
 from rlhf_runtime.observe import RunDirectory
@@ -141,6 +143,26 @@ def test_a_failed_run_says_why_and_the_command_that_is_shown_continues_it(shop, 
     assert "broken: finished" in called(capsys, "show", broken.path)
 
 
+def test_a_run_with_objects_of_python_is_continued_in_python(shop, capsys):
+    def broken(completions, **columns):
+        raise ValueError("no reward")
+
+    output = shop.folder / "python"
+    with pytest.raises(RlhfError, match="no reward"):
+        rlhf.train(
+            algorithm="rloo",
+            model=str(shop.model),
+            data=str(shop.data),
+            reward=broken,
+            steps=1,
+            options={"sampling.samples_per_prompt": 2, "sampling.max_new_tokens": 4, "data.batch_size": 2},
+            output=output,
+        )
+    text = called(capsys, "show", output)
+    assert f"in Python and with the same objects:\n    rlhf.train(..., output='{output}', resume=True)" in text
+    assert ["sampling.samples_per_prompt", "2"] in [line.split() for line in text.splitlines()]
+
+
 def test_a_run_of_an_earlier_release_is_shown_with_what_it_lacks(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     edit_start(run, "ended", "total_steps", "options")
@@ -161,6 +183,17 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_shown(whole, tmp_pat
     text = called(capsys, "show", run)
     assert f"note: {name} is missing" in text
     assert "3 of " in text
+
+
+def test_a_metric_that_is_no_number_is_left_out(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[1]["reward/mean"], lines[2]["reward/mean"] = [], "x"
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = f"{lines[0]['reward/mean']:.4g}"
+    assert ["reward/mean", first, first] in [line.split()[:3] for line in called(capsys, "show", run).splitlines()]
+    (row,) = json.loads(called(capsys, "runs", run, "--json"))
+    assert row["last"]["name"] == "loss"
 
 
 def test_damaged_metrics_are_said_once(whole, tmp_path, capsys):
@@ -352,6 +385,9 @@ def test_a_file_of_samples_can_be_named(whole, tmp_path, capsys):
     damaged.write_text('{"prompt": "1+1="}\n')
     error = called(capsys, "samples", damaged, code=1)
     assert f"{damaged}:1 is not a recorded sample: it has no 'sample'." in error
+    damaged.write_text(json.dumps(recorded(whole, 1)[0] | {"reward": "high"}) + "\n")
+    error = called(capsys, "samples", damaged, code=1)
+    assert "a reward is str 'high', and not a number" in error
 
 
 # -------------------------------------------------------------------------------------- while training

@@ -1,0 +1,1 @@
+"""Commands that read run directories: `rlhf runs`, `rlhf show` and `rlhf samples`."""

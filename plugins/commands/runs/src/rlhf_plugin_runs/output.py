@@ -1,0 +1,55 @@
+"""What the three commands share on the way to the terminal."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+STATE_STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "bold red"}
+FILE_WIDTH = 140
+"""Characters of a line where the output goes to a file."""
+
+
+def terminal() -> Console:
+    """Standard output; a file is wide enough for a table."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    return console
+
+
+def has_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table without a frame; columns whose name begins with ``>`` are aligned to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def when(time: datetime.datetime) -> str:
+    return time.strftime("%Y-%m-%d %H:%M")
+
+
+def duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def value_text(value: Any) -> str:
+    """A value of the run file, as TOML writes simple ones."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {value_text(v)}" for name, v in value.items()) + "}"
+    return str(value)

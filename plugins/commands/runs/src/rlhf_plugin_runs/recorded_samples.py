@@ -1,0 +1,170 @@
+"""The samples that a run recorded, and those that are asked for."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
+from rlhf_runtime.checkpoint.json_values import loads
+
+from rlhf_plugin_runs.curves import as_number
+
+LENGTH = "length"
+_FILE = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A run of tokens after the prompt."""
+
+    who: str
+    """``policy``, or ``environment``."""
+    text: str
+    tokens: int
+    reward: float | None
+    """What an environment gave for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded sample, as text."""
+
+    step: int | None
+    """None in a file that no training step wrote."""
+    group: int
+    sample: int
+    source: str
+    row: int
+    prompt: Any
+    """Text, or messages where a chat template was used."""
+    turns: list[Turn]
+    reward: float | None
+    rewards: dict[str, float | None]
+    """By the name of the reward, before its weight; None where it did not apply."""
+    status: str
+    error: str
+    length: int
+    """Tokens that the policy sampled."""
+    group_mean: float | None = None
+    """The mean reward of the samples for the same prompt."""
+
+    def value(self, name: str | None) -> float | None:
+        """What samples are sorted by: a reward by its name, the length, or where ``name`` is None the whole reward."""
+        if name is None:
+            return self.reward
+        return self.rewards.get(name) if name in self.rewards or name != LENGTH else float(self.length)
+
+
+def recorded_steps(run: Path) -> list[int]:
+    """The steps of which the run holds samples."""
+    folder = run / "rollouts"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := _FILE.fullmatch(name)))
+
+
+def read_samples(path: Path, step: int | None) -> list[Sample]:
+    """The samples in a file. Raises DataError naming the line that is none."""
+    try:
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise DataError(f"cannot read {path}: {cause}") from cause
+    samples = []
+    for number, one in enumerate(text.split("\n") if text else [], 1):
+        try:
+            line = loads(one, f"{path}:{number}")
+            if line["sample"] is not None:  # a group of which no sample is left
+                samples.append(_sample(line, step))
+        except (CheckpointError, KeyError, TypeError, AttributeError) as cause:
+            why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
+            raise DataError(
+                f"{path}:{number} is not a recorded sample: {why}. Such are in a run's rollouts/, and what `rlhf eval "
+                "--save`, `rlhf generate --save` and `rlhf score` write."
+            ) from cause
+    return _with_group_means(samples)
+
+
+def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:
+    """Those of one data source and one group. Raises ConfigError where there is none."""
+    for name, asked in (("source", source), ("group", group)):
+        if asked is not None:
+            there = sorted({getattr(sample, name) for sample in samples})
+            samples = [sample for sample in samples if getattr(sample, name) == asked]
+            if not samples:
+                raise ConfigError(f"--{name} {asked}: no sample of it is there; the {name}s are {_listed(there)}.")
+    return list(samples)
+
+
+def check_sort(samples: Sequence[Sample], name: str | None) -> None:
+    """Raises ConfigError where no sample has a reward of that name."""
+    names = sorted({reward for sample in samples for reward in sample.rewards} | {LENGTH})
+    if name is not None and name not in names:
+        raise ConfigError(f"--sort-by {name}: allowed here are {', '.join(names)}.{did_you_mean(name, names)}")
+
+
+def extreme(samples: Sequence[Sample], count: int, by: str | None, best: bool) -> list[Sample]:
+    """The ``count`` best or worst of the samples that have the value; equal ones in the order of the file."""
+    valued = [(value, sample) for sample in samples if (value := sample.value(by)) is not None]
+    return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
+
+
+def drawn(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
+    """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
+    chosen = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
+    return [samples[number] for number in sorted(chosen)]
+
+
+def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
+    turns = line["turns"]
+    first = next((number for number, turn in enumerate(turns) if turn["sampled"]), len(turns))
+    prompt = line.get("prompt")
+    if prompt is None:  # an environment added something to the row's own prompt
+        prompt = "".join(turn["text"] for turn in turns[:first])
+    return Sample(
+        step=step,
+        group=line["group"],
+        sample=line["sample"],
+        source=line["row"]["source"],
+        row=line["row"]["index"],
+        prompt=prompt,
+        turns=[
+            Turn(
+                "policy" if turn["sampled"] else "environment",
+                turn["text"],
+                len(turn["ids"]),
+                _reward(turn.get("reward")),
+            )
+            for turn in turns[first:]
+        ],
+        reward=_reward(line["reward"]),
+        rewards={name: _reward(result["value"]) for name, result in line["rewards"].items()},
+        status=line["status"],
+        error=line["error"],
+        length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
+    )
+
+
+def _reward(value: Any) -> float | None:
+    """A reward. Raises TypeError where it is neither a number nor null."""
+    number = as_number(value)
+    if number is None and value is not None:
+        raise TypeError(f"a reward is {shown(value)}, and not a number")
+    return number
+
+
+def _with_group_means(samples: Sequence[Sample]) -> list[Sample]:
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            rewards[sample.group].append(sample.reward)
+    means = {group: sum(values) / len(values) for group, values in rewards.items()}
+    return [replace(sample, group_mean=means.get(sample.group)) for sample in samples]
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values)) if len(values) <= 12 else f"{values[0]} to {values[-1]}"

@@ -1,0 +1,243 @@
+"""What a run directory says about its run. Nothing is written, and a run that is at work is not disturbed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, RlhfError, did_you_mean
+from rlhf_runtime.checkpoint.json_values import loads, read_json
+from rlhf_runtime.observe.best_value import BestTracker
+from rlhf_runtime.observe.folder_lock import FolderLock
+
+DEPTH = 3
+"""Folders below the one that is named in which runs are looked for."""
+STATES = ("running", "finished", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run directory, read once. What is missing or damaged is in :attr:`problems`; everything else can be used."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """The tables of ``config.toml``; empty where there is none."""
+    starts: Sequence[Mapping[str, Any]]
+    """The entries of ``manifest.json``, one for each start of the run; empty where there is none."""
+    is_held: bool
+    """Whether a process works in the directory."""
+    problems: list[str] = field(default_factory=list)
+    """Sentences, each about one file."""
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """The record of the run in ``path``. Raises ConfigError where there is none."""
+        if not is_run(path):
+            raise ConfigError(_no_run(path))
+        problems: list[str] = []
+        config = _tolerant(_read_config, path / "config.toml", {}, problems)
+        starts = _tolerant(_read_starts, path / "manifest.json", [], problems)
+        return cls(path, config, starts, FolderLock.is_held(path), problems)
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The last start."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def ended(self) -> Mapping[str, str]:
+        """How the last start ended: ``time``, ``status``, ``why``; empty where that is not recorded."""
+        found = self.start.get("ended", {})
+        return found if isinstance(found, dict) else {}
+
+    def option(self, path: str, default: Any = None) -> Any:
+        """The value of an option by its dotted path, e.g. ``reward.0.weight``."""
+        value: Any = self.config
+        for part in path.split("."):
+            try:
+                value = value[int(part)] if isinstance(value, list) else value[part]
+            except (KeyError, IndexError, ValueError, TypeError):
+                return default
+        return value
+
+    @property
+    def plugins(self) -> list[Mapping[str, Any]]:
+        """The plugins of the last start: ``kind``, ``name``, ``distribution``, ``version``, of files ``ref``."""
+        found = self.start.get("plugins", [])
+        return [plugin for plugin in found if isinstance(plugin, dict)] if isinstance(found, list) else []
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.option("algorithm.use", ""))
+
+    @property
+    def model(self) -> str:
+        return str(self.option("policy.model", ""))
+
+    @property
+    def total_steps(self) -> int | None:
+        """None where the run had a number of epochs, and comes from a release that did not record its steps."""
+        found = self.start.get("total_steps") or self.option("run.steps")
+        return found if isinstance(found, int) else None
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        """The whole lines of ``metrics.jsonl``; the last one may still be in the making, and is left out."""
+        try:
+            return (self.path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+        except OSError:
+            return []
+
+    @cached_property
+    def last(self) -> Mapping[str, Any]:
+        """The last line of ``metrics.jsonl``; empty where no step is finished."""
+        return self._line(len(self.lines) - 1) if self.lines else {}
+
+    @property
+    def done(self) -> int:
+        """Finished steps."""
+        step = self.last.get("step", 0)
+        return step if isinstance(step, int) else 0
+
+    @cached_property
+    def best(self) -> Best | None:
+        """The best evaluation by ``eval.metric`` and ``eval.mode``; None where there is none yet."""
+        tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
+        for number, raw in enumerate(self.lines):
+            line = self._line(number) if b'"eval/' in raw else {}
+            if line.get("step", 0) > 0:  # step 0 is the model before training: it is in no checkpoint
+                try:
+                    tracker.update(line["step"], line)
+                except (ConfigError, TypeError, ValueError):  # this evaluation does not have the metric
+                    continue
+        if tracker.value is None or tracker.step is None or tracker.metric is None:
+            return None
+        return Best(tracker.metric, tracker.value, tracker.step)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """(one of :data:`STATES`, why; empty where nothing is known)."""
+        if self.is_held:
+            return "running", _text(self.path / ".lock")
+        status = str(self.ended.get("status", ""))
+        if status in STATES:
+            return status, str(self.ended.get("why", ""))
+        if "total_steps" not in self.start and (self.path / "model").is_dir():  # an earlier release
+            finished = self.total_steps in (None, self.done)
+            return "finished" if finished else "stopped", "" if finished else "it wrote its model before its last step"
+        return "failed", "it did not record its end: it was killed, or the machine went down"
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When the run ended, or where that is not recorded, when its files changed last."""
+        ended = None if self.is_held else _time(self.ended.get("time"))
+        files = [self.path / name for name in ("metrics.jsonl", "manifest.json", ".lock")]
+        newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        return ended or datetime.datetime.fromtimestamp(newest).astimezone()
+
+    @property
+    def started(self) -> list[datetime.datetime]:
+        """When each start was, as far as it is recorded."""
+        return [time for start in self.starts if (time := _time(start.get("time"))) is not None]
+
+    def _line(self, number: int) -> Mapping[str, Any]:
+        where = f"{self.path / 'metrics.jsonl'}:{number + 1}"
+        try:
+            line = loads(self.lines[number].decode("utf-8", errors="replace"), where)
+        except RlhfError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return {}
+        return line if isinstance(line, dict) else {}
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` holds a run, or one that starts now."""
+    files = {name: (path / name).is_file() for name in ("config.toml", "manifest.json", "metrics.jsonl")}
+    return files["metrics.jsonl"] or (files["config.toml"] and files["manifest.json"]) or FolderLock.is_held(path)
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """The runs in ``folder``: it itself, or those up to :data:`DEPTH` folders below it. Links are not followed."""
+    if is_run(folder):
+        yield folder
+        return
+    above = len(folder.parts)
+    for place, folders, _ in os.walk(folder):
+        here = Path(place)
+        if here != folder and is_run(here):
+            folders.clear()
+            yield here
+        if len(here.parts) - above >= DEPTH:
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def _no_run(path: Path) -> str:
+    if not path.exists():
+        known = sorted(str(p) for p in find_runs(path.parent)) if path.parent.is_dir() else []
+        known += [str(p) for p in find_runs(Path("runs"))] if Path("runs").is_dir() else []
+        near = did_you_mean(str(path), known) or did_you_mean(f"runs/{path}", known)
+        return f"there is no folder {path}.{near} `rlhf runs FOLDER` lists the runs below a folder."
+    if not path.is_dir():
+        return f"{path} is a file. Name the folder of a run: the one that holds its metrics.jsonl."
+    below = [str(p) for p in find_runs(path)]
+    found = f" Runs below it: {', '.join(below[:5])}{', ...' if len(below) > 5 else ''}." if below else ""
+    return f"{path} holds no run: it has no metrics.jsonl, and no config.toml with a manifest.json.{found}"
+
+
+def _tolerant(read: Callable[[Path], Any], path: Path, absent: Any, problems: list[str]) -> Any:
+    """What ``read`` finds, or ``absent`` and a sentence in ``problems``."""
+    if not path.exists():
+        problems.append(f"{path.name} is missing: it is written when the models are loaded.")
+        return absent
+    try:
+        return read(path)
+    except RlhfError as error:
+        problems.append(str(error))
+        return absent
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ConfigError(f"{path} cannot be read: {cause}.") from cause
+
+
+def _read_starts(path: Path) -> Sequence[Mapping[str, Any]]:
+    manifest = read_json(path)
+    starts = manifest.get("starts") if isinstance(manifest, dict) else None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise ConfigError(f"{path} lists no starts of a run: it was edited, or another release wrote it.")
+    return starts
+
+
+def _time(text: Any) -> datetime.datetime | None:
+    """In the local zone; None where ``text`` is no time."""
+    try:
+        return datetime.datetime.fromisoformat(text).astimezone()
+    except (ValueError, TypeError):
+        return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,60 @@
+"""A recorded sample as text for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+from rlhf_runtime.observe.sample_lines import printable, shortened
+
+from rlhf_plugin_runs.curves import number
+from rlhf_plugin_runs.recorded_samples import Sample
+
+LONG = 1200
+"""Characters of one text that are shown of a longer one."""
+INDENT = "  "
+
+
+def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
+    """The sample with its prompt and its turns.
+
+    Args:
+        heading: stands before the sample's number.
+        full: show long texts whole.
+    """
+    limit = None if full else LONG
+    where = f"group {sample.group}, sample {sample.sample}, row {sample.row} of {sample.source!r}"
+    text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
+    if sample.error:
+        text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
+    _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
+    for turn in sample.turns:
+        given = "" if turn.reward is None else f", reward {number(turn.reward)}"
+        alone = len(sample.turns) == 1 and turn.who == "policy" and not given
+        title = "completion" if alone else f"{turn.who}, {turn.tokens} tokens{given}"
+        _add(text, title, turn.text, limit, "" if turn.who == "policy" else "dim")
+    text.rstrip()
+    return text
+
+
+def _facts(sample: Sample) -> str:
+    """``reward 0.5 (mean of its group 0.25): math 1, length -0.2; truncated, 6 tokens``."""
+    facts = f"{INDENT}reward {'none' if sample.reward is None else number(sample.reward)}"
+    if sample.group_mean is not None:
+        facts += f" (mean of its group {number(sample.group_mean)})"
+    rewards = [f"{name} {'none' if value is None else number(value)}" for name, value in sample.rewards.items()]
+    facts += f": {', '.join(rewards)}" if rewards else ""
+    turns = sum(turn.who == "policy" for turn in sample.turns)
+    return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
+
+
+def _prompt_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
+
+
+def _add(text: Text, title: str, body: str, limit: int | None, style: str) -> None:
+    text.append(f"{INDENT}{title}\n", "bold")
+    for line in shortened(printable(body), limit).split("\n"):
+        text.append(f"{INDENT}{INDENT}{line}\n", style)
