@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.loss_value import evaluate
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
+from rlhf_algorithms.kl_loss import WithKL
 
 RECORDED = json.loads((Path(__file__).parents[1] / "benchmarks/parity/trl-1.16.0-policy.json").read_text())
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.ops import pipeline
+from rlhf_algorithms import pipeline
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Finished, Workshop
@@ -158,7 +158,7 @@ def test_a_label_of_several_tokens_is_refused_before_a_model_is_loaded(shop: Wor
 
 
 class Credits:
-    """What :func:`rlhf.ops.pipeline.credit` made of every batch."""
+    """What :func:`rlhf_algorithms.pipeline.credit` made of every batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[Any] = []

@@ -6,9 +6,9 @@ import pytest
 import torch
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Loss
-from rlhf.ops import pipeline
 from rlhf.ops.returns import return_to_go
 from rlhf.types import LossOutput, Reduce, Update
+from rlhf_algorithms import pipeline
 from rlhf_algorithms.policy_gradient import PolicyGradient
 from rlhf_algorithms.policy_gradient_config import KLConfig, ShapingConfig
 from rlhf_testing import fabricate

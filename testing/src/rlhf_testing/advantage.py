@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.ops.pipeline import lengths
+from rlhf.interfaces.advantage import baseline_of
 from torch import Tensor
 
 from rlhf_testing.compare import generators_left_alone, same_bits
@@ -263,7 +263,7 @@ class AdvantageContract(Contract):
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
     """What ``baseline`` gave, as it must be."""
-    r_N = estimator.baseline(c.r_N, c.group_N, **lengths(estimator, c.own_tokens_N))
+    r_N = baseline_of(estimator, c.r_N, c.group_N, c.own_tokens_N)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
         f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",

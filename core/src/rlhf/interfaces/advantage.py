@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Advantage(Component):
-    """Two pure functions around the published order of :func:`rlhf.ops.pipeline.credit`.
+    """Two pure functions of the stages between reward and advantage (``rlhf_algorithms.pipeline``).
 
-    The core compresses every trajectory to its own action tokens before calling :meth:`returns`, so prompt and
-    environment tokens do not exist here: they neither discount nor decay. Complete example::
+    Every trajectory is compressed to its own action tokens before :meth:`returns` is called, so prompt and environment
+    tokens do not exist here: they neither discount nor decay. Complete example::
 
         class Centered(Advantage):
             name = "centered"
@@ -45,7 +46,7 @@ class Advantage(Component):
 
     @property
     def normalise(self) -> Literal["none", "center", "whiten"]:
-        """What the core does to the advantages of the whole rollout batch, weighted by tokens."""
+        """What is done to the advantages of the whole rollout batch, weighted by tokens."""
         return "none"
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
@@ -77,3 +78,10 @@ class Advantage(Component):
 
         Returns: (advantages [N, A], returns [N, A]); masked positions are ignored.
         """
+
+
+def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor) -> Tensor:
+    """:meth:`Advantage.baseline`, called with ``own_tokens_N`` (int64 [N]) where it has an argument of this name."""
+    if "own_tokens_N" in inspect.signature(advantage.baseline).parameters:
+        return advantage.baseline(r_N, group_N, own_tokens_N=own_tokens_N)  # type: ignore[call-arg]
+    return advantage.baseline(r_N, group_N)

@@ -31,6 +31,10 @@ class Loss(Component):
                 return LossOutput({"nll": -x["logprobs"]})
     """
 
+    correction_option: str = ""
+    """The setting that turns on importance weights for samples of an older policy, below the loss's own section:
+    ``correction.preset NAME``. Empty where the loss has no such option. A warning at the start of a run names it."""
+
     @property
     def generator_logprobs(self) -> bool:
         """Whether it cannot do without the log-probs that the generator reports (column ``gen_logprobs``)."""

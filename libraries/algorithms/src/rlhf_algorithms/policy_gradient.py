@@ -15,18 +15,18 @@ from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.ops import pipeline
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import VALUES
-from rlhf.ops.kl import KLController
-from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.trajectories import assemble
-from rlhf.ops.value_scale import ValueScale
 from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
 from torch import Tensor
 
+from rlhf_algorithms import pipeline
+from rlhf_algorithms.kl import KLController
+from rlhf_algorithms.kl_loss import WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
+from rlhf_algorithms.value_scale import ValueScale
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
@@ -36,8 +36,8 @@ class PolicyGradient(Algorithm):
     """Rollouts -> credit -> one policy update and, where the advantage reads values, one critic update a step.
 
     Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
-    works with every loss: it is a term beside it (:class:`rlhf.ops.kl_loss.WithKL`), whose coefficient travels with
-    each update. Complete example::
+    works with every loss: :class:`rlhf_algorithms.kl_loss.WithKL` adds a term beside it, and each update carries the
+    term's coefficient. Complete example::
 
         class Mine(PolicyGradient):
             name = "mine"
@@ -46,9 +46,9 @@ class PolicyGradient(Algorithm):
                 "loss": Slot("loss", "clipped", {"clip_high": 0.28}),
             }
 
-    A subclass may replace ``stages()`` to run the stages of :mod:`rlhf.ops.pipeline` in another order; what is around
-    them (``mask_truncated``, ``normalise_values``, adaptive KL) stays. An option that is set and that a replaced method
-    would have applied is refused before the run, unless ``applies`` names it.
+    A subclass may replace ``stages()`` to run the stages of :mod:`rlhf_algorithms.pipeline` in another order.
+    ``mask_truncated``, ``normalise_values`` and adaptive KL are applied outside of them and stay. An option that is set
+    and that a replaced method would have applied is refused before the run, unless ``applies`` names it.
     """
 
     Config = PolicyGradientConfig

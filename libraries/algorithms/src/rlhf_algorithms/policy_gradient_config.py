@@ -6,10 +6,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.ops import pipeline, shaping
 from rlhf.ops.batch import Batch
-from rlhf.ops.kl import Estimator
 from torch import Tensor
+
+from rlhf_algorithms import pipeline, shaping
+from rlhf_algorithms.kl import Estimator
 
 
 class KLConfig(ComponentConfig):

@@ -7,10 +7,10 @@ import torch
 from pydantic import ValidationError
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.ops.correction import CorrectionConfig
-from rlhf.ops.kl_loss import WithKL
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
+from rlhf_algorithms.correction import CorrectionConfig
+from rlhf_algorithms.kl_loss import WithKL
 from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
 from rlhf_plugin_policy_gradient.value import Value
 from rlhf_testing.loss import LossContract

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.ops.batch import Batch
-from rlhf.ops.pipeline import KLPenalty, credit
-from rlhf.ops.shaping import overlong_penalty
 from rlhf.ops.trajectories import ENV, assemble
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_algorithms.pipeline import KLPenalty, credit
+from rlhf_algorithms.shaping import overlong_penalty
 from rlhf_plugin_policy_gradient import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
 
 ROW = Row({}, "data", 0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rlhf.interfaces import Advantage, Algorithm
-from rlhf.ops.correction import CorrectionConfig
+from rlhf.interfaces import Advantage, Algorithm, Loss
 
 from rlhf_runtime.config.online_validation import CORRECTION
 from rlhf_runtime.config.runfile import RunFile
@@ -25,7 +22,10 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
         age, back = f"stream.round = {stream.round}: samples are up to {_steps(stream.round - 1)} old", "round 1"
     else:
         return []
-    options = [f"--algorithm.{path}.preset tis" for path in _corrections(algorithm)]
+    losses = {slot: part for slot, part in algorithm.parts.items() if isinstance(part, Loss)}
+    options = [
+        f"--algorithm.{slot}.{loss.correction_option}" for slot, loss in losses.items() if loss.correction_option
+    ]
     return [
         f"{age} when they are trained on, and no importance weight corrects for it: the loss takes them for samples of "
         f"the policy that its step begins with. Set {' or '.join([*options, f'--stream.{back}'])}."
@@ -34,11 +34,3 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
 
 def _steps(count: int) -> str:
     return f"{count} step{'s' if count > 1 else ''}"
-
-
-def _corrections(algorithm: Algorithm) -> Iterator[str]:
-    """Where the parts' options have an importance correction: ``loss.correction``."""
-    for slot, part in algorithm.parts.items():
-        for name in type(part.config).model_fields:
-            if isinstance(getattr(part.config, name), CorrectionConfig):
-                yield f"{slot}.{name}"

@@ -97,8 +97,8 @@ class DistillOnPolicy(_Distillation):
         return replace(super().needs(), given=1 - self.config.sampled)
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        from rlhf.ops.pipeline import length_metrics
         from rlhf.ops.trajectories import assemble
+        from rlhf_algorithms.pipeline import length_metrics
 
         batch = assemble(examples, scored=False)
         if batch is None:

@@ -1,4 +1,4 @@
-"""Advantage estimators. What happens around them (shaping, clipping, KL, order) is ``rlhf.ops.pipeline``'s.
+"""Advantage estimators. What happens around them (shaping, clipping, KL, order) is ``rlhf_algorithms.pipeline``'s.
 
 Where rewards come only at the end and gamma = 1, every token of an answer gets the same credit; step rewards and KL in
 the reward make it differ from token to token.

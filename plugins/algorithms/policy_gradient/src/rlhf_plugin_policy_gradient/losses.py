@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from rlhf.ops.ratios import bounded, clipped_surrogate, token_ratio
+from rlhf_algorithms.ratios import bounded, clipped_surrogate, token_ratio
 from torch import Tensor
 
 from rlhf_plugin_policy_gradient.policy_loss import Metrics, PolicyLoss, PolicyLossConfig

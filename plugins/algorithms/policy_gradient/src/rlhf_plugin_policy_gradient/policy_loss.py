@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
-from rlhf.ops.correction import CorrectionConfig, correction_weights
-from rlhf.ops.kl import k3
 from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce
+from rlhf_algorithms.correction import CorrectionConfig, correction_weights
+from rlhf_algorithms.kl import k3
 from torch import Tensor
 
 Metrics = dict[str, tuple[Any, Tensor]]
@@ -64,6 +64,7 @@ class PolicyLoss(Loss):
     Config: ClassVar[type[ComponentConfig]] = PolicyLossConfig
     reads_old: ClassVar[bool] = True
     """Whether the surrogate reads ``old_logprobs``."""
+    correction_option = "correction.preset tis"
 
     @property
     def generator_logprobs(self) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from rlhf.ops.batch import Batch
+from torch import Tensor
 
 VALUES, BOOTSTRAP, RETURNS = "old_values", "bootstrap", "returns"
 

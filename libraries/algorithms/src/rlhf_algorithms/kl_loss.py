@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlhf.interfaces.loss import Loss
-from rlhf.ops.kl import Estimator, kl_estimate
-from rlhf.ops.ratios import token_ratio
 from rlhf.ops.reduce import LEVEL
 from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
+
+from rlhf_algorithms.kl import Estimator, kl_estimate
+from rlhf_algorithms.ratios import token_ratio
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -31,6 +32,7 @@ class WithKL(Loss):
         self.inner, self.estimator, self.config = inner, estimator, inner.config
         self.unbiased = unbiased
         self.name = inner.name  # type: ignore[misc]  # errors name the loss that the user chose
+        self.correction_option = inner.correction_option
 
     @property
     def generator_logprobs(self) -> bool:

@@ -16,20 +16,19 @@ Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
-
 from rlhf.errors import TrainingError
-from rlhf.interfaces.advantage import Advantage
+from rlhf.interfaces.advantage import Advantage, baseline_of
 from rlhf.ops.batch import Batch
 from rlhf.ops.groups import group_std, one_per_group
-from rlhf.ops.kl import Estimator, kl_estimate
 from rlhf.ops.trajectories import compress, expand
+from torch import Tensor
+
+from rlhf_algorithms.kl import Estimator, kl_estimate
 
 Shaper = Callable[[Tensor, Batch], Tensor]
 """``shaper(r_U, batch) -> r_U``, float64."""
@@ -98,14 +97,8 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 
 
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor) -> Tensor:
-    """Stage 4: the advantage's own, which gets ``own_tokens_N`` where it has an argument of this name."""
-    return advantage.baseline(r_U, batch.unit["group"], **lengths(advantage, batch.unit["own_tokens"]))
-
-
-def lengths(advantage: Advantage, own_tokens_N: Tensor) -> dict[str, Tensor]:
-    """``{"own_tokens_N": ...}`` for an advantage whose ``baseline`` asks for it."""
-    asked = "own_tokens_N" in inspect.signature(advantage.baseline).parameters
-    return {"own_tokens_N": own_tokens_N} if asked else {}
+    """Stage 4: the advantage's own."""
+    return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"])
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:

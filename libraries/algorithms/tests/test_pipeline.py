@@ -6,12 +6,12 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Advantage
-from rlhf.ops import pipeline
 from rlhf.ops.groups import group_center
-from rlhf.ops.pipeline import KLPenalty, credit
 from rlhf.ops.returns import gae, return_to_go
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_algorithms import pipeline
+from rlhf_algorithms.pipeline import KLPenalty, credit
 from rlhf_testing import fabricate
 
 ROW = Row({}, "data", 0)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-
 from rlhf.errors import TrainingError
+from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 

@@ -37,10 +37,10 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
+from rlhf.interfaces.component import ComponentConfig
 from torch import Tensor
 
-from rlhf.interfaces.component import ComponentConfig
-from rlhf.ops.ratios import LOG_RATIO_BOUND
+from rlhf_algorithms.ratios import LOG_RATIO_BOUND
 
 Level = Literal["token", "sequence_mean", "sequence_product"]
 Mode = Literal["truncate", "mask"]
