@@ -92,7 +92,7 @@ def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, ma
 
 def imported(source: str) -> set[tuple[str, str]]:
     """(module, name) of every `from rlhf... import name` in a source text."""
-    lines = re.findall(r"^ *from (rlhf\.[\w.]+) import (?:\(([^)]*)\)|(.*))$", source, re.MULTILINE)
+    lines = re.findall(r"^ *from (rlhf(?:_algorithms)?\.[\w.]+) import (?:\(([^)]*)\)|(.*))$", source, re.MULTILINE)
     return {(m, n.split("#")[0].strip()) for m, a, b in lines for n in (a or b).split(",") if n.strip()}
 
 
