@@ -29,7 +29,7 @@ from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
-from rlhf_plugin_ray.workers.watchdog import Vigil
+from rlhf_plugin_ray.workers.watchdog import Watchdog
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
@@ -159,7 +159,7 @@ def round_trips(step: Step) -> dict[str, dict[str, int]]:
     """For each part: calls of actors' methods, and how often the driver waits for an answer. Unlike times they are the
     same on a machine that others use too."""
     found: dict[str, dict[str, int]] = {}
-    send, wait = ActorMethod._remote, Vigil.wait
+    send, wait = ActorMethod._remote, Watchdog.wait
     for name, part in step.parts().items():
         counts = found[name] = {"calls": 0, "waits": 0}
 
@@ -171,11 +171,11 @@ def round_trips(step: Step) -> dict[str, dict[str, int]]:
             counts["waits"] += 1
             return wait(self, *args)
 
-        ActorMethod._remote, Vigil.wait = sent, waited
+        ActorMethod._remote, Watchdog.wait = sent, waited
         try:
             part()
         finally:
-            ActorMethod._remote, Vigil.wait = send, wait
+            ActorMethod._remote, Watchdog.wait = send, wait
     return found
 
 

@@ -44,7 +44,7 @@ class Run:
         self.proofs = self.engines.end_load()
 
     def workers(self) -> list[psutil.Process]:
-        engine = psutil.Process(self.engines.fleet.members[0].facts["pid"])
+        engine = psutil.Process(self.engines.pool.members[0].facts["pid"])
         return [p for p in engine.children() if "libtorch_cpu" in Path(f"/proc/{p.pid}/maps").read_text()]
 
     def drawn(self, after_first=lambda: None) -> dict[int, tuple[list[int], object]]:

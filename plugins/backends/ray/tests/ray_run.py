@@ -42,7 +42,7 @@ class Run:
         return [line for line in lines if line[0] == word]
 
     def pids(self) -> list[int]:
-        return [engine.facts["pid"] for engine in self.engines.fleet.members.values()]
+        return [engine.facts["pid"] for engine in self.engines.pool.members.values()]
 
     def answers(self, requests, kill: int = 0) -> dict[int, list[int]]:
         """``kill``: an engine's process, to be killed after its first sample."""

@@ -89,7 +89,7 @@ def test_an_engine_killed_while_it_takes_weights(r, when):
 @pytest.mark.parametrize("when", ["die-before-connect", "die-after-connect"])
 def test_an_engine_killed_while_the_links_connect(r, when):
     """The other ends, which wait for it, are told, and the links are made anew with the one in its place."""
-    r.engines.bridge.drop()
+    r.engines.weight_link.drop()
     (r.folder / when).touch()
     before, pushes = r.pids(), r.pushes
     r.sync(r.version + 1)
@@ -101,7 +101,7 @@ def test_an_engine_killed_while_the_links_connect(r, when):
 
 @LINKS
 def test_links_that_cannot_connect_are_a_sync_that_failed(r):
-    r.engines.bridge.drop()
+    r.engines.weight_link.drop()
     (r.folder / "fail-connect").touch()
     before = r.pids()
     with pytest.raises(SyncError, match=r"engine \d .*connect\(\) raised OSError: no network today"):

@@ -3,11 +3,11 @@
 import socket
 
 import pytest
-from rlhf_plugin_ray.actor.network import hold_port
+from rlhf_plugin_ray.actor.network import reserve_port
 
 
 def test_a_held_port_is_free_for_who_names_it_and_for_nobody_else():
-    held = hold_port("127.0.0.1")
+    held = reserve_port("127.0.0.1")
     place = held.getsockname()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(place)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from rlhf.ops.batch import SequenceData, UnitData
 from rlhf.ops.batch import pack as pack_units
-from rlhf_plugin_ray.actor.payload import Parcel, pack, unpack
+from rlhf_plugin_ray.actor.payload import Payload, pack, unpack
 
 
-def through(parcel: Parcel | None) -> Parcel | None:
+def through(payload: Payload | None) -> Payload | None:
     """As the store hands it out: buffers apart from the stream, not to be written."""
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(parcel, protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(data, buffers=[bytes(b.raw()) for b in buffers])
 
 
@@ -33,12 +33,12 @@ def through(parcel: Parcel | None) -> Parcel | None:
     ids=["int64", "float64", "bfloat16", "bool", "empty", "scalar", "strided", "transposed"],
 )
 def test_tensors_arrive_as_they_are(tensor):
-    parcel = through(pack([(tensor,)]))
-    [got] = unpack(parcel)
+    payload = through(pack([(tensor,)]))
+    [got] = unpack(payload)
     assert got.dtype == tensor.dtype
     assert torch.equal(got, tensor)
     got.fill_(1)  # memory of its own: the store's is as it was
-    assert torch.equal(unpack(parcel)[0], tensor)
+    assert torch.equal(unpack(payload)[0], tensor)
 
 
 def test_a_view_travels_without_the_rest_of_its_storage():
@@ -48,10 +48,10 @@ def test_a_view_travels_without_the_rest_of_its_storage():
 
 def test_every_rank_gets_its_own_and_what_is_shared_travels_once():
     shared, own = torch.rand(1000), [torch.full((10,), float(n)) for n in range(3)]
-    parcel = pack([(own[n], shared, {"rank": n}) for n in range(3)])
-    assert parcel.nbytes < 4000 + 3 * 1000
+    payload = pack([(own[n], shared, {"rank": n}) for n in range(3)])
+    assert payload.nbytes < 4000 + 3 * 1000
     for n in range(3):
-        a, b, c = unpack(through(parcel), n)
+        a, b, c = unpack(through(payload), n)
         assert torch.equal(a, own[n])
         assert torch.equal(b, shared)
         assert c == {"rank": n}
@@ -83,6 +83,6 @@ def test_a_batch_takes_at_most_twice_its_columns():
         for m in rank
         for t in (m.ids_N, m.lens_B, m.unit_B, m.role_B, *m.tok.values(), *m.seq.values(), *m.unit.values())
     )
-    parcel = pack([(rank, "loss", {"coef": 1.0}) for rank in micros])
+    payload = pack([(rank, "loss", {"coef": 1.0}) for rank in micros])
     assert columns > 100_000
-    assert parcel.nbytes < 1.2 * columns
+    assert payload.nbytes < 1.2 * columns

@@ -1,11 +1,11 @@
-"""From places to bundles and seats: arithmetic that needs no cluster."""
+"""From places to bundles and allocations: arithmetic that needs no cluster."""
 
 from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_plugin_ray.cluster.placement import Node, bundles_of, check_fits, device_kind, seats_of
+from rlhf_plugin_ray.cluster.placement import Node, allocate, bundles_of, check_fits, device_kind
 
 
 def nodes(*cpus_and_gpus: tuple[int, int]) -> list[Node]:
@@ -29,39 +29,39 @@ def test_a_bundle_per_rank_of_who_owns_devices():
 
 def test_colocated_roles_share_a_bundle_and_see_its_gpus():
     bundles = bundles_of(HYBRID, "GPU")
-    seats = seats_of(HYBRID, bundles, ["a"] * 4)
-    assert [s.bundle for s in seats["policy"]] == [s.bundle for s in seats["critic"]] == [0, 1, 2, 3]
-    assert [s.slots for s in seats["critic"]] == [((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),)]
-    assert [s.slots for s in seats[GENERATOR]] == [((0, 0), (1, 0)), ((2, 0), (3, 0))]
-    charged = [sum(s.cpus for role in seats.values() for s in role if s.bundle == b) for b in range(4)]
+    allocations = allocate(HYBRID, bundles, ["a"] * 4)
+    assert [s.bundle for s in allocations["policy"]] == [s.bundle for s in allocations["critic"]] == [0, 1, 2, 3]
+    assert [s.slots for s in allocations["critic"]] == [((0, 0),), ((1, 0),), ((2, 0),), ((3, 0),)]
+    assert [s.slots for s in allocations[GENERATOR]] == [((0, 0), (1, 0)), ((2, 0), (3, 0))]
+    charged = [sum(s.cpus for role in allocations.values() for s in role if s.bundle == b) for b in range(4)]
     assert charged == [pytest.approx(1.0, abs=1e-3)] * 4
     assert all(c <= 1 for c in charged)
 
 
 def test_on_cpus_devices_are_cores():
     places = {"policy": Place(2, 3), "reference": Place(1, share="policy"), GENERATOR: Place(1, 2)}
-    seats = seats_of(places, bundles_of(places, "CPU"), ["a"] * 3)
-    assert [s.threads for s in seats["policy"]] == [3, 3]
-    assert [(s.threads, s.cpus) for s in seats["reference"]] == [(3, 1.5)], "as many as a rank of its host"
-    assert [(s.threads, s.cpus) for s in seats[GENERATOR]] == [(2, 2.0)]
+    allocations = allocate(places, bundles_of(places, "CPU"), ["a"] * 3)
+    assert [s.threads for s in allocations["policy"]] == [3, 3]
+    assert [(s.threads, s.cpus) for s in allocations["reference"]] == [(3, 1.5)], "as many as a rank of its host"
+    assert [(s.threads, s.cpus) for s in allocations[GENERATOR]] == [(2, 2.0)]
 
 
 def test_more_ranks_than_the_host_divide_its_devices():
     places = {"policy": Place(2, 2), "reward": Place(4, share="policy")}
-    seats = seats_of(places, bundles_of(places, "GPU"), ["a", "a"])
-    assert [s.slots for s in seats["reward"]] == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
+    allocations = allocate(places, bundles_of(places, "GPU"), ["a", "a"])
+    assert [s.slots for s in allocations["reward"]] == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
 
 
 def test_ranks_follow_the_nodes():
     """Ray lays bundles out in any order; neighbours in rank live on one node all the same."""
-    seats = seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"])
-    assert [s.bundle for s in seats["policy"]] == [0, 2, 1, 3]
-    assert [s.slots for s in seats[GENERATOR]] == [((0, 0), (2, 0)), ((1, 0), (3, 0))]
+    allocations = allocate(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"])
+    assert [s.bundle for s in allocations["policy"]] == [0, 2, 1, 3]
+    assert [s.slots for s in allocations[GENERATOR]] == [((0, 0), (2, 0)), ((1, 0), (3, 0))]
 
 
 def test_an_engine_over_two_nodes_is_refused():
     with pytest.raises(ConfigError, match=r"\[placement.generator\]: the 2 devices of rank 0 would lie on 2 nodes"):
-        seats_of(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"])
+        allocate(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"])
 
 
 @pytest.mark.parametrize(

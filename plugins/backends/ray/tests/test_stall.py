@@ -13,7 +13,7 @@ from rlhf.errors import WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.workers.node_tools import look_at
+from rlhf_plugin_ray.workers.node_tools import inspect_process
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def test_a_worker_that_is_stopped(launch, tmp_path):
 
 def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.3), GeneratorSpec((0,), str))
-    pid = engines.fleet.members[0].facts["pid"]
+    pid = engines.pool.members[0].facts["pid"]
     asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s, were it not stopped
     threading.Timer(0.5, os.kill, (pid, signal.SIGSTOP)).start()
     try:
@@ -87,7 +87,7 @@ def test_a_stalled_engine_keeps_nobody_waiting_twice(watched, tmp_path):
     """The roles on the engines' devices take them back, to save what was learnt."""
     config = OddConfig(seconds=0.3, folder=str(tmp_path))
     engines = watched.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
-    pids = [engine.facts["pid"] for engine in engines.fleet.members.values()]
+    pids = [engine.facts["pid"] for engine in engines.pool.members.values()]
     asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGSTOP)).start()
     with pytest.raises(WorkerError, match=r"engine 0 .* s in generate\(\)\. What each"):
@@ -95,10 +95,10 @@ def test_a_stalled_engine_keeps_nobody_waiting_twice(watched, tmp_path):
     engines.sleep()
     assert (tmp_path / "notes.txt").read_text().count("sleep") == 1, "of the one that lives"
     for _ in range(100):
-        if look_at(pids[0]).startswith("State: gone"):
+        if inspect_process(pids[0]).startswith("State: gone"):
             break
         time.sleep(0.1)
-    assert look_at(pids[0]).startswith("State: gone"), "with the memory that it held"
+    assert inspect_process(pids[0]).startswith("State: gone"), "with the memory that it held"
     with pytest.raises(WorkerError, match=r"the engines cannot be called any more: engine 0 .* in generate\(\)$"):
         list(engines.generate(asked))
     assert (tmp_path / "notes.txt").read_text().count("started") == 2, "none in its place"
@@ -146,8 +146,8 @@ def test_a_start_that_takes_too_long(launch, tmp_path, monkeypatch):
 
 
 def test_a_process_that_is_gone():
-    assert look_at(2**22 + 1).startswith("State: gone")
+    assert inspect_process(2**22 + 1).startswith("State: gone")
 
 
 def test_what_a_process_shows_from_outside():
-    assert "(running)" in look_at(os.getpid()) or "sleeping" in look_at(os.getpid())
+    assert "(running)" in inspect_process(os.getpid()) or "sleeping" in inspect_process(os.getpid())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_plugin_ray.cluster.placement import bundles_of, seats_of
-from rlhf_plugin_ray.engines.weight_link import choose
+from rlhf_plugin_ray.cluster.placement import allocate, bundles_of
+from rlhf_plugin_ray.engines.weight_link import choose_kind
 
 
 def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):
     bundles = bundles_of(places, kind)
     at = [f"node {n * nodes // len(bundles)}" for n in range(len(bundles))]
-    seats = seats_of(places, bundles, at)
-    return choose(transport, links, seats["policy"], seats[GENERATOR], kind == "GPU", at)
+    allocations = allocate(places, bundles, at)
+    return choose_kind(transport, links, allocations["policy"], allocations[GENERATOR], kind == "GPU", at)
 
 
 HYBRID = {"policy": Place(4), GENERATOR: Place(2, 2, share="policy")}

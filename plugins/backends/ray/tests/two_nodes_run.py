@@ -36,7 +36,7 @@ def spread(launcher: RayLauncher) -> dict[str, Any]:
     requests = [GenerationRequest((n,), n, Sampling(8)) for n in range(6)]
     return {
         "nodes": [m.facts["address"] for m in policy.members],
-        "engines": [m.facts["address"] for m in engines.fleet.members.values()],
+        "engines": [m.facts["address"] for m in engines.pool.members.values()],
         "sums": policy.call("adds", [()] * 2),
         "interfaces": [w["GLOO_SOCKET_IFNAME"] for w in policy.call("where", [()] * 2)],
         "rendezvous": policy.call("where", [()] * 2)[0]["spec"].rendezvous,

@@ -23,7 +23,7 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_vllm import engine as engine_module
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, Scratch
+from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, TemporaryFiles
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import cores
 from rlhf_testing.models import model_path
@@ -50,10 +50,10 @@ def source():
     return PlainTrainer(None, spec)
 
 
-class Kept(Scratch):
+class Kept(TemporaryFiles):
     """Every one that is made."""
 
-    all: list[Scratch] = []
+    all: list[TemporaryFiles] = []
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -63,7 +63,7 @@ class Kept(Scratch):
 @pytest.fixture
 def scratches(monkeypatch):
     monkeypatch.setattr(Kept, "all", [])
-    monkeypatch.setattr(engine_module, "Scratch", Kept)
+    monkeypatch.setattr(engine_module, "TemporaryFiles", Kept)
     return Kept.all
 
 

@@ -203,7 +203,7 @@ def test_nothing_is_sampled_asleep_and_a_sync_wakes_what_it_needs(generator, sou
 def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkeypatch):
     """The calls of a GPU, on vLLM's own books; what its workers do with memory there does nothing on a CPU."""
     executor = generator.engine._llm.engine_core.engine_core.model_executor
-    monkeypatch.setattr(generator, "_gives_back", True)
+    monkeypatch.setattr(generator, "_frees_memory", True)
     monkeypatch.setattr(generator, "config", generator.config.model_copy(update={"sleep_level": level}))
     monkeypatch.setattr(generator, "refresh", None)
     generator.sleep()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from rlhf_plugin_vllm.stop_strings import StopSearch
-from rlhf_plugin_vllm.worker.tensor_names import Names
+from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 PIECES = ["a", "b", "END", "EN", "D", " ", "é"[:0], "xENDy", "E", "N"]
 
@@ -64,7 +64,7 @@ def names():
         "gate_up_proj": ["gate_proj", "up_proj"],
         "c_attn": ["c_attn"],
     }
-    return Names(SimpleNamespace(packed_modules_mapping=packed))
+    return TensorNames(SimpleNamespace(packed_modules_mapping=packed))
 
 
 def test_places_of_tensors(names):

@@ -10,15 +10,15 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
-from rlhf_plugin_vllm.engine.temporary_files import OWNER, SHARED_MEMORY, SOCKETS, Scratch, sweep
+from rlhf_plugin_vllm.engine.temporary_files import OWNER, SHARED_MEMORY, SOCKETS, TemporaryFiles, sweep
 
 ENGINE = """
 import os, signal, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, Scratch
+from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, TemporaryFiles
 
-scratch = Scratch(shared=False)
+scratch = TemporaryFiles(shared=False)
 segment = SharedMemory(create=True, size=4096)
 resource_tracker.unregister(segment._name, "shared_memory")  # Python's own cleaner is killed with it on a cluster
 scratch._segments.append(segment.name)
@@ -35,7 +35,7 @@ def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
     (tmp_path / "rlhf-vllm-being-made").mkdir()
     process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     folder, meeting, segment = process.stdout.readline().split()
-    first = Scratch(shared=False)
+    first = TemporaryFiles(shared=False)
     sums = SHARED_MEMORY / f"{meeting}_sums"
     assert (Path(folder) / OWNER).exists(), "its owner lives"
     assert sums.exists()
@@ -43,7 +43,7 @@ def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
     process.communicate("die\n")
     assert Path(folder).exists()
     assert (SHARED_MEMORY / segment).exists(), "nobody has looked after it yet"
-    second = Scratch(shared=False)
+    second = TemporaryFiles(shared=False)
     assert not Path(folder).exists()
     assert not sums.exists()
     assert not (SHARED_MEMORY / segment).exists()

@@ -21,18 +21,18 @@ from rlhf_transport.receiving import receives_over_links
 from rlhf_plugin_ray.actor.payload import pack, send
 from rlhf_plugin_ray.actor.worker import Worker
 from rlhf_plugin_ray.cluster.connection import Cluster
-from rlhf_plugin_ray.cluster.placement import Seat, check_fits, device_kind
+from rlhf_plugin_ray.cluster.placement import Allocation, check_fits, device_kind
 from rlhf_plugin_ray.cluster.reservation import Reservation
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.engines.front import EngineGroup, check_takes_tensors
-from rlhf_plugin_ray.engines.pool import Fleet
-from rlhf_plugin_ray.engines.weight_link import NO_LINKS, Bridge, choose
+from rlhf_plugin_ray.engines.pool import EnginePool
+from rlhf_plugin_ray.engines.weight_link import NO_LINKS, WeightLink, choose_kind
 from rlhf_plugin_ray.trainer_group import RayGroup
-from rlhf_plugin_ray.workers.failures import Trouble, answer_of, first_of
-from rlhf_plugin_ray.workers.handle import Member, slug
-from rlhf_plugin_ray.workers.stall_report import Stall
-from rlhf_plugin_ray.workers.version_check import check_same
-from rlhf_plugin_ray.workers.watchdog import Vigil
+from rlhf_plugin_ray.workers.failures import FailedCall, first_failure, result_of
+from rlhf_plugin_ray.workers.handle import WorkerHandle, slug
+from rlhf_plugin_ray.workers.stall_report import StallReport
+from rlhf_plugin_ray.workers.version_check import check_versions
+from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from rlhf_transport.link import Kind
@@ -61,7 +61,7 @@ class RayLauncher(Launcher):
         self._link: Kind | None = None
         """Between the policy and the engines; None: the object store."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
-        self._running: list[Member] = []
+        self._running: list[WorkerHandle] = []
         self._launched: list[RayGroup | EngineGroup] = []
         self._starts: Counter[str] = Counter()
 
@@ -96,13 +96,13 @@ class RayLauncher(Launcher):
     # -------------------------------------------------------------------------------------- launch
 
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> RayGroup:
-        role, seats = spec.role.name, self._reserved(spec.role.name).seats[spec.role.name]
-        if spec.world_size != len(seats):
+        role, allocations = spec.role.name, self._reserved(spec.role.name).allocations[spec.role.name]
+        if spec.world_size != len(allocations):
             raise CapabilityError(
-                f"role {role!r} has {len(seats)} places and a world of {spec.world_size} ranks; they must be equal"
+                f"role {role!r} was placed with {len(allocations)} ranks and is launched with {spec.world_size}; these must be equal"
             )
         with self._or_nothing():
-            members = self._start({f"{role} rank {rank}": seat for rank, seat in enumerate(seats)})
+            members = self._start({f"{role} rank {rank}": allocation for rank, allocation in enumerate(allocations)})
             if len(members) > 1:
                 [meeting] = self._answers(members[:1], [members[0].handle.rendezvous.remote()])
                 spec = replace(spec, rendezvous=meeting)
@@ -113,12 +113,12 @@ class RayLauncher(Launcher):
 
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
         check_takes_tensors(generator)
-        seats = self._reserved(GENERATOR).seats[GENERATOR]
+        allocations = self._reserved(GENERATOR).allocations[GENERATOR]
 
-        def start(numbers: Sequence[int]) -> list[Member]:
+        def start(numbers: Sequence[int]) -> list[WorkerHandle]:
             before = len(self._running)
             try:
-                members = self._start({f"engine {n}": seats[n] for n in numbers})
+                members = self._start({f"engine {n}": allocations[n] for n in numbers})
                 self._build(members, [(generator, config, spec)] * len(members))
             except BaseException:  # another attempt may follow, in the same place
                 for member in self._running[before:]:
@@ -127,8 +127,8 @@ class RayLauncher(Launcher):
             return members
 
         with self._or_nothing():
-            fleet = Fleet(start, self._watch, len(seats), self.config.max_restarts)
-        front = EngineGroup(generator, spec, fleet)
+            pool = EnginePool(start, self._watch, len(allocations), self.config.max_restarts)
+        front = EngineGroup(generator, spec, pool)
         self._launched.append(front)
         return front
 
@@ -138,15 +138,15 @@ class RayLauncher(Launcher):
         links = receives_over_links(generator)
         with self._or_nothing():
             reserved = self._reserved(POLICY, GENERATOR)
-            seats = reserved.seats[POLICY], reserved.seats[GENERATOR]
-            self._link = choose(transport, links, *seats, reserved.cuda, reserved.nodes)
+            allocations = reserved.allocations[POLICY], reserved.allocations[GENERATOR]
+            self._link = choose_kind(transport, links, *allocations, reserved.cuda, reserved.nodes)
 
     def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
         if self._link is not None:
             assert isinstance(policy, RayGroup)
             assert isinstance(generator, EngineGroup)
             cuda = self._reserved().cuda
-            generator.bridge = Bridge(self._link, policy, generator.fleet, cuda, timeout, self._watch)
+            generator.weight_link = WeightLink(self._link, policy, generator.pool, cuda, timeout, self._watch)
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:  # each of them, whatever another raises
@@ -165,32 +165,34 @@ class RayLauncher(Launcher):
     # --------------------------------------------------------------------------------------- parts
 
     def _reserved(self, *roles: str) -> Reservation:
-        """Where these roles have their seats."""
+        """Where these roles have their allocations."""
         for role in roles:
-            if self._reservation is None or role not in self._reservation.seats:
+            if self._reservation is None or role not in self._reservation.allocations:
                 raise CapabilityError(f"{role!r} was not placed: call place() with it first")
         assert self._reservation is not None
         return self._reservation
 
-    def _start(self, seats: Mapping[str, Seat]) -> list[Member]:
+    def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
         """Actors that have resolved the plugins as this process did, and hold nothing yet."""
         members, reserved = [], self._reserved()
-        for (name, seat), gpus in zip(seats.items(), reserved.visible(list(seats.values())), strict=True):
-            env = {"OMP_NUM_THREADS": _threads() or str(seat.threads), **self.config.env}
+        for (name, allocation), gpus in zip(
+            allocations.items(), reserved.visible(list(allocations.values())), strict=True
+        ):
+            env = {"OMP_NUM_THREADS": _threads() or str(allocation.threads), **self.config.env}
             remote = ray.remote(concurrency_groups={"watch": 1})  # type: ignore[call-overload]  # ray's types lack it
             actor = remote(Worker).options(
-                num_cpus=seat.cpus,
+                num_cpus=allocation.cpus,
                 num_gpus=0,
                 max_restarts=0,
-                scheduling_strategy=reserved.at(seat.bundle),
+                scheduling_strategy=reserved.at(allocation.bundle),
                 **self._named(name),
             )
-            members.append(Member(name, actor.remote(name, os.getcwd(), env, gpus)))
+            members.append(WorkerHandle(name, actor.remote(name, os.getcwd(), env, gpus)))
         self._running += members
         described = [m.handle.describe.remote(*self._plugins) for m in members]
         for member, facts in zip(members, self._answers(members, described), strict=True):
             member.facts = facts
-        check_same([m.facts for m in members])
+        check_versions([m.facts for m in members])
         return members
 
     def _named(self, name: str) -> dict[str, str]:
@@ -201,11 +203,11 @@ class RayLauncher(Launcher):
         starts, self._starts[name] = self._starts[name], self._starts[name] + 1
         return {"name": slug(name) + f".{starts}" * bool(starts), "namespace": self.config.namespace}
 
-    def _build(self, members: Sequence[Member], arguments: Sequence[tuple[Any, ...]]) -> None:
-        parcel = send(pack(arguments))
-        self._answers(members, [m.handle.build.remote(parcel, rank) for rank, m in enumerate(members)])
+    def _build(self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]]) -> None:
+        payload = send(pack(arguments))
+        self._answers(members, [m.handle.build.remote(payload, rank) for rank, m in enumerate(members)])
 
-    def _answers(self, members: Sequence[Member], refs: Sequence[Any]) -> list[Any]:
+    def _answers(self, members: Sequence[WorkerHandle], refs: Sequence[Any]) -> list[Any]:
         """What each says, within ``start_timeout``; the first that fails ends the start of all."""
         waiting, answers = dict(zip(refs, members, strict=True)), {}
         limit = self.config.start_timeout
@@ -214,21 +216,21 @@ class RayLauncher(Launcher):
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()), fetch_local=False)
             if not ready:
                 late = list(waiting.values())
-                page = Stall(late[0], "start", limit, silent=False, waited_for=late).write(self._reports())
+                page = StallReport(late[0], "start", limit, silent=False, waited_for=late).write(self._reports())
                 names = ", ".join(m.name for m in late)
                 raise WorkerError(
                     f"{names}: not ready within {limit:g} s (launcher.start_timeout). What each was doing: {page}"
                 )
             for ref in ready:
-                answers[ref] = answer_of(waiting.pop(ref), ref)
-                if isinstance(answers[ref], Trouble):
-                    first, _ = first_of(answers[ref], waiting)
+                answers[ref] = result_of(waiting.pop(ref), ref)
+                if isinstance(answers[ref], FailedCall):
+                    first, _ = first_failure(answers[ref], waiting)
                     raise first.error("start", WorkerError)
         return [answers[ref] for ref in refs]
 
-    def _watch(self, members: Sequence[Member], doing: str) -> Vigil:
+    def _watch(self, members: Sequence[WorkerHandle], doing: str) -> Watchdog:
         assert self._cluster is not None
-        return Vigil(members, doing, self.config, self._reports(), self._cluster.control.check)
+        return Watchdog(members, doing, self.config, self._reports(), self._cluster.control.check)
 
     def _reports(self) -> Path:
         return Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()

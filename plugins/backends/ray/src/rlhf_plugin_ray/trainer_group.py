@@ -12,9 +12,9 @@ from rlhf.errors import CapabilityError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import WorkerGroup
 
 from rlhf_plugin_ray.actor.payload import pack, send, unpack
-from rlhf_plugin_ray.workers.failures import GRACE_SECONDS, Trouble, answer_of, first_of
-from rlhf_plugin_ray.workers.handle import Member
-from rlhf_plugin_ray.workers.watchdog import Vigil
+from rlhf_plugin_ray.workers.failures import GRACE_SECONDS, FailedCall, first_failure, result_of
+from rlhf_plugin_ray.workers.handle import WorkerHandle
+from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 _AHEAD = 2
 """Objects of a stream that lie in the store unclaimed: an item and its mark. Another item is being taken meanwhile."""
@@ -23,7 +23,9 @@ _AHEAD = 2
 class RayGroup(WorkerGroup):
     """One actor per rank."""
 
-    def __init__(self, role: str, members: Sequence[Member], watch: Callable[[Sequence[Member], str], Vigil]) -> None:
+    def __init__(
+        self, role: str, members: Sequence[WorkerHandle], watch: Callable[[Sequence[WorkerHandle], str], Watchdog]
+    ) -> None:
         self.role, self.members, self.size = role, list(members), len(members)
         self._watch = watch
         self._broken = ""
@@ -41,19 +43,19 @@ class RayGroup(WorkerGroup):
             raise CapabilityError(
                 f"{self.role} has {self.size} ranks; {method}() was called with arguments for {len(per_rank)}"
             )
-        self.settle(method)
-        parcel = send(pack(per_rank))
-        answers = {m.handle.call.remote(method, parcel, rank): m for rank, m in enumerate(self.members)}
+        self.finish_stream(method)
+        payload = send(pack(per_rank))
+        answers = {m.handle.call.remote(method, payload, rank): m for rank, m in enumerate(self.members)}
         return lambda: [unpack(result)[0] for result in self._collect(method, answers)]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
         """References to what rank 0 yields: the values stay in the store, for other groups and for engines to take."""
-        self.settle(method)
-        parcel = send(pack([arguments]))
+        self.finish_stream(method)
+        payload = send(pack([arguments]))
         source, others = self.members[0], self.members[1:]
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _AHEAD}
-        items = source.handle.stream.options(**options).remote(method, parcel, 0)
-        answers = {m.handle.drain.remote(method, parcel, 0): m for m in others}
+        items = source.handle.stream.options(**options).remote(method, payload, 0)
+        answers = {m.handle.drain.remote(method, payload, 0): m for m in others}
         self._open = method, items
         while (item := self._next(method, items, answers, timeout)) is not None:
             yield item
@@ -69,13 +71,13 @@ class RayGroup(WorkerGroup):
         """What lies in the store; memory there must not be written to."""
         return ray.get(item) if isinstance(item, ray.ObjectRef) else item
 
-    def settle(self, method: str) -> None:
+    def finish_stream(self, method: str) -> None:
         """Before ``method`` is called: read a stream that was left to its end. Raises WorkerError where the members
         cannot be called any more."""
         if not self._broken and self._open is not None:  # its reader failed, or wanted no more
             (started, items), self._open = self._open, None
-            with self._watching(started, self.members[:1]) as vigil:
-                while vigil.wait([items]) and next(items, None) is not None:
+            with self._watching(started, self.members[:1]) as watchdog:
+                while watchdog.wait([items]) and next(items, None) is not None:
                     pass
         if self._broken:
             raise WorkerError(f"{self.role}: {method}() cannot be called any more: {self._broken}")
@@ -89,29 +91,29 @@ class RayGroup(WorkerGroup):
     # -------------------------------------------------------------------------------------- parts
 
     @contextmanager
-    def _watching(self, method: str, members: Sequence[Member]) -> Iterator[Vigil]:
+    def _watching(self, method: str, members: Sequence[WorkerHandle]) -> Iterator[Watchdog]:
         try:
             yield self._watch(members, f"{self.role}.{method}()")
         except WorkerError as error:  # a stall, or a death
             self._broken = self._broken or str(error).splitlines()[0]
             raise
 
-    def _collect(self, method: str, answers: dict[Any, Member]) -> list[Any]:
+    def _collect(self, method: str, answers: dict[Any, WorkerHandle]) -> list[Any]:
         """The answers in rank order, or the first cause of what went wrong."""
         waiting, results = dict(answers), {}
-        with self._watching(method, list(waiting.values())) as vigil:
+        with self._watching(method, list(waiting.values())) as watchdog:
             while waiting:
-                for ref in vigil.wait(list(waiting)):
+                for ref in watchdog.wait(list(waiting)):
                     member = waiting.pop(ref)
-                    vigil.leave(member)
-                    results[ref] = answer_of(member, ref)
-                    if isinstance(results[ref], Trouble):
+                    watchdog.leave(member)
+                    results[ref] = result_of(member, ref)
+                    if isinstance(results[ref], FailedCall):
                         raise self.first_cause(method, results[ref], waiting)
         return [results[ref] for ref in answers]
 
-    def first_cause(self, method: str, trouble: Trouble, waiting: Mapping[Any, Member]) -> RlhfError:
+    def first_cause(self, method: str, failed: FailedCall, waiting: Mapping[Any, WorkerHandle]) -> RlhfError:
         """What to raise for one rank's failure, where others have not answered yet."""
-        first, hanging = first_of(trouble, waiting)
+        first, hanging = first_failure(failed, waiting)
         error = first.error(method, TrainingError)
         if hanging:
             self._broken = _stuck(hanging, method, error)
@@ -119,32 +121,34 @@ class RayGroup(WorkerGroup):
             self._broken = str(error).splitlines()[0]
         return error
 
-    def _next(self, method: str, items: Any, answers: Mapping[Any, Member], timeout: float | None) -> Any | None:
+    def _next(self, method: str, items: Any, answers: Mapping[Any, WorkerHandle], timeout: float | None) -> Any | None:
         """The next item of the stream, or None at its end."""
         item = self._advance(method, items, answers, timeout)
         if item is None:
             return None
         mark = self._advance(method, items, answers, timeout)
         # where the rank died, Ray ends the stream with an item that holds the error
-        mark = answer_of(self.members[0], item if mark is None else mark)
-        if isinstance(mark, Trouble):
+        mark = result_of(self.members[0], item if mark is None else mark)
+        if isinstance(mark, FailedCall):
             self._open = None
             raise self.first_cause(method, mark, answers)
         return item
 
-    def _advance(self, method: str, items: Any, answers: Mapping[Any, Member], timeout: float | None) -> Any | None:
+    def _advance(
+        self, method: str, items: Any, answers: Mapping[Any, WorkerHandle], timeout: float | None
+    ) -> Any | None:
         source, waiting = self.members[0], dict(answers)
-        with self._watching(method, [source]) as vigil:
+        with self._watching(method, [source]) as watchdog:
             while True:
-                ready = vigil.wait([items, *waiting], timeout)
+                ready = watchdog.wait([items, *waiting], timeout)
                 if not ready:
                     self._broken = f"{method}() gave nothing within {timeout:g} s"
                     raise TrainingError(f"{self.role}: {self._broken} ({source.name}, {source.where})")
                 if items in ready:
                     return next(items, None)
                 for ref in ready:  # another rank has ended; where it failed, rank 0 may wait for it for ever
-                    answer = answer_of(waiting.pop(ref), ref)
-                    if isinstance(answer, Trouble):
+                    answer = result_of(waiting.pop(ref), ref)
+                    if isinstance(answer, FailedCall):
                         error = self.first_cause(method, answer, waiting)
                         if not self._broken and not _runs_out(items):
                             self._broken = _stuck([source], method, error)
@@ -160,6 +164,6 @@ def _runs_out(items: Any) -> bool:
     return False
 
 
-def _stuck(members: Sequence[Member], method: str, error: Exception) -> str:
+def _stuck(members: Sequence[WorkerHandle], method: str, error: Exception) -> str:
     names = ", ".join(m.name for m in members)
     return f"{names} did not come back from {method}() after a failure: {str(error).splitlines()[0]}"

@@ -17,7 +17,6 @@ from rlhf.types import GenerationRequest, Sampling, Turn
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
 from rlhf_plugin_vllm.engine.engine import Engine, prefill_tokens, text_config
-from rlhf_plugin_vllm.loaded_weights import HeldWeights
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
@@ -29,9 +28,10 @@ from rlhf_plugin_vllm.requests import (
     sampling_parameters,
     scoring_parameters,
 )
+from rlhf_plugin_vllm.weight_loading import WeightLoading
 
 
-class VllmGenerator(HeldWeights):
+class VllmGenerator(WeightLoading):
     """Continuous batching by vLLM 0.32, in process: no server, no engine process, with or without Ray.
 
     Tokens go in and come out; text is what the run's decoder makes of them, and a stop string ends a turn with the
@@ -78,7 +78,7 @@ class VllmGenerator(HeldWeights):
         where = platform()
         check_platform(self.config, where)
         self._names = count()
-        super().__init__(Engine(self.config, spec, where), gives_back=not where.cpu)
+        super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu)
         self.longest = min(spec.max_tokens, self.engine.length)
         """Tokens, prompt and answer together."""
 
@@ -130,7 +130,7 @@ class VllmGenerator(HeldWeights):
             return self.engine.step()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        self._rouse()
+        self._wake_parts()
         self._ready("score", alone=True)
         found: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
@@ -153,7 +153,7 @@ class VllmGenerator(HeldWeights):
 
     def _ready(self, to: str, alone: bool = False) -> None:
         self.engine.check_workers()
-        why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._unfit)
+        why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
         if not why and self._paused and to == "sample":
             why = "it is paused; resume() it first"
         if alone and not why and self.engine.busy and not self._paused:  # an output is handed to whoever takes the step

@@ -83,7 +83,7 @@ class Sample:
         stop = request.sampling.stop
         self._search = StopSearch(stop, decode) if stop else None
 
-    def go_on_with(self, version: int, drawn: int) -> None:
+    def continue_with(self, version: int, drawn: int) -> None:
         """Its tokens after the first ``drawn`` are chosen by weights of ``version``."""
         if self._versions[-1][0] == drawn:
             self._versions.pop()

@@ -10,7 +10,7 @@ _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 
 
-def hold_port(address: str) -> socket.socket:
+def reserve_port(address: str) -> socket.socket:
     """A TCP port of ``address``, held until this is closed: nobody is given it who asks for a free one, and whoever
     names it may listen at it (where they set SO_REUSEADDR, as servers do)."""
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 INLINE = 2**15
 """Parcels of fewer bytes travel inside the message to the actor; larger ones are put into the object store, once."""
 _HEADER = 64
-"""Bytes that a buffer costs beside its own, for :attr:`Parcel.nbytes`."""
+"""Bytes that a buffer costs beside its own, for :attr:`Payload.nbytes`."""
 
 Pickled = tuple[bytes, list[Any], list[Any]]
 """(pickle stream, its out-of-band buffers, the object references in it)."""
 
 
-class Parcel:
+class Payload:
     """The arguments of one call for every rank. What all ranks get is in it once."""
 
     def __init__(self, shared: Pickled, ranks: Sequence[Pickled]) -> None:
@@ -38,7 +38,7 @@ class Parcel:
         def outside(part: Pickled) -> Pickled:
             return part[0], [pickle.PickleBuffer(b) for b in part[1]], part[2]
 
-        return Parcel, (outside(self.shared), [outside(r) for r in self.ranks])
+        return Payload, (outside(self.shared), [outside(r) for r in self.ranks])
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class Parcel:
         return sum(len(p[0]) + sum(memoryview(b).nbytes + _HEADER for b in p[1]) for p in parts)
 
 
-def pack(per_rank: Sequence[tuple[Any, ...]]) -> Parcel | None:
+def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
     """``per_rank[i]`` are the arguments of rank i; None where there are none."""
     if not any(per_rank):
         return None
@@ -56,23 +56,23 @@ def pack(per_rank: Sequence[tuple[Any, ...]]) -> Parcel | None:
         n for n in range(length) if len(per_rank) > 1 and all(len(a) > n and a[n] is first[n] for a in per_rank[1:])
     ]
     own = [[value for n, value in enumerate(arguments) if n not in same] for arguments in per_rank]
-    return Parcel(_dump({n: first[n] for n in same}), [_dump(arguments) for arguments in own])
+    return Payload(_dump({n: first[n] for n in same}), [_dump(arguments) for arguments in own])
 
 
-def unpack(parcel: Parcel | None, rank: int = 0) -> tuple[Any, ...]:
+def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
     """The arguments of ``rank``: tensors in memory of their own, object references replaced by what they stand for."""
-    if parcel is None:
+    if payload is None:
         return ()
-    shared: dict[int, Any] = _load(parcel.shared)
-    arguments: list[Any] = _load(parcel.ranks[rank])
+    shared: dict[int, Any] = _load(payload.shared)
+    arguments: list[Any] = _load(payload.ranks[rank])
     for position in sorted(shared):
         arguments.insert(position, shared[position])
     return tuple(arguments)
 
 
-def send(parcel: Parcel | None) -> Any:
-    """What to give an actor's method in place of the parcel: itself where it is small, else a reference."""
-    return parcel if parcel is None or parcel.nbytes < INLINE else ray.put(parcel)
+def send(payload: Payload | None) -> Any:
+    """What to give an actor's method in place of the payload: itself where it is small, else a reference."""
+    return payload if payload is None or payload.nbytes < INLINE else ray.put(payload)
 
 
 class _Pickler(cloudpickle.CloudPickler):

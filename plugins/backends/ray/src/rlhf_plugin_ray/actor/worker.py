@@ -19,13 +19,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from rlhf_plugin_ray.actor.failure import Failure
-from rlhf_plugin_ray.actor.network import hold_port, interface_of
+from rlhf_plugin_ray.actor.network import interface_of, reserve_port
 
 if TYPE_CHECKING:
     from rlhf_transport.ends import ConnectedTrainer
     from rlhf_transport.link import Link
 
-    from rlhf_plugin_ray.actor.payload import Parcel
+    from rlhf_plugin_ray.actor.payload import Payload
 
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
@@ -93,16 +93,16 @@ class Worker:
 
         address = ray.util.get_node_ip_address()
         host = f"[{address}]" if ":" in address else address
-        self._held = hold_port(address)
+        self._held = reserve_port(address)
         return f"tcp://{host}:{self._held.getsockname()[1]}"
 
-    def build(self, parcel: Parcel, rank: int) -> Failure | None:
+    def build(self, payload: Payload, rank: int) -> Failure | None:
         """Make the component: ``cls(config, spec)``."""
         from rlhf_plugin_ray.actor.payload import unpack
 
         with self._at_work("start"):
             try:
-                cls, config, spec = unpack(parcel, rank)
+                cls, config, spec = unpack(payload, rank)
                 self.component = cls(config, spec)
             except Exception as error:
                 return Failure.of(error)
@@ -113,46 +113,46 @@ class Worker:
 
     # --------------------------------------------------------------------------------------- work
 
-    def call(self, method: str, parcel: Parcel | None, rank: int) -> Parcel | Failure | None:
-        """The method's result, as a parcel for one."""
+    def call(self, method: str, payload: Payload | None, rank: int) -> Payload | Failure | None:
+        """The method's result, as a payload for one."""
         from rlhf_plugin_ray.actor.payload import pack, unpack
 
         with self._at_work(method):
             try:
-                return pack([(self._method(method)(*unpack(parcel, rank)),)])
+                return pack([(self._method(method)(*unpack(payload, rank)),)])
             except Exception as error:
                 return Failure.of(error)
 
-    def stream(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
+    def stream(self, method: str, payload: Payload | None, rank: int) -> Iterator[Any]:
         """Each item of a method that yields, followed by None: the item itself is safe in the store by then. A Failure
         in place of None ends the stream, and the item before it is nothing."""
         with self._at_work(method):
             try:
-                for item in self._items(method, parcel, rank):
+                for item in self._items(method, payload, rank):
                     yield item
                     yield None
             except Exception as error:
                 yield None
                 yield Failure.of(error)
 
-    def drain(self, method: str, parcel: Parcel | None, rank: int) -> Failure | None:
+    def drain(self, method: str, payload: Payload | None, rank: int) -> Failure | None:
         """Take part in a stream whose items nobody wants from this rank."""
         with self._at_work(method):
             try:
-                for _ in self._items(method, parcel, rank):
+                for _ in self._items(method, payload, rank):
                     pass
             except Exception as error:
                 return Failure.of(error)
         return None
 
-    def generate(self, parcel: Parcel, rank: int) -> Iterator[list[tuple[int, Any]] | Failure]:
+    def generate(self, payload: Payload, rank: int) -> Iterator[list[tuple[int, Any]] | Failure]:
         """(position, turn) of samples as they finish, those of a moment together."""
         from rlhf_plugin_ray.actor.payload import unpack
 
         with self._at_work("generate"):
             try:
                 finished, told = [], time.monotonic()
-                for sample in self.component.generate(*unpack(parcel, rank)):
+                for sample in self.component.generate(*unpack(payload, rank)):
                     self._progress += 1
                     finished.append(sample)
                     if time.monotonic() - told >= CHUNK_SECONDS:
@@ -163,10 +163,10 @@ class Worker:
             except Exception as error:
                 yield Failure.of(error)
 
-    def _items(self, method: str, parcel: Parcel | None, rank: int) -> Iterator[Any]:
+    def _items(self, method: str, payload: Payload | None, rank: int) -> Iterator[Any]:
         from rlhf_plugin_ray.actor.payload import unpack
 
-        for item in self._method(method)(*unpack(parcel, rank)):
+        for item in self._method(method)(*unpack(payload, rank)):
             self._progress += 1
             yield item
 

@@ -14,7 +14,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
 
-from rlhf_plugin_ray.cluster.control_process import Control, closed, end_own
+from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_unreachable
 from rlhf_plugin_ray.cluster.placement import Node
 from rlhf_plugin_ray.config import RayConfig
 
@@ -41,7 +41,7 @@ class Cluster:
             self._check(config)
         if threading.current_thread() is threading.main_thread():
             _keep_exit_codes()
-        self.control = Control(ray.get_runtime_context().gcs_address, own=self.ours and self._local)
+        self.control = ControlProcessMonitor(ray.get_runtime_context().gcs_address, own=self.ours and self._local)
 
     def _connect(self, config: RayConfig) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -57,7 +57,7 @@ class Cluster:
             options |= {"include_dashboard": False, "num_cpus": config.cpus}
             if config.object_store_gib is not None:
                 options["object_store_memory"] = int(config.object_store_gib * 2**30)
-        if problem := closed(address):
+        if problem := why_unreachable(address):
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {problem}. {_START}")
         main = threading.current_thread() is threading.main_thread()
         self._sigterm = signal.getsignal(signal.SIGTERM) if main else None
@@ -100,7 +100,7 @@ class Cluster:
         if self.ours:
             self.ours = False
             if self.control.lost:
-                end_own()
+                kill_own_ray()
             ray.shutdown()
             ray_worker._worker_logs_enabled = True
             if self._sigterm is not None:  # Ray set one of its own

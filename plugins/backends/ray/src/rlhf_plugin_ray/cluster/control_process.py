@@ -21,7 +21,7 @@ _END_SECONDS = 20.0
 """For the run to end by itself with the error. Afterwards this process is ended: Ray would do it."""
 
 
-class Control:
+class ControlProcessMonitor:
     """A thread that connects to the GCS every second, until :meth:`stop`."""
 
     def __init__(self, address: str, own: bool) -> None:
@@ -45,7 +45,7 @@ class Control:
         answered = time.monotonic()
         while not self._stopped.wait(_LOOK_SECONDS):
             asked = time.monotonic()
-            problem = closed(self._address)
+            problem = why_unreachable(self._address)
             if not problem:
                 answered = asked
             elif time.monotonic() - answered >= limit:
@@ -53,7 +53,7 @@ class Control:
                 break
         # once it is gone: the run may be where nothing checks, or hang in a call of Ray
         if not self._stopped.wait(_END_SECONDS):
-            end_own()
+            kill_own_ray()
             sys.stdout.flush()
             sys.stderr.write(f"rlhf: {self.lost}\n")
             sys.stderr.flush()
@@ -69,14 +69,14 @@ class Control:
         )
 
 
-def end_own() -> None:
+def kill_own_ray() -> None:
     """Kill the processes of the Ray that this process started, if it did; workers notice it and end. Without its GCS
     they would live for another minute."""
     if (node := ray_worker._global_node) is not None:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
-def closed(address: str) -> str:
+def why_unreachable(address: str) -> str:
     """Why nothing answers at HOST:PORT, which Ray would take minutes to find out; empty where something does."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():

@@ -1,4 +1,4 @@
-"""From the run file's placement to bundles of a placement group, and from bundles to seats of actors."""
+"""From the run file's placement to bundles of a placement group, and from bundles to allocations of actors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Allocation:
     """Where one actor lives."""
 
     bundle: int
@@ -119,7 +119,9 @@ def _held(nodes: Sequence[Node], kind: str) -> str:
     return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
 
 
-def seats_of(places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequence[str]) -> dict[str, list[Seat]]:
+def allocate(
+    places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequence[str]
+) -> dict[str, list[Allocation]]:
     """Seats by role, in rank order.
 
     A role's ranks follow the nodes, so that neighbours in rank are neighbours in the machine. A role that shares lives
@@ -150,7 +152,7 @@ def seats_of(places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequ
     def cpus(bundle: int) -> float:
         return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
 
-    return {role: [Seat(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in taken.items()}
+    return {role: [Allocation(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in taken.items()}
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Place
 
-from rlhf_plugin_ray.cluster.placement import Seat, bundles_of, seats_of
+from rlhf_plugin_ray.cluster.placement import Allocation, allocate, bundles_of
 from rlhf_plugin_ray.config import RayConfig
 
 
@@ -36,7 +36,7 @@ class Reservation:
             at = placement_group_table(self._group)["bundles_to_node_id"]
             self.nodes: list[str] = [at[n] for n in range(len(bundles))]
             """Of each bundle, where it is."""
-            self.seats = seats_of(places, bundles, self.nodes)
+            self.allocations = allocate(places, bundles, self.nodes)
             """By role, in rank order."""
         except BaseException:
             self.release()
@@ -52,16 +52,16 @@ class Reservation:
         """For the options of what is to run on a bundle."""
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
-    def visible(self, seats: Sequence[Seat]) -> list[list[str] | None]:
-        """The GPUs of each seat, asked anew each time: after the loss of a node Ray may have moved a bundle."""
+    def visible(self, allocations: Sequence[Allocation]) -> list[list[str] | None]:
+        """The GPUs of each allocation, asked anew each time: after the loss of a node Ray may have moved a bundle."""
         if self._gpus is None:
-            return [None] * len(seats)
+            return [None] * len(allocations)
 
         def mine() -> tuple[str, list[str]]:
             return ray.get_runtime_context().get_node_id(), [str(n) for n in ray.get_gpu_ids()]
 
         asked: dict[int, Any] = {}
-        for index in sorted({index for seat in seats for index, _ in seat.slots}):
+        for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
             where = self.at(index)
             task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=where)
             asked[index] = task.remote()
@@ -69,17 +69,17 @@ class Reservation:
             found = dict(zip(asked, ray.get(list(asked.values()), timeout=self._timeout), strict=True))
         except RayError as cause:
             raise WorkerError(
-                f"the cluster did not give the devices of {len(seats)} processes within {self._timeout:g} s "
+                f"the cluster did not give the devices of {len(allocations)} processes within {self._timeout:g} s "
                 f"(launcher.start_timeout), though they are reserved: {type(cause).__name__}. Look at `ray status`: a "
                 "node may be lost."
             ) from cause
-        for seat in seats:
-            if len({found[index][0] for index, _ in seat.slots}) > 1:
+        for allocation in allocations:
+            if len({found[index][0] for index, _ in allocation.slots}) > 1:
                 raise WorkerError(
                     "a node was lost, and what is left of the devices of one process lies on two nodes: the run "
                     "continues from its newest checkpoint with --resume"
                 )
-        return [[found[index][1][n] for index, n in seat.slots] for seat in seats]
+        return [[found[index][1][n] for index, n in allocation.slots] for allocation in allocations]
 
     def release(self) -> None:
         """Give everything back."""

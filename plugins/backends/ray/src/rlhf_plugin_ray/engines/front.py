@@ -11,9 +11,9 @@ from rlhf.interfaces import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 
 from rlhf_plugin_ray.actor.payload import pack, send
-from rlhf_plugin_ray.engines.load_balance import spread
-from rlhf_plugin_ray.engines.pool import Fleet
-from rlhf_plugin_ray.engines.weight_link import Bridge
+from rlhf_plugin_ray.engines.load_balance import assign_requests
+from rlhf_plugin_ray.engines.pool import EnginePool
+from rlhf_plugin_ray.engines.weight_link import WeightLink
 
 _NOBODY = Proof(0).who
 """In a proof whose generator names nobody."""
@@ -26,10 +26,10 @@ class EngineGroup(Generator):
     being functions of the requests' seeds, they are the same.
     """
 
-    def __init__(self, generator: type[Generator], spec: GeneratorSpec, fleet: Fleet) -> None:
+    def __init__(self, generator: type[Generator], spec: GeneratorSpec, pool: EnginePool) -> None:
         self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module", "pause"}  # type: ignore[misc]
-        self.spec, self.fleet = spec, fleet
-        self.bridge: Bridge | None = None
+        self.spec, self.pool = spec, pool
+        self.weight_link: WeightLink | None = None
         """The way of the weights, where they do not come through the object store."""
         self._loaded = self._asleep = False
         self._reloads = 0
@@ -38,35 +38,35 @@ class EngineGroup(Generator):
     # ---------------------------------------------------------------------------------- generation
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        self.fleet.check_open()
+        self.pool.check_open()
         left = dict(enumerate(requests))
         while left:
             self._replace_dead()
             order = list(left)
-            shares = spread([left[n] for n in order], len(self.fleet.members))
+            shares = assign_requests([left[n] for n in order], len(self.pool.members))
             for position, turn in self._draw([left[n] for n in order], shares):
                 del left[order[position]]
                 yield order[position], turn
 
     def _draw(self, requests: Sequence[GenerationRequest], shares: list[list[int]]) -> Iterator[tuple[int, Turn]]:
         """What the engines answer, until each has ended or died."""
-        fleet, busy = self.fleet, {n: share for n, share in enumerate(shares) if share}
-        parcel = send(pack([([requests[p] for p in share],) for share in busy.values()]))
+        pool, busy = self.pool, {n: share for n, share in enumerate(shares) if share}
+        payload = send(pack([([requests[p] for p in share],) for share in busy.values()]))
         streams: dict[Any, tuple[int, set[int]]] = {}
         for rank, (number, share) in enumerate(busy.items()):
-            call = fleet.members[number].handle.generate.options(num_returns="streaming")
-            streams[call.remote(parcel, rank)] = number, set(range(len(share)))
-        vigil = fleet.watch(busy, "generate()")
+            call = pool.members[number].handle.generate.options(num_returns="streaming")
+            streams[call.remote(payload, rank)] = number, set(range(len(share)))
+        watchdog = pool.watch(busy, "generate()")
         while streams:
-            for stream in vigil.wait(list(streams)):
+            for stream in watchdog.wait(list(streams)):
                 number, open_ = streams[stream]
                 chunk = next(stream, None)
-                answer = None if chunk is None else fleet.answer(number, "generate", chunk)
+                answer = None if chunk is None else pool.answer(number, "generate", chunk)
                 if answer is None:  # it has ended, or died
-                    if open_ and number not in fleet.dead:
+                    if open_ and number not in pool.dead:
                         raise WorkerError(f"engine {number} ended without an answer to {len(open_)} requests")
                     del streams[stream]
-                    vigil.leave(fleet.members[number])
+                    watchdog.leave(pool.members[number])
                     continue
                 for position, turn in answer:
                     if position not in open_:
@@ -78,20 +78,20 @@ class EngineGroup(Generator):
 
     def begin_load(self, version: int) -> None:
         self._replace_dead(refresh=False)
-        while self.bridge is not None and not self.bridge.fit:
-            self.bridge.build()
+        while self.weight_link is not None and not self.weight_link.fit:
+            self.weight_link.build()
             self._replace_dead(refresh=False)
         self._loaded = True
-        self.fleet.post("begin_load", version)  # while the policy makes the first bucket
+        self.pool.post("begin_load", version)  # while the policy makes the first bucket
 
     def take(self, bucket: Any) -> None:
         """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""
         if not self._cut_off:
-            self.fleet.ask("take", bucket, timeout=self.spec.sync_timeout)
+            self.pool.ask("take", bucket, timeout=self.spec.sync_timeout)
 
     def end_load(self) -> list[Proof]:
-        answers = {} if self._cut_off else self.fleet.ask("end_load")
-        if not self.fleet.dead:
+        answers = {} if self._cut_off else self.pool.ask("end_load")
+        if not self.pool.dead:
             self._proofs = [
                 replace(proof, who=f"engine {n}" if proof.who == _NOBODY else f"engine {n}, {proof.who}")
                 for n, proofs in answers.items()
@@ -106,44 +106,44 @@ class EngineGroup(Generator):
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         while True:
             self._replace_dead()
-            answers = self.fleet.ask("logprobs", sequences)
-            if not self.fleet.dead:
+            answers = self.pool.ask("logprobs", sequences)
+            if not self.pool.dead:
                 return [one for per_engine in answers.values() for one in per_engine]
 
     def stale(self, bucket: Any) -> list[str]:
-        found = {} if self._cut_off else self.fleet.ask("stale", bucket)
+        found = {} if self._cut_off else self.pool.ask("stale", bucket)
         return list(dict.fromkeys(name for names in found.values() for name in names))
 
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        self.fleet.ask("sleep")
+        self.pool.ask("sleep")
         self._asleep = True
 
     def wake(self) -> None:
-        bare = any(self.fleet.ask("wake").values())
+        bare = any(self.pool.ask("wake").values())
         self._asleep, before = False, self._reloads
         self._replace_dead()
         if bare and self._reloads == before:  # engines are elsewhere: they cannot ask for weights by themselves
             self._refresh()
 
     def close(self) -> None:
-        self.fleet.close()
+        self.pool.close()
 
     # ------------------------------------------------------------------------------------ recovery
 
     def _replace_dead(self, refresh: bool = True) -> None:
         """Start engines in the place of those that died, with the weights of now where others have them."""
-        while replaced := self.fleet.replace():
+        while replaced := self.pool.replace():
             if self._asleep:
-                self.fleet.ask("sleep", only=replaced)
-            if refresh and self._loaded and not self.fleet.dead:
+                self.pool.ask("sleep", only=replaced)
+            if refresh and self._loaded and not self.pool.dead:
                 self._refresh()
 
     @property
     def _cut_off(self) -> bool:
-        """Whether an engine's death ended what was crossing the bridge: all engines get everything once more."""
-        return self.bridge is not None and not self.bridge.fit and bool(self.fleet.dead)
+        """Whether an engine's death ended what was crossing the weight_link: all engines get everything once more."""
+        return self.weight_link is not None and not self.weight_link.fit and bool(self.pool.dead)
 
     def _refresh(self) -> None:
         if self.refresh is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf.types import GenerationRequest
 
 
-def spread(requests: Sequence[GenerationRequest], engines: int) -> list[list[int]]:
+def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list[list[int]]:
     """Positions in ``requests`` for each engine, in order.
 
     The load of a sample is the tokens it may take, of a prompt its own length, once. Samples of one prompt stay

@@ -11,9 +11,9 @@ import ray
 from rlhf.errors import RolloutError, SyncError, WorkerError
 
 from rlhf_plugin_ray.actor.payload import pack, send, unpack
-from rlhf_plugin_ray.workers.failures import Trouble, answer_of
-from rlhf_plugin_ray.workers.handle import Member
-from rlhf_plugin_ray.workers.watchdog import Vigil
+from rlhf_plugin_ray.workers.failures import FailedCall, result_of
+from rlhf_plugin_ray.workers.handle import WorkerHandle
+from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0
@@ -22,14 +22,14 @@ _LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "re
 """What fails in these is a sync that failed."""
 
 
-class Fleet:
+class EnginePool:
     """Engines by number. One is dead where its process ended, or one of its methods raised WorkerError: it is noted in
     ``dead`` and left out, until :meth:`replace`."""
 
     def __init__(
         self,
-        start: Callable[[Sequence[int]], list[Member]],
-        watch: Callable[[Sequence[Member], str], Vigil],
+        start: Callable[[Sequence[int]], list[WorkerHandle]],
+        watch: Callable[[Sequence[WorkerHandle], str], Watchdog],
         engines: int,
         max_restarts: int,
     ) -> None:
@@ -50,10 +50,10 @@ class Fleet:
         if self._closed:
             raise WorkerError("the engines were shut down")
 
-    def watch(self, numbers: Collection[int], doing: str) -> Vigil:
-        vigil = self._watch([self.members[n] for n in numbers], doing)
-        vigil.lost = self.lose
-        return vigil
+    def watch(self, numbers: Collection[int], doing: str) -> Watchdog:
+        watchdog = self._watch([self.members[n] for n in numbers], doing)
+        watchdog.lost = self.lose
+        return watchdog
 
     def post(self, method: str, *arguments: Any) -> None:
         """Ask without waiting: what goes wrong is told by the next :meth:`ask`. What was posted before is forgotten."""
@@ -71,12 +71,12 @@ class Fleet:
         numbers = self._alive(only)
         last = self._call(numbers, method, arguments)
         waiting, self._posted = self._posted | last, {}
-        vigil = self.watch({n for n, _ in waiting.values()}, f"{method}()")
+        watchdog = self.watch({n for n, _ in waiting.values()}, f"{method}()")
         answers: dict[int, Any] = {}
         failed: list[SyncError] = []
         end = None if timeout is None else time.monotonic() + timeout
         while waiting:
-            ready = vigil.wait(list(waiting), None if end is None else max(0.0, end - time.monotonic()))
+            ready = watchdog.wait(list(waiting), None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
                 late = " and ".join(sorted({f"engine {n}" for n, _ in waiting.values()}))
                 self.gave_up()
@@ -84,7 +84,7 @@ class Fleet:
             for ref in ready:
                 number, asked = waiting.pop(ref)
                 if ref in last:  # an engine does one thing after another
-                    vigil.leave(self.members[number])
+                    watchdog.leave(self.members[number])
                 try:
                     answer = self.answer(number, asked, ref)
                 except SyncError as error:
@@ -103,13 +103,13 @@ class Fleet:
     def _call(self, numbers: Collection[int], method: str, arguments: tuple[Any, ...]) -> dict[Any, tuple[int, str]]:
         """{reference: (engine, method)}."""
         self.check_open()
-        parcel = send(pack([arguments]))
-        return {self.members[n].handle.call.remote(method, parcel, 0): (n, method) for n in numbers}
+        payload = send(pack([arguments]))
+        return {self.members[n].handle.call.remote(method, payload, 0): (n, method) for n in numbers}
 
     def answer(self, number: int, method: str, ref: Any) -> Any:
         """What came; None where the engine died, which is noted. Raises what it raised."""
-        answer = answer_of(self.members[number], ref)
-        if isinstance(answer, Trouble):
+        answer = result_of(self.members[number], ref)
+        if isinstance(answer, FailedCall):
             error = answer.error(method, SyncError if method in _LOADING else RolloutError)
             if not isinstance(error, WorkerError):
                 raise error
@@ -122,7 +122,7 @@ class Fleet:
         self.dead[number] = str(death)
         self.gave_up()
 
-    def lose(self, stalled: Sequence[Member], headline: str) -> None:
+    def lose(self, stalled: Sequence[WorkerHandle], headline: str) -> None:
         """End engines that stalled: the others can still be put to sleep, so that the roles on their devices go on to
         save what was learnt, and nobody waits for these once more. They are not replaced, as a stall ends the run."""
         for number, member in self.members.items():

@@ -9,11 +9,11 @@ import ray
 from rlhf.errors import ConfigError, SyncError, WorkerError
 
 from rlhf_plugin_ray.actor.payload import pack, send
-from rlhf_plugin_ray.cluster.placement import Seat
-from rlhf_plugin_ray.engines.pool import Fleet
-from rlhf_plugin_ray.workers.failures import Trouble, answer_of
-from rlhf_plugin_ray.workers.handle import Member
-from rlhf_plugin_ray.workers.watchdog import Vigil
+from rlhf_plugin_ray.cluster.placement import Allocation
+from rlhf_plugin_ray.engines.pool import EnginePool
+from rlhf_plugin_ray.workers.failures import FailedCall, result_of
+from rlhf_plugin_ray.workers.handle import WorkerHandle
+from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from rlhf_transport.coordination import Coordination
@@ -25,7 +25,7 @@ NO_LINKS = "the generator takes no links (accept:links is not among its capabili
 STORE = "store"
 
 
-class Bridge:
+class WeightLink:
     """A link between the policy's ranks and the engines, made when weights are about to cross it, and made anew after
     anything went wrong on it."""
 
@@ -33,19 +33,19 @@ class Bridge:
         self,
         kind: Kind,
         policy: RayGroup,
-        fleet: Fleet,
+        pool: EnginePool,
         cuda: bool,
         timeout: float,
-        watch: Callable[[Sequence[Member], str], Vigil],
+        watch: Callable[[Sequence[WorkerHandle], str], Watchdog],
     ) -> None:
-        self.kind, self.policy, self.fleet, self.cuda, self.timeout = kind, policy, fleet, cuda, timeout
+        self.kind, self.policy, self.pool, self.cuda, self.timeout = kind, policy, pool, cuda, timeout
         self._watch = watch
         self._coordination: Coordination | None = None
         self._receivers: int | None = None
         """Processes of one engine that take weights; engines are alike."""
         self.fit = False
         """Whether everything can cross."""
-        fleet.gave_up = self.drop
+        pool.gave_up = self.drop
 
     def drop(self) -> None:
         """Whoever waits for another end stops waiting; nothing crosses until :meth:`build`."""
@@ -54,19 +54,19 @@ class Bridge:
             self._coordination.abort()
 
     def build(self) -> None:
-        """Connect every end. Where an engine dies meanwhile, which the fleet notes, the link is not fit; to be called
+        """Connect every end. Where an engine dies meanwhile, which the pool notes, the link is not fit; to be called
         once all engines live."""
         from rlhf_transport.coordination import serve
         from rlhf_transport.link import Link
 
         self.drop()
-        self.policy.settle("connect_trainer")
+        self.policy.finish_stream("connect_trainer")
         if self._receivers is None:
-            first = min(self.fleet.members)
-            self._receivers = self.fleet.ask("receivers", only=[first]).get(first)
+            first = min(self.pool.members)
+            self._receivers = self.pool.ask("receivers", only=[first]).get(first)
         if self._receivers is None:  # it died
             return
-        engines, each = self.fleet.members, self._receivers
+        engines, each = self.pool.members, self._receivers
         self._coordination, address = serve(ray.util.get_node_ip_address(), self.timeout)
         link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
         told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
@@ -76,31 +76,36 @@ class Bridge:
             if n < self.policy.size:
                 raise self.policy.first_cause("connect_trainer", failed[n], {})
         for n, death in deaths.items():
-            self.fleet.bury(list(engines)[n - self.policy.size], death)
+            self.pool.bury(list(engines)[n - self.policy.size], death)
         if failed and not deaths:
             raise min(failed.values(), key=lambda t: t.order).error("connect", SyncError)
         self.fit = not failed
 
-    def _connect(self, members: Sequence[Member], told: Sequence[tuple[Any, ...]]) -> dict[int, Trouble]:
+    def _connect(self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]]) -> dict[int, FailedCall]:
         """{place in ``members``: what went wrong there}, once all have answered."""
-        parcel = send(pack(told))
+        payload = send(pack(told))
         methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
-        waiting = {m.handle.call.remote(methods[n], parcel, n): n for n, m in enumerate(members)}
-        vigil = self._watch(members, "connect()")
-        vigil.lost = self.fleet.lose
-        failed: dict[int, Trouble] = {}
+        waiting = {m.handle.call.remote(methods[n], payload, n): n for n, m in enumerate(members)}
+        watchdog = self._watch(members, "connect()")
+        watchdog.lost = self.pool.lose
+        failed: dict[int, FailedCall] = {}
         while waiting:
-            for ref in vigil.wait(list(waiting)):
+            for ref in watchdog.wait(list(waiting)):
                 n = waiting.pop(ref)
-                vigil.leave(members[n])
-                if isinstance(answer := answer_of(members[n], ref), Trouble):
+                watchdog.leave(members[n])
+                if isinstance(answer := result_of(members[n], ref), FailedCall):
                     failed[n] = answer
                     self.drop()  # the others may wait for this end
         return failed
 
 
-def choose(
-    transport: str, takes_links: bool, policy: Sequence[Seat], engines: Sequence[Seat], cuda: bool, nodes: Sequence[str]
+def choose_kind(
+    transport: str,
+    takes_links: bool,
+    policy: Sequence[Allocation],
+    engines: Sequence[Allocation],
+    cuda: bool,
+    nodes: Sequence[str],
 ) -> Kind | None:
     """The kind of link, None for the object store; ConfigError where what is asked for cannot be had.
 
@@ -109,8 +114,8 @@ def choose(
         takes_links: whether the generator does.
         nodes: of each bundle, where it is.
     """
-    computing = [seat.slots[0] for seat in policy]  # a rank computes on the first of its devices
-    used = {slot for seat in engines for slot in seat.slots}
+    computing = [allocation.slots[0] for allocation in policy]  # a rank computes on the first of its devices
+    used = {slot for allocation in engines for slot in allocation.slots}
     if cuda:
         shared = (
             "" if used <= set(computing) else "some engine lives on a device on which no rank of the policy computes"

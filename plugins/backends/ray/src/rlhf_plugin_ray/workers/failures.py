@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from rlhf.errors import RlhfError, WorkerError
 
 from rlhf_plugin_ray.actor.failure import Failure, RemoteTraceback
-from rlhf_plugin_ray.workers.handle import Member
+from rlhf_plugin_ray.workers.handle import WorkerHandle
 
 GRACE_SECONDS = 3.0
 """After a rank failed: for the others to fail or end too, before they are given up. Ray needs about one to notice a
@@ -19,10 +19,10 @@ death, which a neighbour may feel earlier as a broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class FailedCall:
     """What a member answered in place of a result."""
 
-    member: Member
+    member: WorkerHandle
     what: Failure | RayError
 
     @property
@@ -47,24 +47,24 @@ class Trouble:
         return raised
 
 
-def answer_of(member: Member, ref: Any) -> Any:
-    """What a finished call returned, or a :class:`Trouble`."""
+def result_of(member: WorkerHandle, ref: Any) -> Any:
+    """What a finished call returned, or a :class:`FailedCall`."""
     try:
         result = ray.get(ref)
     except RayError as error:
-        return Trouble(member, error)
-    return Trouble(member, result) if isinstance(result, Failure) else result
+        return FailedCall(member, error)
+    return FailedCall(member, result) if isinstance(result, Failure) else result
 
 
-def first_of(trouble: Trouble, waiting: Mapping[Any, Member]) -> tuple[Trouble, list[Member]]:
+def first_failure(failed: FailedCall, waiting: Mapping[Any, WorkerHandle]) -> tuple[FailedCall, list[WorkerHandle]]:
     """(the first cause, members that still hang) a moment after one of several failed.
 
     Args:
         waiting: {reference: member} of those that had not answered.
     """
     if not waiting:
-        return trouble, []
+        return failed, []
     ready, hanging = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
-    answers = [trouble, *(answer_of(waiting[ref], ref) for ref in ready)]
-    found = [a for a in answers if isinstance(a, Trouble)]
+    answers = [failed, *(result_of(waiting[ref], ref) for ref in ready)]
+    found = [a for a in answers if isinstance(a, FailedCall)]
     return min(found, key=lambda t: t.order), [waiting[ref] for ref in hanging]

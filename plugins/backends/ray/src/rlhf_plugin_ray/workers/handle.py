@@ -11,14 +11,14 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_plugin_ray.workers.node_tools import tail_of
+from rlhf_plugin_ray.workers.node_tools import log_tail
 
 TAIL_LINES = 15
 _ASK_SECONDS = 20.0
 
 
 @dataclass
-class Member:
+class WorkerHandle:
     """A rank of a role, or an engine."""
 
     name: str
@@ -56,7 +56,7 @@ class Member:
         lines = [f"{self.name} ({self.where}) died during {doing}: {_exit_cause(cause)}"]
         if path := self.facts.get("stderr"):
             lines.append(f"The end of its standard error ({path}):")
-            lines.append(self.on_its_node(tail_of, path, TAIL_LINES))
+            lines.append(self.on_its_node(log_tail, path, TAIL_LINES))
         return "\n".join(lines)
 
     def kill(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 _SPY_SECONDS = 10.0
 
 
-def tail_of(path: str, lines: int) -> str:
+def log_tail(path: str, lines: int) -> str:
     """The last lines of a worker's log, without those that Ray writes for itself."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -21,7 +21,7 @@ def tail_of(path: str, lines: int) -> str:
     return "".join(f"  {line.rstrip()}\n" for line in last).rstrip() or "  (nothing)"
 
 
-def look_at(pid: int) -> str:
+def inspect_process(pid: int) -> str:
     """What can be seen of a process that does not answer: its state and what it waits for in the kernel, by thread, and
     its Python stacks where py-spy is installed and may read them."""
     folder = Path("/proc") / str(pid)

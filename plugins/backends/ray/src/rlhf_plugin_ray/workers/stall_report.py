@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rlhf_plugin_ray.workers.handle import Member, slug
-from rlhf_plugin_ray.workers.node_tools import look_at, tail_of
+from rlhf_plugin_ray.workers.handle import WorkerHandle, slug
+from rlhf_plugin_ray.workers.node_tools import inspect_process, log_tail
 
 _ASK_SECONDS = 5.0
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")
@@ -23,14 +23,14 @@ _OTHERS = 16
 
 
 @dataclass
-class Stall:
+class StallReport:
     """A member that gives no answer (``silent``), or answers and makes no progress."""
 
-    member: Member
+    member: WorkerHandle
     doing: str
     seconds: float
     silent: bool
-    waited_for: Sequence[Member]
+    waited_for: Sequence[WorkerHandle]
     """All that were waited for, the stalled one included."""
 
     @property
@@ -61,7 +61,7 @@ class Stall:
             lines[-1] += ", ".join(m.name for m in others[_OTHERS:])
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
-            lines.append(self.member.on_its_node(tail_of, log, _LOG_LINES))
+            lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))
         return "\n".join(lines) + "\n"
 
     def _hints(self, seen: dict[str, str]) -> list[str]:
@@ -95,7 +95,7 @@ class Stall:
         return hints
 
 
-def _seen(member: Member, question: Any) -> str:
+def _seen(member: WorkerHandle, question: Any) -> str:
     """Stacks as the member tells them; as its node sees it where it does not."""
     if ray.wait([question], timeout=0)[0]:
         try:
@@ -107,4 +107,4 @@ def _seen(member: Member, question: Any) -> str:
         return "\n".join([first, *(f"\nthread {name!r}, innermost frame last:\n{text}" for name, text in ordered)])
     if "pid" not in member.facts:
         return "(it has not started)"
-    return "It does not answer. Seen from outside:\n" + member.on_its_node(look_at, member.facts["pid"])
+    return "It does not answer. Seen from outside:\n" + member.on_its_node(inspect_process, member.facts["pid"])

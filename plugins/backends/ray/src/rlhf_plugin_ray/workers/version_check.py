@@ -13,7 +13,7 @@ from rlhf_plugin_ray.actor.failure import RemoteTraceback
 from rlhf_plugin_ray.actor.worker import COMPARED, installed_version
 
 
-def check_same(described: Sequence[Mapping[str, Any]]) -> None:
+def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     """``described``: what each worker said of itself. Raises PluginVersionMismatch naming every node that differs."""
     here = {"python": platform.python_version(), "ray": ray.__version__}
     here |= {name: installed_version(name) for name in COMPARED}

@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from rlhf.errors import WorkerError
 
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.workers.handle import Member
-from rlhf_plugin_ray.workers.stall_report import Stall
+from rlhf_plugin_ray.workers.handle import WorkerHandle
+from rlhf_plugin_ray.workers.stall_report import StallReport
 
 SILENT = 10
 """Heartbeats without an answer after which a worker is stalled."""
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass
 class _Seen:
-    member: Member
+    member: WorkerHandle
     progress: int = -1
     moved: float = field(default_factory=time.monotonic)
     """When it last made progress, as far as is known."""
@@ -33,12 +33,12 @@ class _Seen:
     question: Any = None
 
 
-class Vigil:
+class Watchdog:
     """Watches the members whose answers are waited for, from its making to the last :meth:`leave`."""
 
     def __init__(
         self,
-        members: Iterable[Member],
+        members: Iterable[WorkerHandle],
         doing: str,
         config: RayConfig,
         reports: Path,
@@ -47,12 +47,12 @@ class Vigil:
         """``check`` raises WorkerError where no worker can be waited for any more."""
         self._seen = {id(m): _Seen(m) for m in members}
         self.doing, self.config, self.reports, self._cluster = doing, config, reports, check
-        self.lost: Callable[[Sequence[Member], str], None] = lambda stalled, headline: None
+        self.lost: Callable[[Sequence[WorkerHandle], str], None] = lambda stalled, headline: None
         """Told who stalled, and what the error says first, before it is raised."""
         self._begun = self._next = time.monotonic()
         self._next += config.heartbeat
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: WorkerHandle) -> None:
         """It has answered: no longer watched."""
         self._seen.pop(id(member), None)
 
@@ -102,7 +102,7 @@ class Vigil:
     def _stalled(self, stalled: Sequence[_Seen], silent: bool) -> WorkerError:
         first = stalled[0]
         seconds = time.monotonic() - (first.answered if silent else first.moved)
-        stall = Stall(first.member, self.doing, seconds, silent, [s.member for s in self._seen.values()])
+        stall = StallReport(first.member, self.doing, seconds, silent, [s.member for s in self._seen.values()])
         page = stall.write(self.reports)
         self.lost([s.member for s in stalled], stall.headline)
         return WorkerError(f"{stall.headline}. What each of its threads was doing, and what to look at: {page}")

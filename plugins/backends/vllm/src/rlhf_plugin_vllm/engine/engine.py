@@ -14,9 +14,14 @@ from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
-from rlhf_plugin_vllm.engine.isolation import compile_nothing, contained, own_randomness, stay_where_memory_is
-from rlhf_plugin_vllm.engine.temporary_files import Scratch
-from rlhf_plugin_vllm.engine.worker_processes import Workers
+from rlhf_plugin_vllm.engine.isolation import (
+    disable_small_compiles,
+    isolated,
+    preserved_random_state,
+    skip_numa_binding,
+)
+from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
+from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.memory import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 
@@ -24,7 +29,7 @@ WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
 """Engines of this process, and whether the process groups were somebody else's before the first: they share vLLM's."""
-_left: list[Scratch] = []
+_left: list[TemporaryFiles] = []
 """Of engines that were closed before others."""
 
 
@@ -39,25 +44,25 @@ class Engine:
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if where.cpu else None
         apart = config.tensor_parallel * config.pipeline_parallel > 1
-        self._scratch = Scratch(shared=not apart)
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._scratch.variables}
+        self._files = TemporaryFiles(shared=not apart)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._files.variables}
         if binding:
             variables |= {BIND: binding}
         if apart:
             variables |= QUIET_WORKERS
         foreign = any(_running.values()) if _running else torch.distributed.is_initialized()
-        with contained(variables):
+        with isolated(variables):
             try:
                 self._llm: Any = self._start(config, spec, where)
             except Exception as error:
-                _take_down(foreign, self._scratch)
+                _take_down(foreign, self._files)
                 if isinstance(error, RlhfError):
                     raise
                 what = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
                 raise ModelError(f"{what}: {_first(error)}") from error
         _running[id(self)] = foreign
-        self._scratch.note(self._llm.model_executor)
-        self._workers = Workers(self._llm.model_executor, after_death=self._scratch.remove)
+        self._files.note(self._llm.model_executor)
+        self._workers = WorkerProcesses(self._llm.model_executor, after_death=self._files.remove)
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence, what is sampled included."""
@@ -66,7 +71,7 @@ class Engine:
 
     def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> Any:
         if where.cpu and config.eager is not False:
-            compile_nothing()
+            disable_small_compiles()
         import vllm.envs
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -75,8 +80,8 @@ class Engine:
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
             _check_cpu_model(prepared.model_config)
-            stay_where_memory_is()
-        with self._scratch.in_use():
+            skip_numa_binding()
+        with self._files.in_use():
             return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
 
     # Where one of the engine's worker processes dies, or has died, what needs them raises WorkerError within seconds.
@@ -96,7 +101,7 @@ class Engine:
 
     def step(self) -> list[Any]:
         """One forward pass over everything that is due; vLLM's outputs of what has something to say."""
-        with own_randomness(), self._workers.needed():
+        with preserved_random_state(), self._workers.needed():
             return self._llm.step()
 
     def abort(self, names: Sequence[str]) -> None:
@@ -151,10 +156,10 @@ class Engine:
             core.cleanup_dist_env_and_memory = original
         del llm
         gc.collect()
-        _take_down(foreign, self._scratch)
+        _take_down(foreign, self._files)
 
 
-def _take_down(foreign: bool, scratch: Scratch) -> None:
+def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:
     """vLLM's process groups, once nobody needs them, and what engines left behind."""
     if scratch.shared:
         _left.append(scratch)

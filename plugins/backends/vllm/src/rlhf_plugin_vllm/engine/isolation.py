@@ -28,7 +28,7 @@ def log_level() -> str:
 
 
 @contextmanager
-def contained(variables: Mapping[str, str]) -> Iterator[None]:
+def isolated(variables: Mapping[str, str]) -> Iterator[None]:
     """``variables`` are in the environment inside, of this process and of workers that are started in it."""
     before = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -38,7 +38,7 @@ def contained(variables: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(variables)
     logging.getLogger("vllm").setLevel(log_level())  # heeded by what is logged before vLLM has set up its own
     try:
-        with own_randomness(), warnings.catch_warnings():
+        with preserved_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -55,19 +55,19 @@ def contained(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
     """vLLM draws from torch's global generators even where every request has its seed: put them back."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
 
 
-def stay_where_memory_is() -> None:
+def skip_numa_binding() -> None:
     """An engine in this process shares its memory with whoever else computes here: leave it on all NUMA nodes."""
     torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
 
-def compile_nothing() -> None:
+def disable_small_compiles() -> None:
     """Small functions beside the model are compiled by inductor at their first call, even where the model is not: that
     takes a C++ compiler and seconds. Called before vLLM's other modules are imported, this leaves them as they are."""
     from vllm.platforms import current_platform

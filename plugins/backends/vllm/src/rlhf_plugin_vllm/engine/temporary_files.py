@@ -34,7 +34,7 @@ _PYTHONS = re.compile(r"/dev/shm/(psm_\w+)")
 """In a list of mappings: segments that Python made."""
 
 
-class Scratch:
+class TemporaryFiles:
     """Of one engine. It is removed by :meth:`remove`, or where nobody calls that, with this object or the process.
 
     Args:

@@ -18,7 +18,7 @@ CLOSING_SECONDS = 3.0
 """For workers to end by themselves. Whoever closes an engine may be in a hurry."""
 
 
-class Workers:
+class WorkerProcesses:
     """Of one engine; without processes where the engine computes in this one.
 
     Args:

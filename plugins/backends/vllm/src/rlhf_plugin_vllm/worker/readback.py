@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from rlhf_plugin_vllm.worker.tensor_names import Names
+from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROWS = 256
 """Of the identity matrix at a time."""
@@ -26,7 +26,7 @@ def differing(model: nn.Module, bucket: Bucket) -> list[str]:
 
     Only where one worker holds whole layers.
     """
-    names, modules = Names(model), dict(model.named_modules())
+    names, modules = TensorNames(model), dict(model.named_modules())
     found = []
     for name, tensor in bucket.tensors:
         parameter, part = names.place(name)

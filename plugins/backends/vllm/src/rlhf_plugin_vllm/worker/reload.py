@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from rlhf_plugin_vllm.worker.tensor_names import Names
+from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 _SHOWN = 8
 
@@ -32,7 +32,7 @@ class Reload:
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self.model: Any = model  # vLLM's, with its own load_weights
         self.model_config = model_config
-        self.names = Names(model)
+        self.names = TensorNames(model)
         self.needed = [name for name, _ in model.named_parameters()]  # a tied one counts once
         self.tied = list(tied_heads(model))
         self.received: dict[str, str] = {}
@@ -74,8 +74,12 @@ class Reload:
 
     @torch.no_grad()
     def end(self) -> list[str]:
-        """Pack what is not yet packed. Names, as the stream calls them, of tensors that the model needs and that did
-        not come; where there are any, the model is not fit to sample from."""
+        """Pack the layers that are not packed yet.
+
+        Returns:
+            Names, as the trainer sent them, of tensors that the model needs and that did not arrive. If there are any,
+            the model must not be sampled from.
+        """
         missing = self.names.missing(self.needed, self.loaded, self.received)
         if not missing:
             missing = [f"a part of {name}" for name in self._unfinished()]

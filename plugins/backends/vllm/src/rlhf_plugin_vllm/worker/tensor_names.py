@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class Names:
+class TensorNames:
     """The names of one vLLM model."""
 
     def __init__(self, model: nn.Module) -> None:

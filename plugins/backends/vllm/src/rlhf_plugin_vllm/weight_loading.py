@@ -20,19 +20,19 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
 
 
-class HeldWeights(ReceivesOverLinks, Generator):
+class WeightLoading(ReceivesOverLinks, Generator):
     """What an engine holds. A subclass starts it, and samples."""
 
     config: VllmGeneratorConfig
     spec: GeneratorSpec
 
-    def __init__(self, engine: Engine, gives_back: bool) -> None:
-        """``gives_back``: sleeping frees memory."""
+    def __init__(self, engine: Engine, frees_memory: bool) -> None:
+        """``frees_memory``: sleeping frees memory."""
         self._engine: Engine | None = engine
-        self._gives_back = gives_back
+        self._frees_memory = frees_memory
         self._asleep: set[str] = set()
         self._loading: int | None = None
-        self._unfit = "it has no weights yet"
+        self._not_ready = "it has no weights yet"
         """Why nothing can be sampled now; empty: it can."""
         self._broken = ""
         """Why nothing can be asked of the engine any more."""
@@ -61,47 +61,47 @@ class HeldWeights(ReceivesOverLinks, Generator):
             raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
         if self.engine.busy and not self._paused:
             raise ModelError("samples are being drawn: exhaust or close generate() before begin_load(), or pause()")
-        self._rouse(_WEIGHTS)
-        self._unfit = f"its weights of version {version} are not complete"
+        self._wake_parts(_WEIGHTS)
+        self._not_ready = f"its weights of version {version} are not complete"
         self.engine.forget_prefixes(under_way=self._paused)
-        self._tell("rlhf_begin")
+        self._call_workers("rlhf_begin")
         self._loading = version
 
     def receivers(self) -> int:
         return self.config.tensor_parallel * self.config.pipeline_parallel
 
     def connect(self, link: Link, first: int) -> None:
-        self._tell("rlhf_connect", link, first)
+        self._call_workers("rlhf_connect", link, first)
 
     def take(self, bucket: Bucket | BucketHeader) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
-        self._tell("rlhf_take", bucket)
+        self._call_workers("rlhf_take", bucket)
 
     def end_load(self) -> list[Proof]:
         if self._loading is None:
             raise SyncError("end_load() without begin_load()")
         version, self._loading = self._loading, None
-        loaded = self._tell("rlhf_end")
+        loaded = self._call_workers("rlhf_end")
         for who, told in loaded.items():
             if told.missing:
                 raise SyncError(
                     f"{who} did not get all of version {version}: {_listed(told.missing)} did not come. Nothing is "
                     "sampled until a load is complete."
                 )
-        self.version, self._unfit, self._given_up = version, "", False
+        self.version, self._not_ready, self._given_up = version, "", False
         ended = {output.request_id for output in self._ahead if output.finished}
         waiting = [name for name in self._live if name not in ended]
         for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
-            self._live[name].go_on_with(version, drawn)
+            self._live[name].continue_with(version, drawn)
         dtype, detail = self.engine.dtype, self.engine.where.distribution
         return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
-        return next(iter(self._tell("rlhf_differing", bucket).values()))
+        return next(iter(self._call_workers("rlhf_differing", bucket).values()))
 
-    def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
+    def _call_workers(self, method: str, *arguments: Any) -> dict[str, Any]:
         """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
         engine is not used again, as later answers could not be told apart."""
         try:
@@ -126,8 +126,8 @@ class HeldWeights(ReceivesOverLinks, Generator):
 
     def resume(self) -> None:
         """Raises ModelError where a load is not complete: pause() holds on then."""
-        if self._unfit:
-            raise ModelError(f"the generator 'vllm' cannot resume: {self._unfit}")
+        if self._not_ready:
+            raise ModelError(f"the generator 'vllm' cannot resume: {self._not_ready}")
         self._paused = False
 
     def _check_resumed(self) -> None:
@@ -144,26 +144,26 @@ class HeldWeights(ReceivesOverLinks, Generator):
         if self.engine.busy:
             raise ModelError("samples are being drawn: exhaust or close generate() before sleep()")
         self.engine.forget_prefixes()
-        if self._gives_back:
+        if self._frees_memory:
             self.engine.sleep(self.config.sleep_level)
             if self.config.sleep_level == 2:
                 self._given_up = True
-                self._unfit = "its weights were given up while it slept (sleep_level = 2) and did not come again"
+                self._not_ready = "its weights were given up while it slept (sleep_level = 2) and did not come again"
         self._asleep = {_WEIGHTS, _CACHE}
 
     def wake(self) -> bool:
         """Weights that were given up are asked for again, here or by whoever is told that they have to come."""
-        self._rouse()
+        self._wake_parts()
         if self._given_up and self.refresh is not None:
             self.refresh()
         return self._given_up
 
-    def _rouse(self, *tags: str) -> None:
+    def _wake_parts(self, *tags: str) -> None:
         """Bring back what a sync or a canary needs, all of it where nothing is named: they come between two phases,
         while the generator may sleep."""
         for tag in tags or (_WEIGHTS, _CACHE):
             if tag in self._asleep:
-                if self._gives_back:
+                if self._frees_memory:
                     self.engine.wake([tag])
                 self._asleep.discard(tag)
 
