@@ -18,8 +18,8 @@ from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray import same
 from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.workers.version_check import check_versions
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
@@ -107,7 +107,7 @@ def test_misuse(launch):
     with pytest.raises(CapabilityError, match="'policy' was not placed"):
         launcher.launch_trainer(OddTrainer, None, spec())
     launcher.place({"policy": Place(2)})
-    with pytest.raises(CapabilityError, match="2 places and is launched with 1 ranks"):
+    with pytest.raises(CapabilityError, match="placed with 2 ranks and launched with 1"):
         launcher.launch_trainer(OddTrainer, None, spec())
     with pytest.raises(CapabilityError, match="'generator' was not placed"):
         launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
@@ -174,11 +174,11 @@ def test_another_version_of_a_framework_stops_the_run():
         all_ = {"python": platform.python_version(), "ray": ray.__version__, **names, **versions}
         return {"address": address, "versions": all_, "problem": None}
 
-    same.check_versions([facts("10.0.0.1"), facts("10.0.0.2")])
+    check_versions([facts("10.0.0.1"), facts("10.0.0.2")])
     with pytest.raises(PluginVersionMismatch) as info:
-        same.check_versions([facts("10.0.0.1"), facts("10.0.0.2", torch="2.0.0"), facts("10.0.0.3", python="3.12.1")])
+        check_versions([facts("10.0.0.1"), facts("10.0.0.2", torch="2.0.0"), facts("10.0.0.3", python="3.12.1")])
     with pytest.raises(PluginVersionMismatch, match=r"node 10\.0\.0\.4: transformers is 4\.0\.0 there and"):
-        same.check_versions([facts("10.0.0.4", transformers="4.0.0")])
+        check_versions([facts("10.0.0.4", transformers="4.0.0")])
     assert "node 10.0.0.2: torch is 2.0.0 there and" in str(info.value)
     assert "node 10.0.0.3: python is 3.12.1 there and" in str(info.value)
     assert "10.0.0.1" not in str(info.value)

@@ -1,4 +1,4 @@
-"""The launcher ``ray``: every rank and every engine an actor of a Ray cluster."""
+"""The launcher ``ray``: every rank and every engine is an actor of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -42,24 +42,23 @@ POLICY = "policy"
 
 
 class RayLauncher(Launcher):
-    """One placement group for the run; an actor per rank and engine, watched, in processes of their own.
+    """Reserves one placement group for the run, and starts one actor process per rank and per engine.
 
-    What cannot work is refused by :meth:`place` before anything is loaded. After a failure in launching everything is
-    released.
+    :meth:`place` refuses what cannot work before anything is loaded. When a launch fails, everything is released.
     """
 
     name = "ray"
     capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "nodes:many"})
     Config = RayConfig
     reports: Path | None = None
-    """The run's folder, where the page about a stall goes; set by the controller."""
+    """The run's folder, for reports about stalls; set by the controller."""
 
     def __init__(self, config: RayConfig | None = None) -> None:
         super().__init__(config)
         self._cluster: Cluster | None = None
         self._reservation: Reservation | None = None
         self._link: Kind | None = None
-        """Between the policy and the engines; None: the object store."""
+        """Kind of the link between the policy and the engines; None: weights go through the object store."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._running: list[WorkerHandle] = []
         self._launched: list[RayGroup | EngineGroup] = []
@@ -67,7 +66,7 @@ class RayLauncher(Launcher):
 
     @classmethod
     def here(cls, config: Any) -> bool:
-        """On a Ray of its own; a cluster may have other machines."""
+        """True for a Ray that the run starts; any other cluster may have other machines."""
         return config.address is None and not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
 
     @classmethod
@@ -81,7 +80,7 @@ class RayLauncher(Launcher):
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
         if self._cluster is not None:
-            raise CapabilityError("launcher 'ray' has placed a run already; make another one")
+            raise CapabilityError("launcher 'ray' has placed a run already; make another launcher")
         installed = [p for p in plugins if p.distribution != FILE and p.version]
         with self._or_nothing():
             self._cluster = Cluster(self.config)
@@ -99,7 +98,8 @@ class RayLauncher(Launcher):
         role, allocations = spec.role.name, self._reserved(spec.role.name).allocations[spec.role.name]
         if spec.world_size != len(allocations):
             raise CapabilityError(
-                f"role {role!r} was placed with {len(allocations)} ranks and is launched with {spec.world_size}; these must be equal"
+                f"role {role!r} was placed with {len(allocations)} ranks and launched with {spec.world_size}; the two "
+                "must be equal"
             )
         with self._or_nothing():
             members = self._start({f"{role} rank {rank}": allocation for rank, allocation in enumerate(allocations)})
@@ -120,7 +120,7 @@ class RayLauncher(Launcher):
             try:
                 members = self._start({f"engine {n}": allocations[n] for n in numbers})
                 self._build(members, [(generator, config, spec)] * len(members))
-            except BaseException:  # another attempt may follow, in the same place
+            except BaseException:  # another attempt may follow on the same devices
                 for member in self._running[before:]:
                     member.kill()
                 raise
@@ -133,7 +133,7 @@ class RayLauncher(Launcher):
         return front
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
-        with self._or_nothing():  # before a model is loaded
+        with self._or_nothing():  # refused before a model is loaded
             check_takes_tensors(generator)
         links = receives_over_links(generator)
         with self._or_nothing():
@@ -149,14 +149,14 @@ class RayLauncher(Launcher):
             generator.weight_link = WeightLink(self._link, policy, generator.pool, cuda, timeout, self._watch)
 
     def shutdown(self) -> None:
-        with ExitStack() as last_first:  # each of them, whatever another raises
+        with ExitStack() as last_first:  # every callback runs, even if another one raises
             if self._cluster is not None:
                 last_first.callback(self._cluster.close)
-                if self._cluster.control.lost:  # each of the calls below would wait for it; the workers end with Ray
+                if self._cluster.control.lost:  # every call below would wait for it; the workers end with Ray
                     self._launched, self._running, self._reservation = [], [], None
             if self._reservation is not None:
                 last_first.callback(self._reservation.release)
-            for member in self._running:  # those of a start that failed, too
+            for member in self._running:  # includes the workers of a failed start
                 last_first.callback(member.kill)
             for one in self._launched:
                 last_first.callback(one.close if isinstance(one, EngineGroup) else one.shutdown)
@@ -165,7 +165,7 @@ class RayLauncher(Launcher):
     # --------------------------------------------------------------------------------------- parts
 
     def _reserved(self, *roles: str) -> Reservation:
-        """Where these roles have their allocations."""
+        """The reservation; CapabilityError if one of ``roles`` was not placed."""
         for role in roles:
             if self._reservation is None or role not in self._reservation.allocations:
                 raise CapabilityError(f"{role!r} was not placed: call place() with it first")
@@ -173,7 +173,7 @@ class RayLauncher(Launcher):
         return self._reservation
 
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
-        """Actors that have resolved the plugins as this process did, and hold nothing yet."""
+        """Start actors that have resolved the run's plugins. They hold no component yet."""
         members, reserved = [], self._reserved()
         for (name, allocation), gpus in zip(
             allocations.items(), reserved.visible(list(allocations.values())), strict=True
@@ -196,8 +196,8 @@ class RayLauncher(Launcher):
         return members
 
     def _named(self, name: str) -> dict[str, str]:
-        """In a namespace of the user's, workers can be found by name: ``policy-0``, ``engine-0``, ``engine-0.1`` for
-        the one that replaced it."""
+        """With ``launcher.namespace`` workers have names in it: ``policy-0``, ``engine-0``, and ``engine-0.1`` for its
+        first replacement."""
         if self.config.namespace is None:
             return {}
         starts, self._starts[name] = self._starts[name], self._starts[name] + 1
@@ -208,7 +208,7 @@ class RayLauncher(Launcher):
         self._answers(members, [m.handle.build.remote(payload, rank) for rank, m in enumerate(members)])
 
     def _answers(self, members: Sequence[WorkerHandle], refs: Sequence[Any]) -> list[Any]:
-        """What each says, within ``start_timeout``; the first that fails ends the start of all."""
+        """The answer of each worker, within ``start_timeout``. The first failure is raised at once."""
         waiting, answers = dict(zip(refs, members, strict=True)), {}
         limit = self.config.start_timeout
         end = time.monotonic() + limit
@@ -237,7 +237,7 @@ class RayLauncher(Launcher):
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
-        """Whatever fails inside, nothing is left running."""
+        """Shut everything down if the body fails."""
         try:
             yield
         except BaseException:
@@ -246,6 +246,6 @@ class RayLauncher(Launcher):
 
 
 def _threads() -> str:
-    """OMP_NUM_THREADS as the user set it for this process; empty where it is not set, and in ``ray job submit``, where
-    Ray set it to 1 for want of better knowledge."""
+    """OMP_NUM_THREADS as the user set it for this process; empty if it is not set. In ``ray job submit`` Ray sets it to
+    1 by default, so there it is ignored."""
     return "" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else os.environ.get("OMP_NUM_THREADS", "")

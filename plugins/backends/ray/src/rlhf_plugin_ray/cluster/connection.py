@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, or starting one for this run, and leaving no trace of it."""
+"""Connecting to a Ray cluster, or starting one for this run and ending it without traces."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf_plugin_ray.config import RayConfig
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers are told which GPUs to see by us
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # this plugin sets CUDA_VISIBLE_DEVICES of workers itself
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",  # an engine's children die with it
 }
-"""Of this process, where they are not set, and so of the Ray that it starts."""
+"""Environment variables for this process and the Ray that it starts, unless they are set already."""
 _START = (
     "Start it with `ray start --head` on one node and `ray start --address HOST:6379` on the others, or leave "
     "launcher.address out to run on this machine alone."
@@ -31,7 +31,7 @@ _START = (
 
 
 class Cluster:
-    """The connection of this process; made by the first launcher that needs it, ended by the one that made it."""
+    """The connection of this process to Ray. The first launcher makes it, and the launcher that made it ends it."""
 
     def __init__(self, config: RayConfig) -> None:
         self.ours = not ray.is_initialized()
@@ -64,30 +64,30 @@ class Cluster:
         try:
             with LoopbackOnly() if address == "local" else nullcontext():
                 ray.init(**options)
-            # what Ray says about workers that died, to standard output: the errors that we raise say it too
+            # Ray prints reports about dead workers to standard output; the errors of this plugin contain them
             ray_worker._worker_logs_enabled = config.show_output
         except (ConnectionError, TimeoutError) as cause:
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START}") from cause
-        except (RuntimeError, ValueError) as cause:  # another version of Python or Ray, or options that Ray refuses
+        except (RuntimeError, ValueError) as cause:  # versions of Python or Ray differ, or Ray refuses an option
             raise ConfigError(f"Ray at {address!r} cannot be used: {cause}") from cause
         except Exception as cause:
             if type(cause) is not Exception:
                 raise
-            raise WorkerError(  # its processes were not up within the time that Ray gives them
-                f"Ray could not be started here: {cause} On a busy machine it may be up at the next attempt; what its "
-                "processes say is in session_latest/logs of Ray's temporary folder."
+            raise WorkerError(  # Ray's processes did not start within Ray's own time limit
+                f"Ray could not be started here: {cause} On a busy machine the next attempt may succeed. The logs of "
+                "its processes are in session_latest/logs of Ray's temporary folder."
             ) from cause
 
     def _check(self, config: RayConfig) -> None:
-        """This process is connected already: options must not ask for something else."""
+        """This process is connected already: refuse options that ask for another cluster."""
         own = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
         here = ray.get_runtime_context().gcs_address
         if own or config.address not in (None, "auto", here):
             asked = f"launcher.address = {config.address!r}" if not own else " and ".join(f"launcher.{n}" for n in own)
-            raise ConfigError(f"this process is connected to the Ray cluster {here} already; leave out {asked}")
+            raise ConfigError(f"this process is already connected to the Ray cluster {here}; leave out {asked}")
 
     def nodes(self) -> list[Node]:
-        """Those that live, ordered by address."""
+        """The living nodes, ordered by address."""
         found = [
             Node(n["NodeID"], n["NodeManagerAddress"], {k: float(v) for k, v in n["Resources"].items()})
             for n in ray.nodes()
@@ -96,20 +96,20 @@ class Cluster:
         return sorted(found, key=lambda n: (n.address, n.id))
 
     def close(self) -> None:
-        """Disconnect; a Ray that was started here ends."""
+        """Disconnect. A Ray that this object started ends."""
         if self.ours:
             self.ours = False
             if self.control.lost:
                 kill_own_ray()
             ray.shutdown()
             ray_worker._worker_logs_enabled = True
-            if self._sigterm is not None:  # Ray set one of its own
+            if self._sigterm is not None:  # Ray replaced it
                 signal.signal(signal.SIGTERM, self._sigterm)
         self.control.stop()
 
 
 def _of_environment(config: RayConfig) -> str:
-    """The cluster that RAY_ADDRESS names, else ``local``: by the same rules as ``launcher.address``."""
+    """The value of RAY_ADDRESS, checked like ``launcher.address``; ``local`` if it is not set."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address != "local":
         try:
@@ -121,18 +121,19 @@ def _of_environment(config: RayConfig) -> str:
 
 
 def _keep_exit_codes() -> None:
-    """With its subreaper Ray ignores SIGCHLD, in the driver too, where the exit codes of child processes are then lost.
+    """Reset SIGCHLD. With its subreaper Ray ignores this signal in the driver too, and then the driver loses the exit
+    codes of its child processes.
 
-    Python does not see what C code ignores, and processes that were started before may have passed it on to this one.
+    Python does not see a signal that C code ignores, and a process can inherit the ignored signal from its parent.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     signal.signal(signal.SIGCHLD, handler if callable(handler) else signal.SIG_DFL)
 
 
 class LoopbackOnly:
-    """While a Ray of our own starts: it takes 127.0.0.1 as its address, so that nobody else can reach it.
+    """A context in which a Ray that starts takes the address 127.0.0.1, so that no other machine can reach it.
 
-    Ray takes the machine's outer address, whatever it is told, unless its switch for laptops is set.
+    Without Ray's switch for laptops Ray takes the machine's network address, whatever its options say.
     """
 
     def __enter__(self) -> None:

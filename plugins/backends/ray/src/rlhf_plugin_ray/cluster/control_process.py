@@ -1,4 +1,4 @@
-"""Noticing that Ray's control process (GCS) is gone, before Ray ends this process for it."""
+"""Detects that Ray's control process (GCS) is gone, before Ray ends this process because of it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rlhf.errors import WorkerError
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _OWN_SECONDS = 3.0
-"""Without an answer of a GCS on this machine that nobody starts again."""
+"""Limit without an answer, for a GCS that this process started: nobody restarts it."""
 _CLUSTER_SECONDS = 30.0
-"""Of a cluster's, which may be started again. Ray ends this process after 60, in words of its own."""
+"""Limit for the GCS of a cluster, which may be restarted. After 60 seconds Ray ends this process with its own message."""
 _END_SECONDS = 20.0
-"""For the run to end by itself with the error. Afterwards this process is ended: Ray would do it."""
+"""Time for the run to end by itself with the error. After it this process is ended, as Ray would do."""
 
 
 class ControlProcessMonitor:
-    """A thread that connects to the GCS every second, until :meth:`stop`."""
+    """Connects to the GCS every second in a thread, until :meth:`stop`."""
 
     def __init__(self, address: str, own: bool) -> None:
-        """``own``: this process started it."""
+        """``own``: this process started the GCS."""
         self.lost = ""
-        """What to say, once it is gone."""
+        """The message, once the GCS is gone."""
         self._address, self._own = address, own
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="ray-control", daemon=True).start()
@@ -51,7 +51,7 @@ class ControlProcessMonitor:
             elif time.monotonic() - answered >= limit:
                 self.lost = self._message(problem, limit)
                 break
-        # once it is gone: the run may be where nothing checks, or hang in a call of Ray
+        # the run may be in code that does not call check(), or hang in a call of Ray
         if not self._stopped.wait(_END_SECONDS):
             kill_own_ray()
             sys.stdout.flush()
@@ -63,21 +63,21 @@ class ControlProcessMonitor:
         head = "`dmesg` shows" if self._own else "`ray status` and the head node's dmesg show"
         return (
             f"Ray's control process (GCS) at {self._address} is gone: {problem}, for {seconds:g} s. The workers cannot "
-            f"be used without it, and the run ends. {head} whether it was killed (for want of memory, or by `ray "
-            "stop`); gcs_server.out in session_latest/logs of Ray's temporary folder has its last words. The run "
-            "continues from its newest checkpoint with --resume."
+            f"be used without it, so the run ends. {head} whether it was killed (out of memory, or by `ray stop`); "
+            "gcs_server.out in session_latest/logs of Ray's temporary folder has its last output. Continue from the "
+            "newest checkpoint with --resume."
         )
 
 
 def kill_own_ray() -> None:
-    """Kill the processes of the Ray that this process started, if it did; workers notice it and end. Without its GCS
-    they would live for another minute."""
+    """Kill the processes of the Ray that this process started, if it started one. The workers notice it and end;
+    otherwise they would outlive the GCS by a minute."""
     if (node := ray_worker._global_node) is not None:
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def why_unreachable(address: str) -> str:
-    """Why nothing answers at HOST:PORT, which Ray would take minutes to find out; empty where something does."""
+    """Why nothing answers at HOST:PORT; empty if something answers. Ray itself would take minutes to find out."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return ""

@@ -1,4 +1,4 @@
-"""From the run file's placement to bundles of a placement group, and from bundles to allocations of actors."""
+"""From the run file's placement to bundles of a placement group, and from bundles to the devices of each actor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.launcher import check_workers
 
 _FRACTION = 10_000
-"""Ray counts resources in parts of this size."""
+"""Ray counts resources in fractions of 1 / 10000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The devices of one rank of a role that owns them: what Ray reserves on one node, whole."""
+    """The devices of one rank of a role that owns devices. Ray reserves a bundle whole, on one node."""
 
     role: str
     resources: Mapping[str, float]
@@ -34,14 +34,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where one actor lives."""
+    """The resources of one actor."""
 
     bundle: int
-    """The bundle it is charged to; its devices may lie in further ones of the same node."""
+    """The bundle that Ray charges. The actor's devices may be in further bundles of the same node."""
     cpus: float
-    """Share of that bundle's CPUs, as Ray counts."""
+    """CPUs of that bundle that Ray charges for the actor."""
     slots: tuple[tuple[int, int], ...]
-    """Its devices: (bundle, which of the bundle's devices)."""
+    """The actor's devices: (bundle, index of the device in the bundle)."""
 
     @property
     def threads(self) -> int:
@@ -49,12 +49,12 @@ class Allocation:
 
 
 def device_kind(nodes: Sequence[Node]) -> str:
-    """``GPU`` where any node has one, else ``CPU``."""
+    """``GPU`` if any node has one, else ``CPU``."""
     return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else "CPU"
 
 
 def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
-    """One per rank of every role that owns devices, in the placement's order."""
+    """One bundle per rank of every role that owns devices, in the placement's order."""
     made = []
     for role, place in places.items():
         if place.share is None:
@@ -64,8 +64,8 @@ def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
 
 
 def check_fits(places: Mapping[str, Place], nodes: Sequence[Node], strategy: str) -> None:
-    """Raises ConfigError, with the arithmetic, where the cluster could not hold the placement even if it were empty, or
-    GPUs would stand idle."""
+    """Raises ConfigError, with the arithmetic, if even an empty cluster could not hold the placement, or if GPUs would
+    stay idle."""
     kind = device_kind(nodes)
     check_workers(places, "cuda" if kind == "GPU" else "cpu")
     bundles = bundles_of(places, kind)
@@ -88,18 +88,18 @@ def check_fits(places: Mapping[str, Place], nodes: Sequence[Node], strategy: str
 
 
 def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
-    """Why no layout exists, or empty. For several nodes the largest bundles are laid out first, each on the first node
-    with room: what fails here may exist in another order, which Ray would not find either."""
+    """Why no layout exists, or empty. The largest bundles are placed first, each on the first node with room. A layout
+    that this greedy order misses is one that Ray would miss too."""
     free = [dict(node.resources) for node in nodes]
     if strategy == "STRICT_PACK":
         total = {name: sum(b.resources.get(name, 0) for b in bundles) for name in ("GPU", "CPU")}
         if any(all(total[name] <= node.get(name, 0) for name in total) for node in free):
             return ""
-        return "no node holds all of it, as launcher.strategy = 'STRICT_PACK' asks"
+        return "no node holds all of it, which launcher.strategy = 'STRICT_PACK' requires"
     if strategy == "STRICT_SPREAD" and len(bundles) > len(nodes):
         return (
-            f"{len(bundles)} ranks own devices, each on a node of its own (launcher.strategy = 'STRICT_SPREAD'), and "
-            f"there are {len(nodes)} nodes"
+            f"{len(bundles)} ranks own devices, each needs a node of its own (launcher.strategy = 'STRICT_SPREAD'), "
+            f"and there are {len(nodes)} nodes"
         )
     for bundle in sorted(bundles, key=lambda b: -b.devices):
         for node in free:
@@ -122,13 +122,13 @@ def _held(nodes: Sequence[Node], kind: str) -> str:
 def allocate(
     places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequence[str]
 ) -> dict[str, list[Allocation]]:
-    """Seats by role, in rank order.
+    """Allocations by role, in rank order.
 
-    A role's ranks follow the nodes, so that neighbours in rank are neighbours in the machine. A role that shares lives
-    on its host's devices in that order: rank i on the i-th part of them.
+    Ranks are ordered by node, so that neighbouring ranks are on the same node. A role that shares devices takes its
+    host's devices in the same order: rank i has the i-th part of them.
 
     Args:
-        nodes: of each bundle, where it is.
+        nodes: the node of each bundle.
     """
     order: dict[str, list[int]] = {}
     for index in sorted(range(len(bundles)), key=lambda i: (nodes.index(nodes[i]), i)):
@@ -143,9 +143,9 @@ def allocate(
             where = {nodes[index] for index, _ in own}
             if len(where) > 1:
                 raise ConfigError(
-                    f"[placement.{role}]: the {each} devices of rank {rank} would lie on {len(where)} nodes, as those "
-                    f"of {place.share!r} do; one process has the devices of one node. Lower its devices, give "
-                    f"{place.share!r} more devices per rank, or let {role!r} have devices of its own."
+                    f"[placement.{role}]: the {each} devices of rank {rank} would be on {len(where)} nodes, because "
+                    f"those of {place.share!r} are; one process can only have devices of one node. Lower its devices, "
+                    f"give {place.share!r} more devices per rank, or give {role!r} devices of its own."
                 )
     tenants = Counter(own[0][0] for ranks in taken.values() for own in ranks)
 
@@ -156,7 +156,8 @@ def allocate(
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:
-    """Of one rank; a role that shares has as many as its host's ranks, or fewer where it has more ranks."""
+    """Devices of one rank. A rank of a role that shares has as many as a rank of its host, or fewer if the role has
+    more ranks than its host."""
     if place.share is None or role == GENERATOR:
         return place.devices
     return max(1, min(host.devices, host.ranks * host.devices // place.ranks))

@@ -1,4 +1,4 @@
-"""What Ray reserved for a run: a bundle of devices per rank that owns some, until it is released."""
+"""The devices that Ray reserves for a run: one bundle per rank that owns devices, until they are released."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlhf_plugin_ray.config import RayConfig
 
 
 class Reservation:
-    """One placement group. Making it waits for the devices; ConfigError where the cluster does not give them."""
+    """One placement group. The constructor waits for the devices; ConfigError if the cluster does not provide them."""
 
     def __init__(self, places: Mapping[str, Place], kind: str, config: RayConfig) -> None:
-        """``kind``: ``GPU`` | ``CPU``, of the devices."""
+        """``kind``: ``GPU`` | ``CPU``, what the devices are."""
         self._timeout = config.start_timeout
         bundles = bundles_of(places, kind)
         self._group = placement_group([dict(b.resources) for b in bundles], strategy=config.strategy)
@@ -28,14 +28,14 @@ class Reservation:
             if not self._group.wait(self._timeout):
                 free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
                 raise ConfigError(
-                    f"the cluster did not give the {sum(b.devices for b in bundles)} {kind}s of the placement within "
-                    f"{self._timeout:g} s (launcher.start_timeout): others hold them. Free now: "
-                    f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}. Wait for them to end, "
-                    "or ask for less in [placement]."
+                    f"the cluster did not provide the {sum(b.devices for b in bundles)} {kind}s of the placement within "
+                    f"{self._timeout:g} s (launcher.start_timeout): other jobs hold them. Free now: "
+                    f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}. Wait for those jobs to "
+                    "end, or ask for less in [placement]."
                 )
             at = placement_group_table(self._group)["bundles_to_node_id"]
             self.nodes: list[str] = [at[n] for n in range(len(bundles))]
-            """Of each bundle, where it is."""
+            """The node id of each bundle."""
             self.allocations = allocate(places, bundles, self.nodes)
             """By role, in rank order."""
         except BaseException:
@@ -49,11 +49,12 @@ class Reservation:
         return self._gpus is not None
 
     def at(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        """For the options of what is to run on a bundle."""
+        """Scheduling strategy of an actor or task on a bundle."""
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def visible(self, allocations: Sequence[Allocation]) -> list[list[str] | None]:
-        """The GPUs of each allocation, asked anew each time: after the loss of a node Ray may have moved a bundle."""
+        """The GPU ids of each allocation; None without GPUs. Asked on every call, because Ray may move a bundle after the
+        loss of a node."""
         if self._gpus is None:
             return [None] * len(allocations)
 
@@ -69,19 +70,19 @@ class Reservation:
             found = dict(zip(asked, ray.get(list(asked.values()), timeout=self._timeout), strict=True))
         except RayError as cause:
             raise WorkerError(
-                f"the cluster did not give the devices of {len(allocations)} processes within {self._timeout:g} s "
-                f"(launcher.start_timeout), though they are reserved: {type(cause).__name__}. Look at `ray status`: a "
-                "node may be lost."
+                f"the cluster did not provide the reserved devices of {len(allocations)} processes within "
+                f"{self._timeout:g} s (launcher.start_timeout): {type(cause).__name__}. Look at `ray status`: a node may "
+                "be lost."
             ) from cause
         for allocation in allocations:
             if len({found[index][0] for index, _ in allocation.slots}) > 1:
                 raise WorkerError(
-                    "a node was lost, and what is left of the devices of one process lies on two nodes: the run "
-                    "continues from its newest checkpoint with --resume"
+                    "a node was lost, and the remaining devices of one process are on two nodes. Continue from the "
+                    "newest checkpoint with --resume"
                 )
         return [[found[index][1][n] for index, n in allocation.slots] for allocation in allocations]
 
     def release(self) -> None:
-        """Give everything back."""
+        """Release the placement group."""
         if ray.is_initialized():
             remove_placement_group(self._group)

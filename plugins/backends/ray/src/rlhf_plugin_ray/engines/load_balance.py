@@ -1,4 +1,4 @@
-"""Which engine draws which samples: a function of the requests alone, so the same run is the same run."""
+"""Assigns requests to engines. The result depends on the requests alone, so that a run is reproducible."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlhf.types import GenerationRequest
 
 
 def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list[list[int]]:
-    """Positions in ``requests`` for each engine, in order.
+    """Positions in ``requests`` for each engine, in ascending order.
 
-    The load of a sample is the tokens it may take, of a prompt its own length, once. Samples of one prompt stay
-    together, so that it is computed once, unless they are more than an engine's fair share. The heaviest go first, each
-    to the engine with the least load.
+    The load of a group of samples with one prompt is the prompt's length, once, plus ``max_new_tokens`` of each sample.
+    Samples of one prompt stay together, so that one engine computes the prompt, unless they exceed an engine's fair
+    share. The heaviest groups are assigned first, each to the engine with the least load.
 
     Args:
         engines: >= 1.
