@@ -18,6 +18,7 @@ from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
+from rlhf_plugin_ray.actor.worker import COMPARED, installed_version
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.workers.version_check import check_versions
 
@@ -170,7 +171,7 @@ def test_another_version_of_a_plugin_stops_the_run(launch):
 
 def test_another_version_of_a_framework_stops_the_run():
     def facts(address: str, **versions: str) -> dict:
-        names = {n: same.installed_version(n) for n in same.COMPARED}
+        names = {n: installed_version(n) for n in COMPARED}
         all_ = {"python": platform.python_version(), "ray": ray.__version__, **names, **versions}
         return {"address": address, "versions": all_, "problem": None}
 

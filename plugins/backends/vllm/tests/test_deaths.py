@@ -21,8 +21,8 @@ from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
-from rlhf_plugin_vllm import engine as engine_module
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine import engine as engine_module
 from rlhf_plugin_vllm.engine.temporary_files import SHARED_MEMORY, TemporaryFiles
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import cores

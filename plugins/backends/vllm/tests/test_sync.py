@@ -192,7 +192,7 @@ def test_bytes_that_changed_on_the_way_are_named(tied):
 
 def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
     """What vLLM's own reload leaves behind: the tied head's packed copy."""
-    from rlhf_plugin_vllm import reload  # imports vLLM, which takes seconds: not where tests are only collected
+    from rlhf_plugin_vllm.worker import reload  # imports vLLM, which takes seconds: not where tests are only collected
 
     monkeypatch.setattr(reload, "repack_tied", lambda layers: None)
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
 
 def test_a_stale_layer_fails_the_canary_and_is_named(tied, monkeypatch):
     """A tensor that arrives, is fingerprinted, and is not what the kernel multiplies with."""
-    from rlhf_plugin_vllm import reload
+    from rlhf_plugin_vllm.worker import reload
 
     load = reload.Reload.take
 

@@ -51,8 +51,8 @@ class RayConfig(ComponentConfig):
     def _is_a_place(cls, value: str | None) -> str | None:
         if value is not None and value != "auto" and not _PLACE.fullmatch(value):
             raise ValueError(
-                f"{value!r} is not a cluster: give 'auto' or HOST:PORT (the port of `ray start --head`, 6379 by default), "
-                "or leave it out to start Ray here. The Ray client (ray://) is not supported: start the run on a node "
+                f"{value!r} is not a cluster: give 'auto' or HOST:PORT (the port of `ray start --head`, 6379 by "
+                "default), or leave it out to start Ray here. The Ray client (ray://) is not supported: start the run on a node "
                 "of the cluster, or with `ray job submit`."
             )
         return value
@@ -62,8 +62,8 @@ class RayConfig(ComponentConfig):
         own = [name for name in ("cpus", "object_store_gib") if getattr(self, name) is not None]
         if self.address is not None and own:
             raise ValueError(
-                f"{' and '.join(own)} can be set only for a Ray that the run starts; address = {self.address!r} names a "
-                "running cluster. Leave out one of them."
+                f"{' and '.join(own)} can be set only for a Ray that the run starts; address = {self.address!r} names "
+                "a running cluster. Leave out one of them."
             )
         if self.heartbeat >= self.stall_timeout:
             raise ValueError(

@@ -16,7 +16,7 @@ _LOOK_SECONDS = 1.0
 _OWN_SECONDS = 3.0
 """Limit without an answer, for a GCS that this process started: nobody restarts it."""
 _CLUSTER_SECONDS = 30.0
-"""Limit for the GCS of a cluster, which may be restarted. After 60 seconds Ray ends this process with its own message."""
+"""Limit for the GCS of a cluster, which may be restarted. After 60 seconds Ray itself ends this process."""
 _END_SECONDS = 20.0
 """Time for the run to end by itself with the error. After it this process is ended, as Ray would do."""
 

@@ -28,8 +28,8 @@ class Reservation:
             if not self._group.wait(self._timeout):
                 free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
                 raise ConfigError(
-                    f"the cluster did not provide the {sum(b.devices for b in bundles)} {kind}s of the placement within "
-                    f"{self._timeout:g} s (launcher.start_timeout): other jobs hold them. Free now: "
+                    f"the cluster did not provide the {sum(b.devices for b in bundles)} {kind}s of the placement "
+                    f"within {self._timeout:g} s (launcher.start_timeout): other jobs hold them. Free now: "
                     f"{', '.join(f'{v:g} {k}s' for k, v in sorted(free.items())) or 'nothing'}. Wait for those jobs to "
                     "end, or ask for less in [placement]."
                 )
@@ -53,8 +53,8 @@ class Reservation:
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def visible(self, allocations: Sequence[Allocation]) -> list[list[str] | None]:
-        """The GPU ids of each allocation; None without GPUs. Asked on every call, because Ray may move a bundle after the
-        loss of a node."""
+        """The GPU ids of each allocation; None without GPUs. Asked on every call, because Ray may move a bundle when a
+        node is lost."""
         if self._gpus is None:
             return [None] * len(allocations)
 
@@ -71,8 +71,8 @@ class Reservation:
         except RayError as cause:
             raise WorkerError(
                 f"the cluster did not provide the reserved devices of {len(allocations)} processes within "
-                f"{self._timeout:g} s (launcher.start_timeout): {type(cause).__name__}. Look at `ray status`: a node may "
-                "be lost."
+                f"{self._timeout:g} s (launcher.start_timeout): {type(cause).__name__}. Look at `ray status`: a node "
+                "may be lost."
             ) from cause
         for allocation in allocations:
             if len({found[index][0] for index, _ in allocation.slots}) > 1:
