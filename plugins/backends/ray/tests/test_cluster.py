@@ -15,7 +15,7 @@ from rlhf_plugin_ray.config import RayConfig
         (
             Exception("The current node timed out during startup."),
             WorkerError,
-            "Ray could not be started here: The current node timed out .* at the next attempt; .*session_latest/logs",
+            "Ray could not be started here: The current node timed out .* the next attempt may succeed. .*session_latest/logs",
         ),
         (RuntimeError("Version mismatch"), ConfigError, "Ray at 'local' cannot be used: Version mismatch"),
         (KeyError("unexpected"), KeyError, "unexpected"),
@@ -36,8 +36,12 @@ def test_a_ray_that_does_not_start(monkeypatch, raised, error, message):
     ("address", "options", "message"),
     [
         ("ray://head:10001", {}, r"RAY_ADDRESS = 'ray://head:10001' in the environment: .*Ray client"),
-        ("http://head:8265", {}, "'http://head:8265' is no cluster: give 'auto' or HOST:PORT"),
-        ("head:6379", {"cpus": 4}, "cpus is for a Ray that the run starts; address = 'head:6379' names a cluster"),
+        ("http://head:8265", {}, "'http://head:8265' is not a cluster: give 'auto' or HOST:PORT"),
+        (
+            "head:6379",
+            {"cpus": 4},
+            "cpus can be set only for a Ray that the run starts; address = 'head:6379' names a running",
+        ),
     ],
 )
 def test_the_cluster_of_the_environment_follows_the_rules_of_the_option(monkeypatch, address, options, message):

@@ -80,5 +80,5 @@ def test_a_killed_gcs_is_the_last_word(at, tmp_path):
     lines = said.read_text().splitlines()
     assert lines[-1].startswith("rlhf: Ray's control process (GCS) at 127.0.0.1:"), said.read_text()
     assert "is gone: Connection refused" in lines[-1]
-    assert lines[-1].endswith("The run continues from its newest checkpoint with --resume.")
+    assert lines[-1].endswith("Continue from the newest checkpoint with --resume.")
     assert "Traceback" not in said.read_text()

@@ -44,9 +44,9 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run, caplog
     after = r.pids()
     assert after[0] != before[0]
     assert after[1] == before[1]
-    assert r.pushes == 2, "the new engine got the weights of now"
+    assert r.pushes == 2, "the new engine got the current weights"
     assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
-    assert "It is replaced; 2 more may be" in caplog.text
+    assert "The engine is replaced; 2 more replacements are allowed" in caplog.text
     assert capfd.readouterr().out == "", "Ray does not say it once more"
     drawn = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
     assert 24 < len(drawn) < 36, "only what was not finished is drawn again"
@@ -71,7 +71,7 @@ def test_an_engine_killed_before_the_first_links_connect(run):
 def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
     r = run(transport="broadcast")
     os.kill(r.policy.members[0].facts["pid"], signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during connect\(\)"):
+    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during connect_trainer\(\)"):
         r.sync(1)
     with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 .* died"):
         r.policy.call("nothing", [()])
@@ -91,7 +91,9 @@ def test_an_engine_whose_replacement_dies_too(run):
 def test_an_engine_that_says_that_it_is_gone_is_replaced(run):
     """A generator whose own processes died raises WorkerError."""
     r = run(max_restarts=2)
-    with pytest.raises(WorkerError, match=r"the engine's own process is gone\nThe run stops: 2 engines were replaced"):
+    with pytest.raises(
+        WorkerError, match=r"the engine's own process is gone\nThe run stops: 2 engines were already replaced"
+    ):
         r.answers([GenerationRequest((1,), -2, Sampling(8))])
     assert len(r.notes("started")) == 4
 
@@ -101,7 +103,7 @@ def test_deaths_beyond_the_limit_end_the_run(run):
     r.sync(1)
     os.kill(r.pids()[0], signal.SIGKILL)
     with pytest.raises(
-        WorkerError, match=r"(?s)engine 0 \(node 127.0.0.1, pid \d+\) died .*0 engines were replaced already"
+        WorkerError, match=r"(?s)engine 0 \(node 127.0.0.1, pid \d+\) died .*0 engines were already replaced"
     ) as info:
         r.answers(requests(4))
     assert "launcher.max_restarts" in str(info.value)
@@ -115,7 +117,7 @@ def test_a_transport_that_cannot_be_had_is_refused(launch):
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place(1)})
     launcher.choose_link(Alone, "auto")
-    with pytest.raises(ConfigError, match=r"'broadcast' cannot be had: the generator takes no links .*: 'store', or"):
+    with pytest.raises(ConfigError, match=r"'broadcast' is not possible: the generator takes no links .*: 'store', or"):
         launcher.choose_link(Alone, "broadcast")
 
 

@@ -72,6 +72,6 @@ def test_what_does_not_fit(launcher):
 
 def test_a_connection_that_is_there_already_is_not_another():
     for options in ({"cpus": 2}, {"address": "10.0.0.1:6379"}):
-        with pytest.raises(ConfigError, match=r"this process is connected to the Ray cluster .* already; leave out"):
+        with pytest.raises(ConfigError, match=r"this process is already connected to the Ray cluster .*; leave out"):
             RayLauncher(RayConfig(**options)).place({"policy": Place()})
     assert ray.is_initialized()

@@ -39,7 +39,7 @@ def test_importing_the_plugin_imports_neither_ray_nor_torch():
         ({"address": "head"}, "give 'auto' or HOST:PORT"),
         (
             {"address": "auto", "cpus": 4, "object_store_gib": 1.0},
-            "cpus and object_store_gib is for a Ray that the run",
+            "cpus and object_store_gib can be set only for a Ray that the run starts",
         ),
         ({"heartbeat": 60.0, "stall_timeout": 60.0}, "heartbeat = 60 must be shorter than stall_timeout = 60"),
         ({"heartbeat": 0.0}, "greater than 0"),

@@ -60,7 +60,7 @@ def test_ranks_follow_the_nodes():
 
 
 def test_an_engine_over_two_nodes_is_refused():
-    with pytest.raises(ConfigError, match=r"\[placement.generator\]: the 2 devices of rank 0 would lie on 2 nodes"):
+    with pytest.raises(ConfigError, match=r"\[placement.generator\]: the 2 devices of rank 0 would be on 2 nodes"):
         allocate(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "c", "d"])
 
 

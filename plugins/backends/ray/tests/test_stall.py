@@ -62,7 +62,7 @@ def test_a_worker_that_is_stopped(launch, tmp_path):
             pair.call("sleeps", [(0.1,)] * 2)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert f"policy rank 1 (node 127.0.0.1, pid {pid}) has given no sign of life for" in str(info.value)
+    assert f"policy rank 1 (node 127.0.0.1, pid {pid}) has not responded for" in str(info.value)
     text = (tmp_path / "stall-policy-1.txt").read_text()
     assert "State: T (stopped)" in text
     assert "find out on its node what stopped it" in text

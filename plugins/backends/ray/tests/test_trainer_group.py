@@ -107,7 +107,7 @@ def test_the_first_cause_is_not_kept_waiting_by_ranks_that_wait_for_it(pair):
     with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
         pair.call("raises_on", [(1, 60.0)] * 2)
     assert time.monotonic() - start < 50
-    with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 did not come back"):
+    with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 did not return"):
         pair.call("nothing", [()] * 2)
 
 
@@ -176,7 +176,7 @@ def test_a_stream_that_breaks_off(pair, rank):
     if rank == 0:
         assert len(list(pair.stream("arrays", 2, 10))) == 2
     else:  # rank 0 waits for it, for much longer than anybody should
-        with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 did not come back from break"):
+        with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 did not return from break"):
             pair.call("nothing", [()] * 2)
 
 

@@ -52,8 +52,8 @@ class RayConfig(ComponentConfig):
         if value is not None and value != "auto" and not _PLACE.fullmatch(value):
             raise ValueError(
                 f"{value!r} is not a cluster: give 'auto' or HOST:PORT (the port of `ray start --head`, 6379 by "
-                "default), or leave it out to start Ray here. The Ray client (ray://) is not supported: start the run on a node "
-                "of the cluster, or with `ray job submit`."
+                "default), or leave it out to start Ray here. The Ray client (ray://) is not supported: start the run "
+                "on a node of the cluster, or with `ray job submit`."
             )
         return value
 

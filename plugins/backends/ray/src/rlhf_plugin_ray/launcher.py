@@ -74,7 +74,7 @@ class RayLauncher(Launcher):
         if generator is not None:
             check_takes_tensors(generator)
             if transport in ("shared", "broadcast") and not receives_over_links(generator):
-                raise ConfigError(f"sync.transport = {transport!r} cannot be had: {NO_LINKS}. Leave it out.")
+                raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Leave it out.")
 
     # ---------------------------------------------------------------------------------- placement
 

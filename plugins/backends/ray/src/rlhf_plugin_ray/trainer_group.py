@@ -17,7 +17,7 @@ from rlhf_plugin_ray.workers.handle import WorkerHandle
 from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 _AHEAD = 2
-"""Objects of a stream that lie in the store unclaimed: an item and its mark. Another item is being taken meanwhile."""
+"""Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""
 
 
 class RayGroup(WorkerGroup):
@@ -30,15 +30,15 @@ class RayGroup(WorkerGroup):
         self._watch = watch
         self._broken = ""
         self._open: tuple[str, Any] | None = None
-        """(method, items) of a stream that nobody has read to its end; rank 0 waits for room in the store."""
+        """(method, items) of a stream that was not read to its end; its rank 0 waits for room in the store."""
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Where a rank fails, its error is raised without waiting for others that wait for it; the group is then of no
-        more use."""
+        """When a rank fails, its error is raised without waiting for other ranks that wait for it in a collective. If
+        such a rank hangs, the group cannot be called again."""
         return self.begin(method, per_rank)()
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """All ranks' arguments are one object in the store."""
+        """The arguments of all ranks are one object in the store."""
         if len(per_rank) != self.size:
             raise CapabilityError(
                 f"{self.role} has {self.size} ranks; {method}() was called with arguments for {len(per_rank)}"
@@ -49,7 +49,7 @@ class RayGroup(WorkerGroup):
         return lambda: [unpack(result)[0] for result in self._collect(method, answers)]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
-        """References to what rank 0 yields: the values stay in the store, for other groups and for engines to take."""
+        """References to the items of rank 0. The values stay in the store, for other groups and for engines."""
         self.finish_stream(method)
         payload = send(pack([arguments]))
         source, others = self.members[0], self.members[1:]
@@ -68,13 +68,13 @@ class RayGroup(WorkerGroup):
         return self.stream("send_buckets", view, limit, timeout=timeout)
 
     def value(self, item: Any) -> Any:
-        """What lies in the store; memory there must not be written to."""
+        """The value in the store. Its memory is read-only."""
         return ray.get(item) if isinstance(item, ray.ObjectRef) else item
 
     def finish_stream(self, method: str) -> None:
-        """Before ``method`` is called: read a stream that was left to its end. Raises WorkerError where the members
-        cannot be called any more."""
-        if not self._broken and self._open is not None:  # its reader failed, or wanted no more
+        """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
+        called any more."""
+        if not self._broken and self._open is not None:  # its reader failed or stopped early
             (started, items), self._open = self._open, None
             with self._watching(started, self.members[:1]) as watchdog:
                 while watchdog.wait([items]) and next(items, None) is not None:
@@ -99,7 +99,7 @@ class RayGroup(WorkerGroup):
             raise
 
     def _collect(self, method: str, answers: dict[Any, WorkerHandle]) -> list[Any]:
-        """The answers in rank order, or the first cause of what went wrong."""
+        """The answers in rank order. Raises the first cause of a failure."""
         waiting, results = dict(answers), {}
         with self._watching(method, list(waiting.values())) as watchdog:
             while waiting:
@@ -112,7 +112,7 @@ class RayGroup(WorkerGroup):
         return [results[ref] for ref in answers]
 
     def first_cause(self, method: str, failed: FailedCall, waiting: Mapping[Any, WorkerHandle]) -> RlhfError:
-        """What to raise for one rank's failure, where others have not answered yet."""
+        """The error to raise for a failed rank, while other ranks have not answered yet."""
         first, hanging = first_failure(failed, waiting)
         error = first.error(method, TrainingError)
         if hanging:
@@ -122,12 +122,12 @@ class RayGroup(WorkerGroup):
         return error
 
     def _next(self, method: str, items: Any, answers: Mapping[Any, WorkerHandle], timeout: float | None) -> Any | None:
-        """The next item of the stream, or None at its end."""
+        """The next item of the stream; None at its end."""
         item = self._advance(method, items, answers, timeout)
         if item is None:
             return None
         mark = self._advance(method, items, answers, timeout)
-        # where the rank died, Ray ends the stream with an item that holds the error
+        # when the rank died, Ray ends the stream with an item that holds the error
         mark = result_of(self.members[0], item if mark is None else mark)
         if isinstance(mark, FailedCall):
             self._open = None
@@ -146,7 +146,7 @@ class RayGroup(WorkerGroup):
                     raise TrainingError(f"{self.role}: {self._broken} ({source.name}, {source.where})")
                 if items in ready:
                     return next(items, None)
-                for ref in ready:  # another rank has ended; where it failed, rank 0 may wait for it for ever
+                for ref in ready:  # another rank has ended; if it failed, rank 0 may wait for it forever
                     answer = result_of(waiting.pop(ref), ref)
                     if isinstance(answer, FailedCall):
                         error = self.first_cause(method, answer, waiting)
@@ -156,7 +156,7 @@ class RayGroup(WorkerGroup):
 
 
 def _runs_out(items: Any) -> bool:
-    """Whether a stream comes to its end by itself in a moment."""
+    """Whether a stream ends by itself within a few seconds."""
     end = time.monotonic() + GRACE_SECONDS
     while ray.wait([items], timeout=max(0.0, end - time.monotonic()), fetch_local=False)[0]:
         if next(items, None) is None:
@@ -166,4 +166,4 @@ def _runs_out(items: Any) -> bool:
 
 def _stuck(members: Sequence[WorkerHandle], method: str, error: Exception) -> str:
     names = ", ".join(m.name for m in members)
-    return f"{names} did not come back from {method}() after a failure: {str(error).splitlines()[0]}"
+    return f"{names} did not return from {method}() after a failure: {str(error).splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, as it travels to the driver and is raised there."""
+"""Exceptions of a worker, as they are sent to the driver and raised there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.errors import RlhfError
 
 
 class RemoteTraceback(Exception):
-    """The traceback in the worker, as the cause of the error that is raised here."""
+    """The traceback in the worker. It is the cause of the error that the driver raises."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -26,11 +26,11 @@ class Failure:
     """An exception of a worker's method. Exceptions of :mod:`rlhf.errors` keep their class."""
 
     kind: str
-    """Class in :mod:`rlhf.errors`, or empty."""
+    """Name of the class in :mod:`rlhf.errors`; empty for any other class."""
     message: str
     trace: str
     at: float = field(default_factory=time.time)
-    """Seconds since the epoch by the worker's clock: which of several ranks failed first."""
+    """Seconds since the epoch by the worker's clock; tells which of several ranks failed first."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:

@@ -1,4 +1,4 @@
-"""Addresses of this node. Standard library only."""
+"""Ports and network interfaces of this node. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 import struct
 
 _SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
+"""Linux request code: the IPv4 address of an interface."""
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A TCP port of ``address``, held until this is closed: nobody is given it who asks for a free one, and whoever
-    names it may listen at it (where they set SO_REUSEADDR, as servers do)."""
+    """Reserve a TCP port of ``address`` until the returned socket is closed. The system gives the port to no process
+    that asks for a free one. A process that names the port can listen on it with SO_REUSEADDR, which servers set."""
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -21,8 +21,8 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address, ``lo`` for loopback; empty where it cannot be told. Gloo needs
-    it, since it would take the interface that the host's name resolves to, which need not be the cluster's."""
+    """The network interface that has this IPv4 address, ``lo`` for loopback; empty if it cannot be found. Gloo needs
+    the name: by default it takes the interface of the host name, which need not be the cluster's."""
     try:
         import fcntl
     except ImportError:  # not on this system

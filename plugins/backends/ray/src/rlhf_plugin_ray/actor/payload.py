@@ -1,8 +1,8 @@
-"""Arguments and results between processes: one object of the store, tensors as plain bytes in it.
+"""Arguments and results between processes: one object of the store, with tensors as plain bytes in it.
 
-Ray would pickle a tensor with the whole storage it is a view of, and give back memory that must not be written. Here
-every tensor travels with exactly its own bytes, out of band; who unpacks it gets memory of its own. torch is imported
-where tensors are met, so a worker that has none starts quickly.
+Ray would pickle a tensor with the whole storage that it is a view of, and return read-only memory. Here every tensor
+travels with exactly its own bytes, out of band, and is unpacked into new memory. torch is imported only when there are
+tensors, so that a worker without tensors starts quickly.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INLINE = 2**15
-"""Parcels of fewer bytes travel inside the message to the actor; larger ones are put into the object store, once."""
+"""Bytes. A smaller payload travels inside the message to the actor; a larger one is put into the object store, once."""
 _HEADER = 64
-"""Bytes that a buffer costs beside its own, for :attr:`Payload.nbytes`."""
+"""Bytes of overhead per buffer, for :attr:`Payload.nbytes`."""
 
 Pickled = tuple[bytes, list[Any], list[Any]]
 """(pickle stream, its out-of-band buffers, the object references in it)."""
 
 
 class Payload:
-    """The arguments of one call for every rank. What all ranks get is in it once."""
+    """The arguments of one call for every rank. An object that all ranks get is stored once."""
 
     def __init__(self, shared: Pickled, ranks: Sequence[Pickled]) -> None:
         self.shared, self.ranks = shared, list(ranks)
@@ -42,13 +42,13 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """About as many as it takes in the store."""
+        """Approximate size in the store."""
         parts = (self.shared, *self.ranks)
         return sum(len(p[0]) + sum(memoryview(b).nbytes + _HEADER for b in p[1]) for p in parts)
 
 
 def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
-    """``per_rank[i]`` are the arguments of rank i; None where there are none."""
+    """Pack ``per_rank[i]``, the arguments of rank i. None if there are no arguments."""
     if not any(per_rank):
         return None
     first, length = per_rank[0], len(per_rank[0])
@@ -60,7 +60,7 @@ def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
 
 
 def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
-    """The arguments of ``rank``: tensors in memory of their own, object references replaced by what they stand for."""
+    """The arguments of ``rank``, with tensors in new memory and object references replaced by their values."""
     if payload is None:
         return ()
     shared: dict[int, Any] = _load(payload.shared)
@@ -71,7 +71,7 @@ def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
 
 
 def send(payload: Payload | None) -> Any:
-    """What to give an actor's method in place of the payload: itself where it is small, else a reference."""
+    """The argument for an actor's method: a small payload itself, a reference to a large one."""
     return payload if payload is None or payload.nbytes < INLINE else ray.put(payload)
 
 
@@ -97,7 +97,7 @@ class _Pickler(cloudpickle.CloudPickler):
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, part: Pickled) -> None:
-        # copies: the store's memory is shared with other processes, and writing to it would end this one
+        # copies, because the store's memory is shared and read-only: a write would kill this process
         super().__init__(io.BytesIO(part[0]), buffers=[bytearray(b) for b in part[1]])
         self.values = ray.get(list(part[2])) if part[2] else []
 

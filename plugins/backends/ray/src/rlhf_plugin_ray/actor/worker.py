@@ -1,6 +1,6 @@
-"""What runs in an actor's process: one rank of a role, or one engine.
+"""The actor class: one rank of a role, or one engine, in a process of its own.
 
-Nothing here imports torch when it is imported: the number of threads is set first.
+Importing this module does not import torch, because the number of threads must be set first.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from rlhf_plugin_ray.actor.payload import Payload
 
 COMPARED = ("torch", "transformers", "rlhf-core")
-"""Distributions that must have one version everywhere, beside Python, Ray and the run's plugins."""
+"""Distributions that must have the same version on every node, like Python, Ray and the run's plugins."""
 OWN_METHODS = frozenset({"connect_trainer", "send_buckets"})
 """Methods of :class:`Worker` that the driver calls as if they were the component's."""
 CHUNK_SECONDS = 0.02
-"""Samples that finish within this time go to the driver together."""
+"""Samples that finish within this time are sent to the driver together."""
 
 
 class Worker:
-    """An actor. Its methods run one at a time in one thread; :meth:`pulse` and :meth:`stacks` run beside, in another.
+    """An actor. One thread runs its methods, one at a time; a second thread runs :meth:`pulse` and :meth:`stacks`.
 
-    Exceptions are returned as :class:`Failure`, so that what arrives as an exception of Ray is a death.
+    Exceptions are returned as :class:`Failure`. So an exception of Ray that reaches the driver means a dead process.
     """
 
     def __init__(self, name: str, folder: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
-        """``devices``: the GPUs to see, None where the cluster has none."""
+        """``devices``: ids of the visible GPUs; None if the cluster has no GPUs."""
         faulthandler.enable()
         self.name = name
         os.environ.update(env)
@@ -52,7 +52,7 @@ class Worker:
         self._connected: ConnectedTrainer | None = None
         self._progress = 0
         self._doing, self._since, self._thread = "", 0.0, 0
-        if os.path.isdir(folder):  # relative paths mean the same as on the driver, where nodes share the folder
+        if os.path.isdir(folder):  # so that relative paths mean the same as on the driver
             os.chdir(folder)
             if folder not in sys.path:
                 sys.path.append(folder)
@@ -63,7 +63,7 @@ class Worker:
     # -------------------------------------------------------------------------------------- start
 
     def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """Resolve the run's plugins here, and say where here is and what differs (``problem``: Failure or None)."""
+        """Resolve the run's plugins here. Returns the address, the versions, and ``problem``: Failure or None."""
         import ray
         from rlhf.plugins import Plugins
 
@@ -73,7 +73,7 @@ class Worker:
         problem = None
         try:
             Plugins.discover().verify(manifest)
-            ray.cloudpickle.loads(plugins)  # those of files: from now on their classes can be unpickled
+            ray.cloudpickle.loads(plugins)  # plugins from files: now their classes can be unpickled
         except Exception as error:
             problem = Failure.of(error)
         versions = {"python": platform.python_version(), "ray": ray.__version__}
@@ -87,8 +87,8 @@ class Worker:
         }
 
     def rendezvous(self) -> str:
-        """``tcp://HOST:PORT`` on this node, held for this worker until :meth:`build` is over: models may take minutes
-        to load before somebody listens there."""
+        """``tcp://HOST:PORT`` on this node. The port stays reserved until the end of :meth:`build`, because a model may
+        load for minutes before a process listens there."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -114,7 +114,7 @@ class Worker:
     # --------------------------------------------------------------------------------------- work
 
     def call(self, method: str, payload: Payload | None, rank: int) -> Payload | Failure | None:
-        """The method's result, as a payload for one."""
+        """Call the method; returns its result as a payload for one rank."""
         from rlhf_plugin_ray.actor.payload import pack, unpack
 
         with self._at_work(method):
@@ -124,8 +124,8 @@ class Worker:
                 return Failure.of(error)
 
     def stream(self, method: str, payload: Payload | None, rank: int) -> Iterator[Any]:
-        """Each item of a method that yields, followed by None: the item itself is safe in the store by then. A Failure
-        in place of None ends the stream, and the item before it is nothing."""
+        """Yield each item of the method, then None: by then the item is safely in the store. A Failure in place of None
+        ends the stream, and the item before it must be ignored."""
         with self._at_work(method):
             try:
                 for item in self._items(method, payload, rank):
@@ -136,7 +136,7 @@ class Worker:
                 yield Failure.of(error)
 
     def drain(self, method: str, payload: Payload | None, rank: int) -> Failure | None:
-        """Take part in a stream whose items nobody wants from this rank."""
+        """Run the method to its end and drop its items, on a rank whose items are not needed."""
         with self._at_work(method):
             try:
                 for _ in self._items(method, payload, rank):
@@ -146,7 +146,7 @@ class Worker:
         return None
 
     def generate(self, payload: Payload, rank: int) -> Iterator[list[tuple[int, Any]] | Failure]:
-        """(position, turn) of samples as they finish, those of a moment together."""
+        """Yield (position, turn) of samples as they finish, in small groups."""
         from rlhf_plugin_ray.actor.payload import unpack
 
         with self._at_work("generate"):
@@ -201,12 +201,12 @@ class Worker:
     # -------------------------------------------------------------- in the second thread, at any time
 
     def pulse(self) -> int:
-        """A number that grows with every call, item and sample."""
+        """A counter that grows with every call, item and sample."""
         return self._progress
 
     def stacks(self) -> dict[str, str]:
-        """What each Python thread is doing now, ``work`` being the one that serves calls; Ray's and this one left
-        out. ``""`` says which call is under way, and the processor time that this process took so far."""
+        """The stack of each Python thread but this one. ``work`` is the thread that serves calls. The key ``""`` has
+        the call under way and the processor time that this process used so far."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         found = {}
         for ident, frame in sys._current_frames().items():
@@ -218,7 +218,7 @@ class Worker:
 
 
 def installed_version(distribution: str) -> str:
-    """Of a distribution in this process, or ``not installed``."""
+    """The version of a distribution in this process, or ``not installed``."""
     try:
         return version(distribution)
     except PackageNotFoundError:

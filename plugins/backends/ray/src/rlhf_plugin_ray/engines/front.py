@@ -1,4 +1,4 @@
-"""Several engines that look like one generator: requests by load, weights to all, the dead replaced."""
+"""Several engines behind one generator: requests go to engines by load, weights go to all engines."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rlhf_plugin_ray.engines.pool import EnginePool
 from rlhf_plugin_ray.engines.weight_link import WeightLink
 
 _NOBODY = Proof(0).who
-"""In a proof whose generator names nobody."""
+"""``Proof.who`` of a generator that does not set it."""
 
 
 class EngineGroup(Generator):
-    """The front of ``[placement.generator] ranks`` engines.
+    """One generator for ``[placement.generator] ranks`` engines.
 
-    An engine that dies is replaced, is given the weights of now, and what it had not finished is drawn again; samples
-    being functions of the requests' seeds, they are the same.
+    An engine that dies is replaced and gets the current weights, and its unfinished requests are sampled again. The
+    samples are the same, because they depend on the requests' seeds.
     """
 
     def __init__(self, generator: type[Generator], spec: GeneratorSpec, pool: EnginePool) -> None:
         self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module", "pause"}  # type: ignore[misc]
         self.spec, self.pool = spec, pool
         self.weight_link: WeightLink | None = None
-        """The way of the weights, where they do not come through the object store."""
+        """The link over which weights arrive; None: they arrive through the object store."""
         self._loaded = self._asleep = False
         self._reloads = 0
         self._proofs: list[Proof] = []
@@ -49,7 +49,7 @@ class EngineGroup(Generator):
                 yield order[position], turn
 
     def _draw(self, requests: Sequence[GenerationRequest], shares: list[list[int]]) -> Iterator[tuple[int, Turn]]:
-        """What the engines answer, until each has ended or died."""
+        """Yield the engines' answers until every engine has ended or died."""
         pool, busy = self.pool, {n: share for n, share in enumerate(shares) if share}
         payload = send(pack([([requests[p] for p in share],) for share in busy.values()]))
         streams: dict[Any, tuple[int, set[int]]] = {}
@@ -64,13 +64,15 @@ class EngineGroup(Generator):
                 answer = None if chunk is None else pool.answer(number, "generate", chunk)
                 if answer is None:  # it has ended, or died
                     if open_ and number not in pool.dead:
-                        raise WorkerError(f"engine {number} ended without an answer to {len(open_)} requests")
+                        raise WorkerError(f"engine {number} ended without answering {len(open_)} requests")
                     del streams[stream]
                     watchdog.leave(pool.members[number])
                     continue
                 for position, turn in answer:
                     if position not in open_:
-                        raise WorkerError(f"engine {number} answered request {position} twice, or was not asked it")
+                        raise WorkerError(
+                            f"engine {number} answered request {position}, which it answered already or never got"
+                        )
                     open_.remove(position)
                     yield busy[number][position], turn
 
@@ -85,7 +87,7 @@ class EngineGroup(Generator):
         self.pool.post("begin_load", version)  # while the policy makes the first bucket
 
     def take(self, bucket: Any) -> None:
-        """``bucket``: a reference that :meth:`RayGroup.stream` gave, or a bucket."""
+        """``bucket``: an item of :meth:`RayGroup.send_buckets`, or a bucket."""
         if not self._cut_off:
             self.pool.ask("take", bucket, timeout=self.spec.sync_timeout)
 
@@ -100,7 +102,7 @@ class EngineGroup(Generator):
             self.version = self._proofs[0].version
             self._reloads += 1
             return self._proofs
-        self._replace_dead()  # sends the weights to all once more; what it proved holds for this load too
+        self._replace_dead()  # sends the weights to all engines again; the new proofs hold for this load too
         return self._proofs
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -124,7 +126,7 @@ class EngineGroup(Generator):
         bare = any(self.pool.ask("wake").values())
         self._asleep, before = False, self._reloads
         self._replace_dead()
-        if bare and self._reloads == before:  # engines are elsewhere: they cannot ask for weights by themselves
+        if bare and self._reloads == before:  # engines in other processes cannot ask for weights themselves
             self._refresh()
 
     def close(self) -> None:
@@ -133,7 +135,7 @@ class EngineGroup(Generator):
     # ------------------------------------------------------------------------------------ recovery
 
     def _replace_dead(self, refresh: bool = True) -> None:
-        """Start engines in the place of those that died, with the weights of now where others have them."""
+        """Replace dead engines, and send the current weights if the engines had weights."""
         while replaced := self.pool.replace():
             if self._asleep:
                 self.pool.ask("sleep", only=replaced)
@@ -142,22 +144,23 @@ class EngineGroup(Generator):
 
     @property
     def _cut_off(self) -> bool:
-        """Whether an engine's death ended what was crossing the weight_link: all engines get everything once more."""
+        """Whether an engine's death interrupted the link: then all engines will get all weights again."""
         return self.weight_link is not None and not self.weight_link.fit and bool(self.pool.dead)
 
     def _refresh(self) -> None:
         if self.refresh is None:
-            raise WorkerError("an engine was replaced, and nobody is there to send it the weights of now")
+            raise WorkerError("an engine was replaced, and no controller is set that could send it the current weights")
         before = self._reloads
         self.refresh()
         if self._reloads == before:
-            raise WorkerError("an engine was replaced and did not get the weights of now")
+            raise WorkerError("an engine was replaced and did not get the current weights")
 
 
 def check_takes_tensors(generator: type[Generator]) -> None:
-    """Engines live in processes of their own: no module of a trainer is there."""
+    """Refuse generators that sample from a trainer's module: engines are in processes of their own."""
     if "accept:tensors" not in generator.capabilities:
         raise CapabilityError(
-            f"generator {generator.name!r} samples from a trainer's module in its own process; launcher 'ray' has "
-            "engines in processes of their own. Use one that takes tensors (--generator.use vllm), or launcher 'local'."
+            f"generator {generator.name!r} samples from a trainer's module in the same process; launcher 'ray' runs "
+            "engines in processes of their own. Use a generator that takes tensors (--generator.use vllm), or launcher "
+            "'local'."
         )

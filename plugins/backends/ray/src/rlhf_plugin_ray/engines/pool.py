@@ -1,4 +1,4 @@
-"""The engines of a generator: asked together, and replaced where they die."""
+"""The engines of a generator: calling them together, and replacing dead ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlhf_plugin_ray.workers.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0
-"""Seconds for engines to close by themselves: one that is busy, or stalled, is not waited for longer."""
+"""Seconds for engines to close by themselves. A busy or stalled engine is killed after them."""
 _LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "receivers"})
-"""What fails in these is a sync that failed."""
+"""Methods whose failure is a failed weight sync (SyncError)."""
 
 
 class EnginePool:
-    """Engines by number. One is dead where its process ended, or one of its methods raised WorkerError: it is noted in
-    ``dead`` and left out, until :meth:`replace`."""
+    """Engines by number. An engine is dead when its process ended or one of its methods raised WorkerError. It is then
+    recorded in ``dead`` and not called, until :meth:`replace`."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class EnginePool:
         engines: int,
         max_restarts: int,
     ) -> None:
-        """``start`` makes the engines of these numbers, ready to be called, or raises and leaves none of them."""
+        """``start`` starts the engines with the given numbers, or raises and leaves none of them running."""
         self._start, self._watch = start, watch
         self._restarts_left = self._max_restarts = max_restarts
         self.dead: dict[int, str] = {}
-        """Engines to replace, and how each died."""
+        """Engines to replace, and the cause of each death."""
         self.gave_up: Callable[[], None] = lambda: None
-        """Called where an engine died or failed, as others may wait for it."""
+        """Called when an engine died or failed, because other processes may wait for it."""
         self._posted: dict[Any, tuple[int, str]] = {}
         self._stalled = ""
-        """Which engine did, and ends the run."""
+        """The message about a stalled engine, which ends the run; empty if there is none."""
         self._closed = False
         self.members = dict(enumerate(start(range(engines))))
 
@@ -56,17 +56,19 @@ class EnginePool:
         return watchdog
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting: what goes wrong is told by the next :meth:`ask`. What was posted before is forgotten."""
+        """Call a method without waiting. The next :meth:`ask` raises its errors. An earlier post is forgotten."""
         self._posted = self._call(self._alive(), method, arguments)
 
     def ask(
         self, method: str, *arguments: Any, only: Collection[int] | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
-        """{engine: answer} of those that live to give one. A SyncError is raised once all have answered, and not at all
-        where an engine died: others feel that as a sync that fails.
+        """{engine: answer} of the engines that survive the call.
+
+        A SyncError is raised when all engines have answered. It is not raised if an engine died: the death makes the
+        sync fail on the other engines too.
 
         Args:
-            timeout: seconds, ``sync.timeout``; SyncError where some have not answered by then.
+            timeout: seconds (``sync.timeout``); SyncError if an engine has not answered by then.
         """
         numbers = self._alive(only)
         last = self._call(numbers, method, arguments)
@@ -83,13 +85,13 @@ class EnginePool:
                 raise SyncError(f"{late} did not answer {method}() within {timeout:g} s (sync.timeout)")
             for ref in ready:
                 number, asked = waiting.pop(ref)
-                if ref in last:  # an engine does one thing after another
+                if ref in last:  # an engine answers its calls in order
                     watchdog.leave(self.members[number])
                 try:
                     answer = self.answer(number, asked, ref)
                 except SyncError as error:
                     failed.append(error)
-                    self.gave_up()  # one of the others may have died and be the cause
+                    self.gave_up()  # the cause may be the death of another engine
                     continue
                 if ref in last and number not in self.dead:
                     answers[number] = unpack(answer)[0]
@@ -107,7 +109,7 @@ class EnginePool:
         return {self.members[n].handle.call.remote(method, payload, 0): (n, method) for n in numbers}
 
     def answer(self, number: int, method: str, ref: Any) -> Any:
-        """What came; None where the engine died, which is noted. Raises what it raised."""
+        """The result of a finished call. None if the engine died, which is recorded. Raises what the engine raised."""
         answer = result_of(self.members[number], ref)
         if isinstance(answer, FailedCall):
             error = answer.error(method, SyncError if method in _LOADING else RolloutError)
@@ -118,13 +120,14 @@ class EnginePool:
         return answer
 
     def bury(self, number: int, death: WorkerError) -> None:
-        """Note that an engine died."""
+        """Record that an engine died."""
         self.dead[number] = str(death)
         self.gave_up()
 
     def lose(self, stalled: Sequence[WorkerHandle], headline: str) -> None:
-        """End engines that stalled: the others can still be put to sleep, so that the roles on their devices go on to
-        save what was learnt, and nobody waits for these once more. They are not replaced, as a stall ends the run."""
+        """Kill stalled engines. The other engines can then still be put to sleep, so that the roles on their devices
+        can save a checkpoint, and nothing waits for the stalled ones again. A stall ends the run, so the stalled
+        engines are not replaced."""
         for number, member in self.members.items():
             if any(member is one for one in stalled):
                 self._stalled = self.dead[number] = headline
@@ -132,7 +135,7 @@ class EnginePool:
         self.gave_up()
 
     def replace(self) -> list[int]:
-        """Start engines in the place of those that died; their numbers. One that cannot start has died again."""
+        """Replace dead engines; returns their numbers. An engine that cannot start counts as another death."""
         if self._stalled:
             raise WorkerError(f"the engines cannot be called any more: {self._stalled}")
         replaced: list[int] = []
@@ -141,16 +144,16 @@ class EnginePool:
             self._restarts_left -= len(dead)
             if self._restarts_left < 0:
                 raise WorkerError(
-                    f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were replaced already "
+                    f"{'; '.join(dead.values())}\nThe run stops: {self._max_restarts} engines were already replaced "
                     "(launcher.max_restarts)"
                 )
             for number, how in dead.items():
-                _LOG.warning("%s\nIt is replaced; %d more may be", how, self._restarts_left)
+                _LOG.warning("%s\nThe engine is replaced; %d more replacements are allowed", how, self._restarts_left)
                 self.members[number].kill()
             try:
                 started = self._start(list(dead))
             except WorkerError as error:
-                self.dead = dict.fromkeys(dead, f"{error} (in the place of an engine that died)")
+                self.dead = dict.fromkeys(dead, f"{error} (replacing an engine that died)")
                 continue
             self.members |= zip(dead, started, strict=True)
             self.dead = {}
@@ -158,7 +161,7 @@ class EnginePool:
         return replaced
 
     def close(self) -> None:
-        """Let the engines release what they hold, for a few seconds, and end their processes."""
+        """Give the engines a few seconds to release what they hold, and end their processes."""
         if not self._closed and ray.is_initialized():
             alive = [engine for n, engine in self.members.items() if n not in self.dead]
             ray.wait([e.handle.call.remote("close", None, 0) for e in alive], num_returns=len(alive), timeout=_CLOSING)

@@ -1,4 +1,4 @@
-"""The driver's part of the way that weights take from the policy to the engines without passing through the store."""
+"""The driver's part of a link, over which weights go from the policy to the engines without the object store."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STORE = "store"
 
 
 class WeightLink:
-    """A link between the policy's ranks and the engines, made when weights are about to cross it, and made anew after
-    anything went wrong on it."""
+    """A link between the policy's ranks and the engines. It is made before the first sync, and made again after any
+    failure."""
 
     def __init__(
         self,
@@ -42,20 +42,20 @@ class WeightLink:
         self._watch = watch
         self._coordination: Coordination | None = None
         self._receivers: int | None = None
-        """Processes of one engine that take weights; engines are alike."""
+        """Processes of one engine that receive weights; the same for all engines."""
         self.fit = False
-        """Whether everything can cross."""
+        """Whether all ends are connected and none failed."""
         pool.gave_up = self.drop
 
     def drop(self) -> None:
-        """Whoever waits for another end stops waiting; nothing crosses until :meth:`build`."""
+        """Abort every wait on the link. It cannot be used until :meth:`build`."""
         self.fit = False
         if self._coordination is not None:
             self._coordination.abort()
 
     def build(self) -> None:
-        """Connect every end. Where an engine dies meanwhile, which the pool notes, the link is not fit; to be called
-        once all engines live."""
+        """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
+        is not fit."""
         from rlhf_transport.coordination import serve
         from rlhf_transport.link import Link
 
@@ -82,7 +82,7 @@ class WeightLink:
         self.fit = not failed
 
     def _connect(self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]]) -> dict[int, FailedCall]:
-        """{place in ``members``: what went wrong there}, once all have answered."""
+        """{position in ``members``: its failure}, when all have answered."""
         payload = send(pack(told))
         methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
         waiting = {m.handle.call.remote(methods[n], payload, n): n for n, m in enumerate(members)}
@@ -107,26 +107,24 @@ def choose_kind(
     cuda: bool,
     nodes: Sequence[str],
 ) -> Kind | None:
-    """The kind of link, None for the object store; ConfigError where what is asked for cannot be had.
+    """The kind of link; None for the object store. Raises ConfigError if ``transport`` is not possible.
 
     Args:
         transport: the run file's ``sync.transport``.
-        takes_links: whether the generator does.
-        nodes: of each bundle, where it is.
+        takes_links: whether the generator has the capability ``accept:links``.
+        nodes: the node of each bundle.
     """
     computing = [allocation.slots[0] for allocation in policy]  # a rank computes on the first of its devices
     used = {slot for allocation in engines for slot in allocation.slots}
     if cuda:
-        shared = (
-            "" if used <= set(computing) else "some engine lives on a device on which no rank of the policy computes"
-        )
+        shared = "" if used <= set(computing) else "an engine is on a device on which no rank of the policy computes"
         broadcast = "" if computing[0] not in used else "rank 0 of the policy shares its device with an engine"
     else:
         home = nodes[policy[0].bundle]
         shared = (
             ""
             if all(nodes[s.bundle] == home for s in engines)
-            else "an engine lives on another node than rank 0 of the policy"
+            else "an engine is on another node than rank 0 of the policy"
         )
         broadcast = ""
     if not takes_links:
@@ -134,10 +132,10 @@ def choose_kind(
     problems: dict[Kind, str] = {"shared": shared, "broadcast": broadcast}
     possible = [kind for kind, problem in problems.items() if not problem]
     if transport == "auto":
-        return possible[0] if cuda and possible else None  # on a CPU the store is shared memory already
+        return possible[0] if cuda and possible else None  # on CPUs the store is shared memory too
     if transport != STORE and transport not in possible:
         raise ConfigError(
-            f"sync.transport = {transport!r} cannot be had: {problems[transport]}. Possible here: "  # type: ignore[index]
+            f"sync.transport = {transport!r} is not possible: {problems[transport]}. Possible here: "  # type: ignore[index]
             f"{', '.join(map(repr, [STORE, *possible]))}, or leave it out."
         )
     return next((kind for kind in possible if kind == transport), None)

@@ -1,4 +1,4 @@
-"""When a rank fails: what it was, and which of several failures was the first."""
+"""Failed calls: the error to raise, and which of several failures was the first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlhf_plugin_ray.actor.failure import Failure, RemoteTraceback
 from rlhf_plugin_ray.workers.handle import WorkerHandle
 
 GRACE_SECONDS = 3.0
-"""After a rank failed: for the others to fail or end too, before they are given up. Ray needs about one to notice a
-death, which a neighbour may feel earlier as a broken connection."""
+"""After a rank failed, how long the driver waits for the other ranks to fail or end too. Ray needs about one second to
+notice a death; another rank may notice it earlier, as a broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """What a member answered in place of a result."""
+    """What the driver got from a worker in place of a result."""
 
     member: WorkerHandle
     what: Failure | RayError
@@ -31,24 +31,24 @@ class FailedCall:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Deaths first: what neighbours raise is their consequence. Then by time."""
+        """Sort key. Deaths come first, because errors of other ranks follow from them; then by time."""
         return not self.died, getattr(self.what, "at", 0.0)
 
     def error(self, method: str, otherwise: type[RlhfError]) -> RlhfError:
-        """The exception to raise; ``otherwise`` for what is not of :mod:`rlhf.errors`."""
+        """The exception to raise; of the class ``otherwise`` if the original is not from :mod:`rlhf.errors`."""
         who = f"{self.member.name} ({self.member.where})"
         if isinstance(self.what, Failure):
             return self.what.error(who, method, otherwise)
         if self.died:
             return WorkerError(self.member.death(self.what, f"{method}()"))
-        # raised outside of our own code: arguments that cannot be unpacked
+        # raised outside of Worker's methods: the arguments cannot be unpacked
         raised = otherwise(f"{who}: {method}() failed: {getattr(self.what, 'cause', self.what)!r}")
         raised.__cause__ = RemoteTraceback(str(self.what))
         return raised
 
 
 def result_of(member: WorkerHandle, ref: Any) -> Any:
-    """What a finished call returned, or a :class:`FailedCall`."""
+    """The result of a finished call, or a :class:`FailedCall`."""
     try:
         result = ray.get(ref)
     except RayError as error:
@@ -57,10 +57,10 @@ def result_of(member: WorkerHandle, ref: Any) -> Any:
 
 
 def first_failure(failed: FailedCall, waiting: Mapping[Any, WorkerHandle]) -> tuple[FailedCall, list[WorkerHandle]]:
-    """(the first cause, members that still hang) a moment after one of several failed.
+    """(the first cause, workers that still hang), some seconds after one of several workers failed.
 
     Args:
-        waiting: {reference: member} of those that had not answered.
+        waiting: {reference: worker} of the workers that had not answered.
     """
     if not waiting:
         return failed, []

@@ -1,4 +1,4 @@
-"""One actor as the driver sees it: who it is, where it lives, and how its end is told."""
+"""One actor as the driver sees it: its name, its node, and the message about its death."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class WorkerHandle:
     name: str
     """``policy rank 1``, ``engine 0``."""
     handle: Any
-    """Of the actor."""
+    """Ray's handle of the actor."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What :meth:`Worker.describe` said."""
+    """The result of :meth:`Worker.describe`."""
 
     @property
     def where(self) -> str:
@@ -34,11 +34,11 @@ class WorkerHandle:
         return f"node {self.facts.get('address', '?')}, pid {self.facts.get('pid', '?')}"
 
     def beside(self, method: str) -> Any:
-        """Call a method that runs while another is at work; the reference to its answer."""
+        """Call a method that runs in the actor's second thread, beside another call. Returns a reference."""
         return getattr(self.handle, method).options(concurrency_group="watch").remote()
 
     def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:
-        """What ``function`` says in another process of the same node; why there is none, where it cannot run."""
+        """Run ``function`` in another process on the actor's node, and return its text; if it cannot run, why not."""
         if "node" not in self.facts:
             return "(its node is not known)"
         if self.facts["node"] == ray.get_runtime_context().get_node_id():
@@ -52,7 +52,7 @@ class WorkerHandle:
         return found
 
     def death(self, cause: RayError, doing: str) -> str:
-        """What to say about an actor that is gone."""
+        """The message about a dead actor."""
         lines = [f"{self.name} ({self.where}) died during {doing}: {_exit_cause(cause)}"]
         if path := self.facts.get("stderr"):
             lines.append(f"The end of its standard error ({path}):")
@@ -60,19 +60,19 @@ class WorkerHandle:
         return "\n".join(lines)
 
     def kill(self) -> None:
-        """End the process at once; nothing where it, or the connection to the cluster, is gone."""
+        """End the process at once. Does nothing if the process or the connection to the cluster is gone."""
         if ray.is_initialized():
             with suppress(RayError):
                 ray.kill(self.handle, no_restart=True)
 
 
 def slug(name: str) -> str:
-    """A member's name where there may be no spaces: ``policy-1``, ``engine-0``."""
+    """A worker's name without spaces: ``policy-1``, ``engine-0``."""
     return name.replace(" rank ", "-").replace(" ", "-")
 
 
 def _exit_cause(error: RayError) -> str:
-    """Ray's words about why, on one line, without its advice to the reader of logs."""
+    """Ray's message about the cause, on one line, without its advice."""
     text = " ".join(str(error).split())
     if isinstance(error, RayActorError):
         for start in ("Worker exit detail: ", "The actor is dead because ", "The actor died because of "):
@@ -82,5 +82,5 @@ def _exit_cause(error: RayError) -> str:
     for advice in (" There are some potential root causes", " Some common causes include", " Never start"):
         text = text.partition(advice)[0]
     if "unexpectedly exits" in text:
-        return f"its process was killed (SIGKILL, or the kernel for want of memory) or crashed. Ray: {text}"
+        return f"its process was killed (by SIGKILL, or by the kernel when memory ran out) or crashed. Ray: {text}"
     return text

@@ -1,4 +1,4 @@
-"""Functions that run in a process of their own on the node of a worker. Standard library only."""
+"""Functions that run in a separate process on a worker's node. They use the standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPY_SECONDS = 10.0
 
 
 def log_tail(path: str, lines: int) -> str:
-    """The last lines of a worker's log, without those that Ray writes for itself."""
+    """The last lines of a worker's log, without Ray's own marker lines."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             last = deque((line for line in file if not line.startswith((":job_id:", ":actor_name:"))), lines)
@@ -22,8 +22,8 @@ def log_tail(path: str, lines: int) -> str:
 
 
 def inspect_process(pid: int) -> str:
-    """What can be seen of a process that does not answer: its state and what it waits for in the kernel, by thread, and
-    its Python stacks where py-spy is installed and may read them."""
+    """What another process can see of a process that does not answer: per thread its state and the kernel function it
+    waits in, and its Python stacks if py-spy is installed and permitted to read them."""
     folder = Path("/proc") / str(pid)
     lines = [f"State: {_state(folder)}"]
     for task in sorted(folder.glob("task/*"), key=lambda t: int(t.name)):
@@ -46,7 +46,7 @@ def _state(folder: Path) -> str:
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except OSError:  # it has ended, or is not ours to read
+    except OSError:  # the process has ended, or may not be read
         return ""
 
 

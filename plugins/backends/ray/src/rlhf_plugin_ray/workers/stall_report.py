@@ -1,4 +1,4 @@
-"""The page about a worker that stalled: what, since when, its stacks, and what to look at."""
+"""The report about a stalled worker: its call, since when, its stacks, and what to look at."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from rlhf_plugin_ray.workers.node_tools import inspect_process, log_tail
 
 _ASK_SECONDS = 5.0
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "all_to_all", "rendezvous")
-"""In the name of a function, say that it waits for other ranks."""
+"""Parts of function names that mean waiting for other ranks."""
 _LOG_LINES = 20
 _OTHERS = 16
-"""Other workers whose stacks are on the page."""
+"""Most other workers whose stacks are in the report."""
 
 
 @dataclass
 class StallReport:
-    """A member that gives no answer (``silent``), or answers and makes no progress."""
+    """A worker that does not respond (``silent``), or responds and makes no progress."""
 
     member: WorkerHandle
     doing: str
     seconds: float
     silent: bool
     waited_for: Sequence[WorkerHandle]
-    """All that were waited for, the stalled one included."""
+    """All pending workers, including the stalled one."""
 
     @property
     def headline(self) -> str:
-        what = "has given no sign of life" if self.silent else "has made no progress"
+        what = "has not responded" if self.silent else "has made no progress"
         return f"{self.member.name} ({self.member.where}) {what} for {self.seconds:.0f} s in {self.doing}"
 
     def write(self, folder: Path) -> Path:
-        """The page, ``stall-<role>-<rank>.txt`` in ``folder``, which is made if need be. Returns its path."""
+        """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"stall-{slug(self.member.name)}.txt"
         path.write_text(self.page(), encoding="utf-8")
         return path.absolute()
 
     def page(self) -> str:
-        """The text."""
+        """The report's text."""
         others = [m for m in self.waited_for if m is not self.member]
         asked = {id(m): m.beside("stacks") for m in (self.member, *others[:_OTHERS])}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ASK_SECONDS)
@@ -57,7 +57,7 @@ class StallReport:
         for member in (self.member, *others[:_OTHERS]):
             lines += ["", f"{'=' * 8} {member.name} ({member.where})", seen[member.name]]
         if len(others) > _OTHERS:
-            lines += ["", f"... and {len(others) - _OTHERS} more that were waited for: "]
+            lines += ["", f"... and {len(others) - _OTHERS} more pending workers: "]
             lines[-1] += ", ".join(m.name for m in others[_OTHERS:])
         if log := self.member.facts.get("stderr"):
             lines += ["", f"{'=' * 8} The end of its standard error ({log})"]
@@ -70,11 +70,11 @@ class StallReport:
         if "T (stopped)" in own:
             hints.append(
                 "The process is stopped (SIGSTOP, a debugger, a suspended terminal): find out on its node what stopped "
-                "it. It ends with the run, which has to be resumed."
+                "it. The process ends with the run; resume the run."
             )
         elif "D (disk sleep)" in own:
             hints.append(
-                "It waits in the kernel, mostly for a disk or a network file system: look at the node's dmesg."
+                "It waits in the kernel, usually for a disk or a network file system: look at the node's dmesg."
             )
         elif "State: gone" in own:
             hints.append("The process is gone: look at the node's dmesg for the out-of-memory killer.")
@@ -84,19 +84,19 @@ class StallReport:
             hints.append("Its threads cannot run: something holds Python's interpreter lock, see the innermost frames.")
         if any(name in own for name in _COLLECTIVES):
             hints.append(
-                "It waits for other ranks in a collective: find the rank that is elsewhere, or that is not listed "
-                "below because it has finished: ranks that disagree on how often they call the model hang each other."
+                "It waits for other ranks in a collective. Find the rank that is in another function, or that is not "
+                "listed below because it has finished: ranks that call the model different numbers of times hang."
             )
         elif not self.silent:
-            hints.append("The innermost frame of the thread `work` below is where it has been all the time.")
+            hints.append("Look at the innermost frame of the thread `work` below.")
         if not self.silent:
-            hints.append("If it is merely slow, give it more time: launcher.stall_timeout.")
-        hints.append("The run continues from its newest checkpoint with --resume.")
+            hints.append("If it is only slow, give it more time with launcher.stall_timeout.")
+        hints.append("Continue from the newest checkpoint with --resume.")
         return hints
 
 
 def _seen(member: WorkerHandle, question: Any) -> str:
-    """Stacks as the member tells them; as its node sees it where it does not."""
+    """The worker's stacks; if it does not respond, what its node can see of the process."""
     if ray.wait([question], timeout=0)[0]:
         try:
             stacks: dict[str, str] = dict(ray.get(question))
@@ -107,4 +107,4 @@ def _seen(member: WorkerHandle, question: Any) -> str:
         return "\n".join([first, *(f"\nthread {name!r}, innermost frame last:\n{text}" for name, text in ordered)])
     if "pid" not in member.facts:
         return "(it has not started)"
-    return "It does not answer. Seen from outside:\n" + member.on_its_node(inspect_process, member.facts["pid"])
+    return "It does not respond. Seen from outside:\n" + member.on_its_node(inspect_process, member.facts["pid"])

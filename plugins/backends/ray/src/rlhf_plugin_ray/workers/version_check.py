@@ -1,4 +1,4 @@
-"""Every node must run what the driver runs: the same plugins, Python, Ray, torch."""
+"""Checks that every node has the driver's versions of plugins, Python, Ray and frameworks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlhf_plugin_ray.actor.worker import COMPARED, installed_version
 
 
 def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
-    """``described``: what each worker said of itself. Raises PluginVersionMismatch naming every node that differs."""
+    """``described``: the result of every worker's ``describe``. Raises PluginVersionMismatch naming every node that
+    differs."""
     here = {"python": platform.python_version(), "ray": ray.__version__}
     here |= {name: installed_version(name) for name in COMPARED}
     problems: dict[str, list[str]] = {}
@@ -30,6 +31,8 @@ def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     lines = [f"node {node}: {'; '.join(dict.fromkeys(found))}" for node, found in sorted(problems.items()) if found]
     if lines:
         raise PluginVersionMismatch(
-            "these nodes do not run what this process runs:\n  " + "\n  ".join(lines) + "\nInstall the same versions "
+            "these nodes have other versions than this process:\n  "
+            + "\n  ".join(lines)
+            + "\nInstall the same versions "
             "everywhere: the same image, or pip install -c constraints.txt"
         ) from (RemoteTraceback("\n".join(traces)) if traces else None)

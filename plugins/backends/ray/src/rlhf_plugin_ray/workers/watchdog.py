@@ -1,4 +1,4 @@
-"""Waiting for workers, and noticing those that will never answer."""
+"""Waits for workers, and detects workers that will never answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlhf_plugin_ray.workers.handle import WorkerHandle
 from rlhf_plugin_ray.workers.stall_report import StallReport
 
 SILENT = 10
-"""Heartbeats without an answer after which a worker is stalled."""
+"""Number of heartbeats without a response after which a worker is stalled."""
 
 _LOOK_SECONDS = 1.0
-"""Between two looks at whether the control process is there."""
+"""Between two checks of Ray's control process."""
 
 
 @dataclass
@@ -28,13 +28,13 @@ class _Seen:
     member: WorkerHandle
     progress: int = -1
     moved: float = field(default_factory=time.monotonic)
-    """When it last made progress, as far as is known."""
+    """Time of the last known progress."""
     answered: float = field(default_factory=time.monotonic)
     question: Any = None
 
 
 class Watchdog:
-    """Watches the members whose answers are waited for, from its making to the last :meth:`leave`."""
+    """Monitors pending workers until each has answered (:meth:`leave`)."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class Watchdog:
         reports: Path,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """``check`` raises WorkerError where no worker can be waited for any more."""
+        """``check`` raises WorkerError when Ray's control process is gone."""
         self._seen = {id(m): _Seen(m) for m in members}
         self.doing, self.config, self.reports, self._cluster = doing, config, reports, check
         self.lost: Callable[[Sequence[WorkerHandle], str], None] = lambda stalled, headline: None
-        """Told who stalled, and what the error says first, before it is raised."""
+        """Called with the stalled workers and the first line of the error, before the error is raised."""
         self._begun = self._next = time.monotonic()
         self._next += config.heartbeat
 
     def leave(self, member: WorkerHandle) -> None:
-        """It has answered: no longer watched."""
+        """Stop monitoring a worker, because it has answered."""
         self._seen.pop(id(member), None)
 
     def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Those of the references and streams that are ready, at least one; none only where ``timeout`` seconds are
-        over. Raises WorkerError for a stalled worker, and where Ray's control process is gone."""
+        """The references and streams that are ready: at least one, or none after ``timeout`` seconds. Raises
+        WorkerError for a stalled worker, and when Ray's control process is gone."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._cluster()
@@ -93,7 +93,7 @@ class Watchdog:
         question, seen.question = seen.question, None
         try:
             progress = ray.get(question)
-        except RayError:  # it is dead: the answer that is waited for says so too
+        except RayError:  # it is dead, which the pending answer will show too
             return
         seen.answered = time.monotonic()
         if progress != seen.progress:
