@@ -51,7 +51,7 @@ def test_values_that_make_no_sense_are_refused(options, named):
     [
         ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
         ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a core of its own .* may use 2"),
-        ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is of a GPU's memory. Give kv_cache_gib"),
+        ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is a fraction of GPU memory. Give kv_cache_gib"),
         ({"sleep_level": 2}, CPU, r"sleep_level = 2: there is no device memory to give back"),
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, GPUS, r"2 x 2 = 4 workers need a GPU each, .* sees 2"),
     ],
@@ -171,11 +171,11 @@ def test_heads_that_the_attention_of_a_cpu_does_not_take_are_refused_by_the_conf
 
     checked(model_path(head_dim=32))
     with pytest.raises(
-        CapabilityError, match="has attention heads of size 8; vLLM's attention on a CPU takes 32, 64, "
+        CapabilityError, match="has attention heads of size 8; vLLM's attention on a CPU supports 32, 64, "
     ):
         checked(tiny_model(tmp_path / "8", hidden=16, heads=2, kv_heads=1))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
-    with pytest.raises(CapabilityError, match="is a mixture of experts: on a CPU vLLM goes on with the experts' old"):
+    with pytest.raises(CapabilityError, match="is a mixture of experts: on a CPU vLLM keeps using the experts' old"):
         checked(tiny_model(tmp_path / "moe", architecture="qwen3_moe", **experts))
 
 

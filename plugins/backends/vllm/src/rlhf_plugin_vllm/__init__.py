@@ -1,6 +1,6 @@
 """The generator ``vllm``: an engine in this process, on the CPU or on GPUs.
 
-Importing this package imports neither torch nor vLLM; nor does choosing the generator: vLLM comes in with the engine.
+Importing this package imports neither torch nor vLLM. vLLM is imported when the engine starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that vLLM's kernels for CPUs compute wrongly or not at all."""
+"""Models that vLLM's CPU kernels compute wrongly or not at all."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rlhf.errors import CapabilityError
 _BACKEND = ("v1", "attention", "backends", "cpu_attn.py")
 _SIZES = "get_supported_head_sizes"
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-"""Fields of a config in which vLLM looks for a number of experts."""
+"""Config fields in which vLLM looks for the number of experts."""
 
 
 def check_cpu_model(model: str, head_size: int | None, sizes: Collection[int] | None, experts: int) -> None:
-    """Raises CapabilityError where a model cannot be sampled from on a CPU.
+    """Raises CapabilityError if a model cannot be sampled from on a CPU.
 
     Args:
-        head_size: of its attention; None: not known, or of a latent cache, which other kernels compute.
-        sizes: what vLLM's attention on a CPU takes; None: not known.
+        head_size: of its attention heads; None: not known, or a latent cache, which other kernels compute.
+        sizes: the head sizes that vLLM's CPU attention supports; None: not known.
     """
     if head_size is not None and sizes is not None and head_size not in sizes:
         raise CapabilityError(
-            f"{model!r} has attention heads of size {head_size}; vLLM's attention on a CPU takes "
+            f"{model!r} has attention heads of size {head_size}; vLLM's attention on a CPU supports "
             f"{', '.join(map(str, sizes))}. Use a GPU, another model, or --generator.use transformers."
         )
     if experts > 0:
         raise CapabilityError(
-            f"{model!r} is a mixture of experts: on a CPU vLLM goes on with the experts' old weights after new "
-            "ones came. Use a GPU, or --generator.use transformers."
+            f"{model!r} is a mixture of experts: on a CPU vLLM keeps using the experts' old weights after a sync. Use "
+            "a GPU, or --generator.use transformers."
         )
 
 
 def check_cpu_config(model: str, config: Any) -> None:
-    """:func:`check_cpu_model` by the config of transformers alone, without importing vLLM, which takes seconds and
+    """:func:`check_cpu_model` from the transformers config alone. It does not import vLLM, which takes seconds and
     changes the process.
 
     Args:
@@ -55,8 +55,8 @@ def check_cpu_config(model: str, config: Any) -> None:
 
 @cache
 def supported_head_sizes() -> tuple[int, ...] | None:
-    """What the installed vLLM's ``CPUAttentionBackend.get_supported_head_sizes`` returns, read in its source; None
-    where it is written otherwise than as a list of numbers: then the engine says it when it starts."""
+    """What ``CPUAttentionBackend.get_supported_head_sizes`` of the installed vLLM returns, read from its source. None
+    if the source does not return a list of numbers; then the engine checks the size when it starts."""
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found is not None else None
     for place in places or ():

@@ -1,4 +1,4 @@
-"""The generator ``vllm``: an engine in this process, its own copy of the weights, brought up to date and proven."""
+"""The generator ``vllm``: a vLLM engine in this process with its own copy of the weights, proven after every sync."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from rlhf_plugin_vllm.weight_loading import WeightLoading
 
 
 class VllmGenerator(WeightLoading):
-    """Continuous batching by vLLM 0.32, in process: no server, no engine process, with or without Ray.
+    """Continuous batching by vLLM 0.32 in the calling process, without a server, with or without Ray.
 
-    Tokens go in and come out; text is what the run's decoder makes of them, and a stop string ends a turn with the
-    token that completes it. Samples come out as they finish. Equal beginnings of prompts share keys and values. Every
-    sample has its own seed. Log-probs are of the distribution drawn from, after temperature and truncation; temperature
-    0 is greedy, its log-probs being those of temperature 1.
+    Requests and samples are tokens. The run's decoder makes text of them, and a stop string ends a turn with the token
+    that completes it. Samples are yielded as they finish. Prompts with a common prefix share its keys and values. Every
+    sample has its own seed. Log-probs are of the distribution that was sampled from, after temperature and truncation.
+    Temperature 0 is greedy, with log-probs at temperature 1.
 
-    Weights are loaded through vLLM's layerwise reload; each worker fingerprints what arrived before it is packed. A
-    load that is not complete is an error, and nothing is sampled until one is.
+    Weights are loaded through vLLM's layerwise reload. Each worker fingerprints the received bytes before they are
+    packed. An incomplete load is an error, and nothing is sampled until a load is complete.
     """
 
     name = "vllm"
@@ -80,13 +80,13 @@ class VllmGenerator(WeightLoading):
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu)
         self.longest = min(spec.max_tokens, self.engine.length)
-        """Tokens, prompt and answer together."""
+        """Tokens of the longest sequence, prompt and completion together."""
 
     # ------------------------------------------------------------------------------------ sampling
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called; closing the iterator early
-        forgets those that are under way."""
+        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called. Closing the iterator early
+        drops unfinished requests."""
         self._ready("sample")
         for i, request in enumerate(requests):
             check(i, request, self.engine.vocabulary, self.longest)
@@ -108,7 +108,7 @@ class VllmGenerator(WeightLoading):
                 self.engine.abort(list(live))
 
     def _finished(self, live: dict[str, Sample]) -> list[tuple[int, Turn]]:
-        """One step of the engine; those of ``live`` that ended in it leave it."""
+        """Run one step of the engine. Returns the turns that ended in it, and removes them from ``live``."""
         turns = []
         ahead, self._ahead = self._ahead, []
         for output in ahead or self._step():
@@ -125,7 +125,7 @@ class VllmGenerator(WeightLoading):
 
     def _step(self) -> list[Any]:
         if not self.engine.busy:
-            raise ModelError("vLLM ended its work without answering all requests")
+            raise ModelError("vLLM stopped without answering all requests")
         with boundary(ModelError, "vLLM's engine"):
             return self.engine.step()
 
@@ -143,7 +143,7 @@ class VllmGenerator(WeightLoading):
                 self.engine.add(name, ids, scoring_parameters())
             while len(found) < len(names):
                 for output in self._step():
-                    if output.request_id in self._live:  # paused: it draws a token beside
+                    if output.request_id in self._live:  # a paused sample that got a token in the same step
                         self._ahead.append(output)
                     else:
                         found[output.request_id] = list(output.prompt_logprobs.logprobs)
@@ -156,8 +156,8 @@ class VllmGenerator(WeightLoading):
         why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
         if not why and self._paused and to == "sample":
             why = "it is paused; resume() it first"
-        if alone and not why and self.engine.busy and not self._paused:  # an output is handed to whoever takes the step
-            why = "other samples are being drawn; exhaust, close or pause() that generate() first"
+        if alone and not why and self.engine.busy and not self._paused:  # a step returns the outputs of all requests
+            why = "other samples are being generated; exhaust, close or pause() that generate() first"
         if why:
             raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
 

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, what the machine has, and what of the config it cannot do."""
+"""The installed vLLM, the machine's devices, and the options that they do not support."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Where an engine of this process would run."""
+    """The platform of an engine in this process."""
 
     device: str
     """``cpu`` | ``cuda``."""
     distribution: str
     """Name and version of the installed vLLM."""
     devices: int
-    """GPUs that this process sees; on a CPU the cores it may use."""
+    """Number of GPUs that this process sees; on a CPU the cores it may use."""
 
     @property
     def cpu(self) -> bool:
@@ -32,9 +32,9 @@ class Platform:
 
 
 def platform() -> Platform:
-    """Read from the metadata, without importing vLLM.
+    """Read from the packages' metadata, without importing vLLM.
 
-    Raises PluginError where neither build is installed; CapabilityError where the GPU build finds no GPU.
+    Raises PluginError if neither build is installed, CapabilityError if the GPU build finds no GPU.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
@@ -45,7 +45,7 @@ def platform() -> Platform:
             return Platform("cpu", f"{name} {found}", len(cores()))
         if not torch.cuda.is_available():
             raise CapabilityError(
-                f"{name} {found} is a build for GPUs, and torch {torch.__version__} sees none here. Replace it: "
+                f"{name} {found} is a build for GPUs, and torch {torch.__version__} sees no GPU here. Replace it: "
                 "pip uninstall vllm; pip install 'rlhf-plugin-vllm[cpu]'; or run where there is a GPU."
             )
         return Platform("cuda", f"{name} {found}", torch.cuda.device_count())
@@ -58,7 +58,7 @@ def cores() -> list[int]:
 
 
 def check(config: VllmGeneratorConfig, where: Platform) -> None:
-    """Refuse what the platform cannot do: CapabilityError naming option, reason and cure."""
+    """Raises CapabilityError, naming option, reason and cure, for an option that the platform does not support."""
     workers = config.tensor_parallel * config.pipeline_parallel
     if where.cpu:
         _check_cpu(config, where)
@@ -83,7 +83,7 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
             f"{where.devices}. Lower it"
         )
     elif config.memory_share is not None:
-        refused = f"memory_share = {config.memory_share:g}: it is of a GPU's memory. Give kv_cache_gib"
+        refused = f"memory_share = {config.memory_share:g}: it is a fraction of GPU memory. Give kv_cache_gib"
     elif config.sleep_level != 1:
         refused = f"sleep_level = {config.sleep_level}: there is no device memory to give back on a CPU. Leave it out"
     if refused:
@@ -93,8 +93,8 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
 
 
 def thread_binding(config: VllmGeneratorConfig) -> str | None:
-    """Disjoint cores per worker of tensor parallelism on a CPU, as vLLM reads them (``0,1|2,3``); None where one worker
-    computes in this process, with its threads, or where the user has bound them."""
+    """Disjoint cores for each tensor-parallel worker on a CPU, in vLLM's format (``0,1|2,3``). None if one worker
+    computes in this process with its threads, or if the user has set the binding."""
     if config.tensor_parallel == 1 or os.environ.get(BIND):
         return None
     available = cores()

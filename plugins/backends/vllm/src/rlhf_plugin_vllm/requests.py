@@ -1,4 +1,4 @@
-"""Requests of the run as vLLM's sampling parameters, and vLLM's outputs as turns."""
+"""Converts requests of the run to vLLM's sampling parameters, and vLLM's outputs to turns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhf.types import Finish, GenerationRequest, Turn
 from rlhf_plugin_vllm.stop_strings import StopSearch
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM draws at this where less is asked for, and would report log-probs of it."""
+"""vLLM samples at this temperature when a lower one is asked for, and would report log-probs of it."""
 
 
 def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> None:
-    """Refuse what cannot be sampled as it is asked for: ConfigError naming request, value and range.
+    """Refuse a request that vLLM cannot sample as asked. Raises ConfigError naming request, value and range.
 
     Args:
         vocabulary: token ids are below it.
@@ -29,13 +29,13 @@ def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> 
     if need > longest:
         raise ConfigError(
             f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
-            f"{request.sampling.max_new_tokens}), the engine was started for {longest}. Raise data.max_tokens (up to "
-            "the model's positions), lower max_new_tokens or shorten the prompt."
+            f"{request.sampling.max_new_tokens}), and the engine was started for {longest}. Raise data.max_tokens (at "
+            "most to the model's positions), lower max_new_tokens or shorten the prompt."
         )
 
 
 def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:
-    """vLLM's ``SamplingParams``. End tokens are stop tokens here, so that they are exactly the run's."""
+    """vLLM's ``SamplingParams``. The run's end tokens are passed as stop tokens, so that vLLM uses no others."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     s = request.sampling
@@ -56,7 +56,7 @@ def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]
 
 
 def scoring_parameters() -> Any:
-    """Log-probs of the prompt's tokens, at temperature 1."""
+    """Parameters for log-probs of the prompt's tokens, at temperature 1."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -71,7 +71,7 @@ def scoring_parameters() -> Any:
 
 
 class Sample:
-    """One request under way."""
+    """One unfinished request."""
 
     def __init__(
         self, position: int, request: GenerationRequest, decode: Callable[[Sequence[int]], str], version: int
@@ -84,13 +84,14 @@ class Sample:
         self._search = StopSearch(stop, decode) if stop else None
 
     def continue_with(self, version: int, drawn: int) -> None:
-        """Its tokens after the first ``drawn`` are chosen by weights of ``version``."""
+        """Tokens after the first ``drawn`` are sampled with weights of ``version``."""
         if self._versions[-1][0] == drawn:
             self._versions.pop()
         self._versions.append((drawn, version))
 
     def take(self, output: Any) -> tuple[Turn, bool] | None:
-        """vLLM's output of the request; (turn, whether vLLM has to be told that it ended), once it ended."""
+        """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must
+        abort the request)."""
         part = output.outputs[0]
         self._ids += part.token_ids
         self._logprobs += part.logprobs.logprobs
@@ -122,7 +123,7 @@ class Sample:
 
 
 class Running(Iterator[tuple[int, Turn]]):
-    """Samples under way: what ``turns`` yields, while ``check`` raises nothing."""
+    """Iterates over ``turns``, and calls ``check`` before each item."""
 
     def __init__(self, turns: Generator[tuple[int, Turn], None, None], check: Callable[[], None]) -> None:
         self._turns, self._check = turns, check
@@ -132,5 +133,5 @@ class Running(Iterator[tuple[int, Turn]]):
         return next(self._turns)
 
     def close(self) -> None:
-        """Forget those that have not ended."""
+        """Drop unfinished requests."""
         self._turns.close()

@@ -1,18 +1,18 @@
-"""Where a stop string ends a sample, found token by token with the run's own decoder."""
+"""Finds the token at which a stop string ends a sample, with the run's own decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 CONTEXT = 8
-"""Tokens before the new ones that are decoded with them: how a token reads can depend on its neighbours."""
+"""Number of earlier tokens that are decoded together with new ones, because the text of a token can depend on them."""
 
 
 class StopSearch:
-    """``end(ids)``: how many of ``ids`` there are up to and with the token that completes one of ``stops``, or None.
+    """``end(ids)``: the number of tokens up to and including the one that completes a stop string, or None.
 
-    Call it with a growing list; what was searched before is not decoded again beyond a few tokens and the characters
-    of the longest stop string.
+    Call it with a growing list. Of the tokens that were searched before, it decodes only a few again: CONTEXT, and as
+    many as the longest stop string covers.
     """
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
@@ -28,12 +28,12 @@ class StopSearch:
         return None
 
     def _holds(self, ids: Sequence[int]) -> bool:
-        """Whether the text that ends with the last of ``ids`` holds a stop string that it did not hold before."""
+        """Whether the last token of ``ids`` completes a stop string."""
         first = max(0, len(ids) - self._window(ids))
         return any(stop in self._decode(ids[first:]) for stop in self._stops)
 
     def _window(self, ids: Sequence[int]) -> int:
-        """Last tokens whose text is at least as long as the longest stop string, and the context before them."""
+        """Number of last tokens whose text is longer than the longest stop string, plus CONTEXT."""
         count = 1
         while count < len(ids) and len(self._decode(ids[len(ids) - count :])) <= self._longest:
             count *= 2

@@ -1,4 +1,4 @@
-"""The weights of an engine: taken and proven, held by a pause, moved away in sleep."""
+"""The weights of an engine: loading and proving them, also during a pause, and moving them away in sleep."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _SHOWN = 8
 
 
 class WeightLoading(ReceivesOverLinks, Generator):
-    """What an engine holds. A subclass starts it, and samples."""
+    """The part of the generator that loads weights, pauses and sleeps. The subclass starts the engine and samples."""
 
     config: VllmGeneratorConfig
     spec: GeneratorSpec
 
     def __init__(self, engine: Engine, frees_memory: bool) -> None:
-        """``frees_memory``: sleeping frees memory."""
+        """``frees_memory``: whether sleeping frees device memory."""
         self._engine: Engine | None = engine
         self._frees_memory = frees_memory
         self._asleep: set[str] = set()
         self._loading: int | None = None
         self._not_ready = "it has no weights yet"
-        """Why nothing can be sampled now; empty: it can."""
+        """Why nothing can be sampled now; empty if the generator is ready."""
         self._broken = ""
-        """Why nothing can be asked of the engine any more."""
+        """Why the engine cannot be used any more; empty if it can."""
         self._given_up = False
         self._live: dict[str, Sample] = {}
-        """Under way, by the engine's names."""
+        """Unfinished samples by the engine's request names."""
         self._paused = False
         self._ahead: list[Any] = []
-        """The engine's outputs for them that came while something was scored."""
+        """Outputs for unfinished samples that the engine returned while canaries were scored."""
 
     @property
     def engine(self) -> Engine:
@@ -52,15 +52,15 @@ class WeightLoading(ReceivesOverLinks, Generator):
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow. Keys and values of the old ones are dropped, also those of samples that a
-        pause holds; a load under way is given up.
+        """Weights of ``version`` follow. Keys and values of the old weights are dropped, also those of paused samples.
+        An unfinished load is abandoned.
 
-        Raises ModelError while samples are being drawn.
+        Raises ModelError while samples are being generated.
         """
         if self._broken:
             raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
         if self.engine.busy and not self._paused:
-            raise ModelError("samples are being drawn: exhaust or close generate() before begin_load(), or pause()")
+            raise ModelError("samples are being generated: exhaust or close generate() before begin_load(), or pause()")
         self._wake_parts(_WEIGHTS)
         self._not_ready = f"its weights of version {version} are not complete"
         self.engine.forget_prefixes(under_way=self._paused)
@@ -86,7 +86,7 @@ class WeightLoading(ReceivesOverLinks, Generator):
         for who, told in loaded.items():
             if told.missing:
                 raise SyncError(
-                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not come. Nothing is "
+                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not arrive. Nothing is "
                     "sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
@@ -98,15 +98,15 @@ class WeightLoading(ReceivesOverLinks, Generator):
         return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
-        """Read back from the kernels, exactly; nothing is known where layers are divided over workers."""
+        """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""
         return next(iter(self._call_workers("rlhf_differing", bucket).values()))
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """{worker: what it answers}. SyncError where one of them could not do it, or did not answer in time: then the
-        engine is not used again, as later answers could not be told apart."""
+        """{worker: its answer}. Raises SyncError if a worker failed or did not answer in time. After a timeout the
+        engine is not used again, because late answers could be taken for answers to later calls."""
         try:
             answers = self.engine.rpc(method, *arguments, timeout=self.spec.sync_timeout)
-        except WorkerError:  # one of them is dead: whoever has engines replaces this one
+        except WorkerError:  # a worker is dead: a launcher with several engines replaces this one
             raise
         except Exception as error:
             self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
@@ -120,47 +120,47 @@ class WeightLoading(ReceivesOverLinks, Generator):
     # --------------------------------------------------------------------------------------- pause
 
     def pause(self) -> None:
-        """Samples under way keep their tokens. vLLM computes their keys and values again with weights that come
-        meanwhile, so nothing of the old ones goes on beside them."""
+        """Unfinished samples keep their tokens. vLLM recomputes their keys and values with weights that are loaded
+        meanwhile, so no key or value of old weights remains."""
         self._paused = True
 
     def resume(self) -> None:
-        """Raises ModelError where a load is not complete: pause() holds on then."""
+        """Raises ModelError if a load is not complete; the generator then stays paused."""
         if self._not_ready:
             raise ModelError(f"the generator 'vllm' cannot resume: {self._not_ready}")
         self._paused = False
 
     def _check_resumed(self) -> None:
         if self._paused:
-            raise ModelError("the generator 'vllm' is paused: resume() it first; the samples under way wait")
+            raise ModelError("the generator 'vllm' is paused: resume() it first; its unfinished samples wait")
 
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU there is nothing to give back: cached
-        keys and values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
+        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU no memory is freed: cached keys and
+        values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
         if self._asleep:
             return
         if self.engine.busy:
-            raise ModelError("samples are being drawn: exhaust or close generate() before sleep()")
+            raise ModelError("samples are being generated: exhaust or close generate() before sleep()")
         self.engine.forget_prefixes()
         if self._frees_memory:
             self.engine.sleep(self.config.sleep_level)
             if self.config.sleep_level == 2:
                 self._given_up = True
-                self._not_ready = "its weights were given up while it slept (sleep_level = 2) and did not come again"
+                self._not_ready = "its weights were discarded while it slept (sleep_level = 2) and were not sent again"
         self._asleep = {_WEIGHTS, _CACHE}
 
     def wake(self) -> bool:
-        """Weights that were given up are asked for again, here or by whoever is told that they have to come."""
+        """Discarded weights are requested by :attr:`refresh` if it is set; otherwise the caller gets True and must send
+        them."""
         self._wake_parts()
         if self._given_up and self.refresh is not None:
             self.refresh()
         return self._given_up
 
     def _wake_parts(self, *tags: str) -> None:
-        """Bring back what a sync or a canary needs, all of it where nothing is named: they come between two phases,
-        while the generator may sleep."""
+        """Wake the named parts, or all parts. A sync or a canary may come while the generator sleeps."""
         for tag in tags or (_WEIGHTS, _CACHE):
             if tag in self._asleep:
                 if self._frees_memory:

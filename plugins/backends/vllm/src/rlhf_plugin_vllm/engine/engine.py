@@ -1,4 +1,4 @@
-"""One vLLM engine whose core lives in this process: start, requests, steps, calls to its workers, stop."""
+"""One vLLM engine whose core runs in this process: start, requests, steps, calls to its workers, stop."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
-"""Engines of this process, and whether the process groups were somebody else's before the first: they share vLLM's."""
+"""{id of an engine of this process: whether torch.distributed was initialised by other code before the first engine}.
+The engines of a process share vLLM's process groups."""
 _left: list[TemporaryFiles] = []
-"""Of engines that were closed before others."""
+"""Files of engines that were closed while other engines were running."""
 
 
 class Engine:
-    """A thin hold on vLLM's ``LLMEngine``."""
+    """A thin wrapper of vLLM's ``LLMEngine``."""
 
     def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> None:
         self.where = where
@@ -65,7 +66,7 @@ class Engine:
         self._workers = WorkerProcesses(self._llm.model_executor, after_death=self._files.remove)
         model = self._llm.model_config
         self.length: int = model.max_model_len
-        """Longest sequence, what is sampled included."""
+        """Longest sequence in tokens, including the sampled ones."""
         self.vocabulary: int = model.get_vocab_size()
         """Token ids are below it."""
 
@@ -76,7 +77,7 @@ class Engine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        vllm.envs.disable_envs_cache()  # an engine before this one froze the environment as it was then
+        vllm.envs.disable_envs_cache()  # an earlier engine cached the environment of its start
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
             _check_cpu_model(prepared.model_config)
@@ -84,10 +85,10 @@ class Engine:
         with self._files.in_use():
             return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
 
-    # Where one of the engine's worker processes dies, or has died, what needs them raises WorkerError within seconds.
+    # Every method that needs the worker processes raises WorkerError within seconds when one of them is dead.
 
     def check_workers(self) -> None:
-        """WorkerError where one has died."""
+        """Raises WorkerError if a worker has died."""
         self._workers.check()
 
     # ------------------------------------------------------------------------------------ requests
@@ -96,22 +97,22 @@ class Engine:
         """Queue a request; its output carries ``name``."""
         from vllm.inputs.engine import tokens_input
 
-        with self._workers.needed():  # at the first one they are asked what they can do
+        with self._workers.needed():  # the first request makes vLLM ask its workers for their capabilities
             self._llm.add_request(name, tokens_input(list(ids)), parameters)
 
     def step(self) -> list[Any]:
-        """One forward pass over everything that is due; vLLM's outputs of what has something to say."""
+        """Run one scheduler step; returns vLLM's outputs."""
         with preserved_random_state(), self._workers.needed():
             return self._llm.step()
 
     def abort(self, names: Sequence[str]) -> None:
-        """Forget requests."""
+        """Drop requests."""
         if names:
             self._llm.abort_request(list(names))
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether any request is unfinished."""
         return self._llm.has_unfinished_requests()
 
     # ------------------------------------------------------------------------------------- workers
@@ -122,14 +123,14 @@ class Engine:
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
     def drawn(self, names: Sequence[str]) -> list[int]:
-        """Tokens so far of requests that have not ended."""
+        """Number of tokens sampled so far, of unfinished requests."""
         scheduled, own = self._llm.engine_core.engine_core.scheduler.requests, self._llm.output_processor
         return [scheduled[own.external_req_ids[name][0]].num_output_tokens for name in names]
 
     def forget_prefixes(self, under_way: bool = False) -> None:
-        """Drop cached keys and values; ``under_way``: those of requests under way too, which are computed again."""
+        """Drop cached keys and values. With ``under_way`` also those of unfinished requests; vLLM recomputes them."""
         if not self._llm.reset_prefix_cache(under_way):
-            raise ModelError("vLLM keeps keys and values of old weights: requests are still under way")
+            raise ModelError("vLLM keeps keys and values of old weights: there are unfinished requests")
 
     def sleep(self, level: int) -> None:
         with self._workers.needed():
@@ -140,8 +141,8 @@ class Engine:
             self._llm.wake_up(list(tags))
 
     def close(self) -> None:
-        """Stop workers and give everything back. The last engine of the process takes down vLLM's process groups,
-        unless they were somebody else's before."""
+        """Stop the workers and release everything. The last engine of the process ends vLLM's process groups, unless
+        other code initialised them."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -160,7 +161,7 @@ class Engine:
 
 
 def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:
-    """vLLM's process groups, once nobody needs them, and what engines left behind."""
+    """After the last engine: end vLLM's process groups, and remove the files of all engines."""
     if scratch.shared:
         _left.append(scratch)
     else:
@@ -176,7 +177,7 @@ def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
-    """vLLM's ``EngineArgs``. No tokenizer: tokens go in and come out, and text is what the run decodes."""
+    """Arguments for vLLM's ``EngineArgs``. vLLM gets no tokenizer: the run encodes and decodes text."""
     length, tokens = prefill_tokens(config, spec, where)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
@@ -201,7 +202,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     if space is not None:
         chosen["kv_cache_memory_bytes"] = int(space * 2**30)
     if where.cpu:
-        # A seeded prompt in two pieces asks its generator for an offset, which a CPU's has not: the engine dies.
+        # For a seeded prompt in two chunks vLLM reads the offset of the generator. A CPU generator has none: the engine
+        # would die.
         chosen["enable_chunked_prefill"] = False
     else:
         chosen["gpu_memory_utilization"] = config.memory_share or MEMORY_SHARE
@@ -212,20 +214,20 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
 
 
 def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> tuple[int, int]:
-    """(longest sequence, tokens of one forward pass). CapabilityError where a CPU would have to cut a prompt."""
+    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a CPU would have to split a prompt."""
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
     if where.cpu and tokens < length:
         raise CapabilityError(
-            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens and one), and "
-            "a CPU does not cut prompts in pieces. Raise it, or leave it out."
+            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and on "
+            "a CPU prompts are not split. Raise it, or leave it out."
         )
     return length, tokens
 
 
 def _length(spec: GeneratorSpec) -> int:
-    """One more than the longest sequence of the run, so that one of full length can be scored; at most what the model
-    has positions for, unless it stretches them."""
+    """The run's longest sequence plus one token, so that a sequence of full length can be scored. At most the model's
+    positions, unless the model scales its positions."""
     config = text_config(spec)
     positions = getattr(config, "max_position_embeddings", None)
     stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
@@ -234,7 +236,7 @@ def _length(spec: GeneratorSpec) -> int:
 
 
 def text_config(spec: GeneratorSpec) -> Any:
-    """The config of the model's text part."""
+    """The transformers config of the model's text part."""
     from transformers import AutoConfig
 
     place = model_folder(spec.path, code=spec.trust_remote_code)
@@ -242,7 +244,7 @@ def text_config(spec: GeneratorSpec) -> Any:
 
 
 def _check_cpu_model(model: Any) -> None:
-    """Refuse what vLLM's kernels for CPUs compute wrongly or not at all.
+    """Refuse models that vLLM's CPU kernels compute wrongly or not at all.
 
     Args:
         model: vLLM's ``ModelConfig``.
@@ -255,7 +257,7 @@ def _check_cpu_model(model: Any) -> None:
 
 
 def _first(error: BaseException) -> str:
-    """The first cause, on one line or two."""
+    """The message of the first cause, at most 2000 characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip() or type(error).__name__

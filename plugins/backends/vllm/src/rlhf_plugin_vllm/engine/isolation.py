@@ -1,7 +1,7 @@
-"""Starting vLLM inside somebody else's process: what it would leave behind is put back, what it would say is not said.
+"""Starts vLLM inside a process that also does other work: restores global state that vLLM changes, and silences it.
 
-vLLM is written for a process of its own. On its way up it seeds the global random generators, replaces
-``torch.set_num_threads`` by a function that does nothing, binds the process's memory to one NUMA node, exports a dozen
+vLLM is written for a process of its own. When it starts it seeds the global random generators, replaces
+``torch.set_num_threads`` by a function that does nothing, binds the process's memory to one NUMA node, sets a dozen
 environment variables and logs to the terminal.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 LEVEL = "RLHF_VLLM_LOG"
-"""Environment variable: vLLM's log level (``INFO``, ``DEBUG``, ...); without it or vLLM's own, errors only."""
+"""Environment variable with vLLM's log level (``INFO``, ``DEBUG``, ...). Without it and vLLM's own: errors only."""
 KEPT = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
-"""Variables that vLLM reads later on."""
+"""Prefixes of variables that are not restored, because vLLM reads them later."""
 
 
 def log_level() -> str:
@@ -29,14 +29,15 @@ def log_level() -> str:
 
 @contextmanager
 def isolated(variables: Mapping[str, str]) -> Iterator[None]:
-    """``variables`` are in the environment inside, of this process and of workers that are started in it."""
+    """Inside the context ``variables`` are set in the environment of this process and of workers that it starts. After
+    it random states, the number of threads and the environment are as before."""
     before = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state()
     quiet = {"VLLM_LOGGING_LEVEL": log_level(), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables = {**quiet, **variables}
     os.environ.update(variables)
-    logging.getLogger("vllm").setLevel(log_level())  # heeded by what is logged before vLLM has set up its own
+    logging.getLogger("vllm").setLevel(log_level())  # for messages before vLLM configures its own logging
     try:
         with preserved_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -56,20 +57,20 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """vLLM draws from torch's global generators even where every request has its seed: put them back."""
+    """Restore torch's global random states: vLLM draws from them even if every request has a seed."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 def skip_numa_binding() -> None:
-    """An engine in this process shares its memory with whoever else computes here: leave it on all NUMA nodes."""
+    """Keep vLLM from binding this process's memory to one NUMA node, because other work in the process shares it."""
     torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
 
 def disable_small_compiles() -> None:
-    """Small functions beside the model are compiled by inductor at their first call, even where the model is not: that
-    takes a C++ compiler and seconds. Called before vLLM's other modules are imported, this leaves them as they are."""
+    """Keep vLLM from compiling small helper functions with inductor, which it does even for an uncompiled model and
+    which needs a C++ compiler and seconds. Must be called before vLLM's other modules are imported."""
     from vllm.platforms import current_platform
 
     current_platform.simple_compile_backend = "eager"

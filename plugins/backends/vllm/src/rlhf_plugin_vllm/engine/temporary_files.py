@@ -1,10 +1,10 @@
-"""What an engine puts outside its processes' memory, under names of its own, and taking it away again.
+"""Files and shared memory of an engine: giving them unique names, and removing them.
 
-vLLM leaves behind the file by which an engine's workers find each other; of a worker that was killed also its sockets,
-its queues, and the memory through which workers on a CPU add up what they computed.
+vLLM does not remove the file through which an engine's workers find each other. After a worker was killed it also
+leaves that worker's sockets and queues, and the shared memory through which workers on a CPU sum their results.
 
-Where the process itself is killed, nobody is left to take anything away: the next engine on the machine does it.
-Whoever lives holds a lock on a file in its folder, which also says what else is its own.
+When the engine's own process is killed, the next engine on the machine removes its files. Every living engine holds a
+lock on a file in its folder; the file lists the engine's shared memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from typing import Any
 from uuid import uuid4
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable: where it puts its sockets."""
+"""vLLM's environment variable with the folder of its sockets."""
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhf-vllm-"
 OWNER = "owner"
-"""File in the folder, locked as long as its engine's process lives: JSON, {"meeting": ..., "segments": [...]}."""
+"""File in the folder, locked while the engine's process lives. JSON: {"meeting": ..., "segments": [...]}."""
 _MEETING = re.compile(r"vllm_dist_[0-9a-f]{32}")
 _PYTHONS = re.compile(r"/dev/shm/(psm_\w+)")
-"""In a list of mappings: segments that Python made."""
+"""Matches shared memory made by Python, in a /proc maps file."""
 
 
 class TemporaryFiles:
-    """Of one engine. It is removed by :meth:`remove`, or where nobody calls that, with this object or the process.
+    """The files and shared memory of one engine. :meth:`remove` removes them; otherwise they are removed when this
+    object is collected or the process exits.
 
     Args:
-        shared: the engine computes in this process, whose engines share a process group: it reads the file of the first
-            until the last is closed.
+        shared: the engine computes in this process. All such engines share one process group, which reads the first
+            engine's file until the last engine is closed.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -48,25 +49,25 @@ class TemporaryFiles:
         sweep(Path(place or tempfile.gettempdir()))
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         self.meeting = f"vllm_dist_{uuid4().hex}"
-        """Name of the workers' file; what they share on a CPU is called after it."""
+        """Name of the file through which workers meet; also the prefix of their shared memory on a CPU."""
         self._segments: list[str] = []
         self._buffers: list[weakref.ref[Any]] = []
-        """Those of the segments that vLLM would remove in this process too."""
+        """Buffers of segments that vLLM would remove in this process too."""
         self._owner = _locked(self.folder)
         self._tell()
         self.remove = weakref.finalize(
             self, _remove, os.getpid(), self.folder, self.meeting, self._segments, self._buffers, self._owner
         )
-        """Call it once the workers have ended; a second time does nothing."""
+        """Call this after the workers have ended. A second call does nothing."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """To be in the environment of the engine's start."""
+        """Environment variables for the start of the engine."""
         return {SOCKETS: str(self.folder)}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """An engine that is started inside puts its file here."""
+        """A context: an engine that starts inside puts its file into this folder."""
         from vllm.v1.executor import multiproc_executor, uniproc_executor
 
         modules: tuple[Any, ...] = (multiproc_executor, uniproc_executor)
@@ -80,8 +81,8 @@ class TemporaryFiles:
                 module.get_file_store_init_method = original
 
     def note(self, executor: Any) -> None:
-        """Remember the queues of an engine that has started: those that this process shares with its workers, and
-        those among the workers, which are mapped in them and not here."""
+        """Record the queues of a started engine: those between this process and its workers, and those among workers,
+        which only the workers map."""
         workers = getattr(executor, "workers", None)
         if not workers:
             return
@@ -93,31 +94,31 @@ class TemporaryFiles:
         self._tell()
 
     def _tell(self) -> None:
-        """Whoever finds this after a death knows what to remove."""
+        """Write what another process must remove after this process was killed."""
         text = json.dumps({"meeting": self.meeting, "segments": self._segments}).encode()
-        os.pwrite(self._owner, text, 0)  # it only grows
+        os.pwrite(self._owner, text, 0)  # the text never gets shorter
 
 
 def _mapped(process: int) -> set[str]:
     try:
         return set(_PYTHONS.findall(Path(f"/proc/{process}/maps").read_text()))
-    except OSError:  # it has ended, or the system has no such list
+    except OSError:  # the process has ended, or the system has no /proc
         return set()
 
 
 def sweep(place: Path) -> None:
-    """Take away what engines left behind whose process was killed: folders in ``place``, and memory that they name."""
+    """Remove what engines of killed processes left: folders in ``place``, and the shared memory that they list."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
             file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it is being made or removed, or is somebody else's
+        except OSError:  # it is being made or removed, or belongs to another user
             continue
         try:
-            if os.fstat(file).st_uid != os.getuid():  # anybody may write to a temporary folder
+            if os.fstat(file).st_uid != os.getuid():  # every user may write to a temporary folder
                 continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left = json.loads(os.read(file, 2**20) or b"{}")
-        except (OSError, ValueError):  # its owner lives
+        except (OSError, ValueError):  # its owner is alive
             continue
         else:
             _remove_all(folder, left.get("meeting", ""), left.get("segments", []))
@@ -126,7 +127,7 @@ def sweep(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """The folder's file, which has its name once it is locked."""
+    """Make the folder's file. It gets its name only after it is locked."""
     file = os.open(folder / f"{OWNER}.new", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     os.rename(folder / f"{OWNER}.new", folder / OWNER)
@@ -136,11 +137,11 @@ def _locked(folder: Path) -> int:
 def _remove(
     process: int, folder: Path, meeting: str, segments: list[str], buffers: list[weakref.ref[Any]], owner: int
 ) -> None:
-    if os.getpid() != process:  # a worker that was forked from this process
+    if os.getpid() != process:  # this is a worker that was forked from the engine's process
         return
     for buffer in buffers:
         if (alive := buffer()) is not None:
-            alive.is_creator = False  # it would not find its segment
+            alive.is_creator = False  # vLLM would fail to find the segment
     _remove_all(folder, meeting, segments)
     os.close(owner)
 
@@ -149,7 +150,7 @@ def _remove_all(folder: Path, meeting: str, segments: list[str]) -> None:
     for name in segments:
         try:
             segment = SharedMemory(name)
-        except FileNotFoundError:  # whoever made it has removed it
+        except FileNotFoundError:  # its maker has removed it
             continue
         segment.unlink()
         segment.close()

@@ -1,4 +1,4 @@
-"""The processes of an engine's workers: seeing at once that one died, and saying so."""
+"""The processes of an engine's workers: detecting and reporting the death of one at once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from rlhf.errors import WorkerError
 
 GRACE_SECONDS = 2.0
-"""After a call failed: for a death that caused it to be seen."""
+"""After a failed call, how long to wait for the death that may have caused it to become visible."""
 CLOSING_SECONDS = 3.0
-"""For workers to end by themselves. Whoever closes an engine may be in a hurry."""
+"""How long workers may take to end by themselves when an engine is closed."""
 
 
 class WorkerProcesses:
-    """Of one engine; without processes where the engine computes in this one.
+    """The worker processes of one engine; none if the engine computes in this process.
 
     Args:
-        executor: vLLM's.
-        after_death: called once all of them have ended because one of them died, and before anybody is told.
+        executor: vLLM's executor.
+        after_death: called after one worker died and all others were killed, before any error is raised.
     """
 
     def __init__(self, executor: Any, after_death: Callable[[], Any]) -> None:
@@ -36,8 +36,8 @@ class WorkerProcesses:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """Where one died the others wait for it, some of them deaf to signals but one, and vLLM waits for those: end
-        them, so that it gives up at once."""
+        """Kill the other workers when one died. They wait for the dead one, some ignore all signals but SIGKILL, and
+        vLLM would wait for them."""
         wait([process.sentinel for process in self._processes])
         if self._closing.is_set():
             return
@@ -52,14 +52,15 @@ class WorkerProcesses:
             wait([process.sentinel], GRACE_SECONDS)
 
     def _name_death(self) -> None:
-        """Once, before the others are ended."""
+        """Record which worker died, once, before the others are killed."""
         with self._naming:
             dead = [n for n, p in enumerate(self._processes) if not self._death and wait([p.sentinel], 0)]
             self._death = self._death or " and ".join(f"engine worker {n} {_end(self._processes[n])}" for n in dead)
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """WorkerError where they are not all alive, or one's death is why a call inside failed."""
+        """A context for calls that need the workers. Raises WorkerError if a worker is dead before, or if its death
+        made the call fail."""
         self.check()
         try:
             yield
@@ -68,20 +69,20 @@ class WorkerProcesses:
             raise
 
     def check(self, seconds: float = 0, cause: Exception | None = None) -> None:
-        """WorkerError where one has died, or does so within ``seconds``."""
+        """Raises WorkerError if a worker has died, or dies within ``seconds``."""
         if self._processes and wait([process.sentinel for process in self._processes], seconds):
             self._name_death()
             self._watcher.join(2 * GRACE_SECONDS)
             raise WorkerError(
-                f"the generator 'vllm' is lost: {self._death}. Start another; RLHF_VLLM_LOG=INFO lets its workers say "
-                "what happens to them."
+                f"the generator 'vllm' is lost: {self._death}. Start another one; with RLHF_VLLM_LOG=INFO its workers "
+                "log what happens to them."
             ) from cause
 
     def end(self) -> None:
-        """Ask them to end, and make them where they take long."""
+        """Ask the workers to end, and kill those that take longer than CLOSING_SECONDS."""
         self._closing.set()
         for handle in self._handles:
-            if handle.death_writer is not None:  # its closing is what a worker waits for
+            if handle.death_writer is not None:  # workers end when this pipe is closed
                 handle.death_writer.close()
                 handle.death_writer = None
         end = time.monotonic() + CLOSING_SECONDS
@@ -91,13 +92,13 @@ class WorkerProcesses:
 
 
 def _end(process: Any) -> str:
-    """How a process that ended did."""
+    """How a process ended."""
     end = time.monotonic() + 1
-    while process.exitcode is None and time.monotonic() < end:  # another thread is asking the system for it
+    while process.exitcode is None and time.monotonic() < end:  # another thread is collecting it
         time.sleep(0.01)
     code = process.exitcode
     if code is None or code >= 0:
         return f"(process {process.pid}) ended with exit code {code}"
     name = signal.Signals(-code).name
-    cause = ", which is how the system ends processes where memory runs out" if name == "SIGKILL" else ""
+    cause = ", as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"(process {process.pid}) was killed by {name}{cause}"

@@ -1,6 +1,6 @@
-"""What each vLLM worker gets beside its own methods: taking weights and showing what it took.
+"""Methods that this plugin adds to each vLLM worker: receiving weights, and proving what was received.
 
-vLLM mixes this class into its worker by name, so that nothing but names and buckets crosses to worker processes.
+vLLM adds the class to its worker by its name, so that only names and buckets are sent to worker processes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf_plugin_vllm.worker.reload import Reload
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one worker. An error is an answer too: where one of several workers raises, vLLM does not read what the others
-    say, and takes it for their answer to the next call."""
+    """The answer of one worker. An error is returned, not raised: when one of several workers raises, vLLM does not
+    read the answers of the others, and takes them for the answers to the next call."""
 
     rank: int
     value: Any = None
@@ -33,17 +33,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker says at the end of a load."""
+    """A worker's result of a load."""
 
     received: dict[str, str] = field(default_factory=dict)
-    """{name in the stream: fingerprint of the bytes as they came}."""
+    """{name as the trainer sent it: fingerprint of the received bytes}."""
     nbytes: int = 0
     missing: tuple[str, ...] = ()
-    """Names of tensors that the model needs and that did not come."""
+    """Names of tensors that the model needs and that did not arrive."""
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """Run inside vLLM's config and device; whatever happens becomes an :class:`Answer`."""
+    """Run a method with vLLM's config and device set, and return its result or error as an :class:`Answer`."""
 
     @wraps(method)
     def call(self: Any, *arguments: Any) -> Answer:
@@ -66,7 +66,7 @@ class WeightReceiver:
 
     @answered
     def rlhf_begin(self: Any) -> None:
-        """A reload that was under way is abandoned."""
+        """Start a load. An unfinished load is abandoned."""
         if self._rlhf_reload is not None:
             self._rlhf_reload.abandon()
         self._rlhf_reload = Reload(self.get_model(), self.model_config)
@@ -81,7 +81,7 @@ class WeightReceiver:
     @answered
     def rlhf_take(self: Any, sent: Bucket | BucketHeader) -> None:
         if self._rlhf_reload is None:
-            raise SyncError("weights came before begin_load()")
+            raise SyncError("weights arrived before begin_load()")
         with self._rlhf_open(sent) as bucket:
             self._rlhf_reload.take(bucket)
 
@@ -89,7 +89,7 @@ class WeightReceiver:
         if isinstance(sent, Bucket):
             return nullcontext(sent)
         if self._rlhf_receiver is None:
-            raise SyncError("a bucket's header came before connect()")
+            raise SyncError("a bucket's header arrived before connect()")
         return self._rlhf_receiver.open(sent)
 
     @answered
@@ -103,6 +103,6 @@ class WeightReceiver:
 
     @answered
     def rlhf_differing(self: Any, sent: Bucket | BucketHeader) -> list[str]:
-        """See :func:`rlhf_plugin_vllm.worker.readback.differing`; nothing where the layers are divided over workers."""
+        """See :func:`rlhf_plugin_vllm.worker.readback.differing`; an empty list if layers are split over workers."""
         with self._rlhf_open(sent) as bucket:
             return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []

@@ -1,7 +1,7 @@
-"""What a live vLLM model really multiplies with, read back out of its packed kernels.
+"""Reads the weights that a running vLLM model multiplies with, after they were packed for its kernels.
 
-A packed weight cannot be looked at, but it can be asked: the rows of the identity matrix, fed to a linear layer, come
-out as the columns of its weight, exactly, as every product is with 1 or 0.
+A packed weight cannot be read directly. The layer computes it instead: for the rows of the identity matrix a linear
+layer returns the columns of its weight, exactly, because every product has a factor 1 or 0.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROWS = 256
-"""Of the identity matrix at a time."""
+"""Rows of the identity matrix per call."""
 
 
 @torch.no_grad()
 def differing(model: nn.Module, bucket: Bucket) -> list[str]:
-    """Which of these tensors the model computes with other values of; what it cannot be asked for is left out.
+    """Names of the bucket's tensors whose values differ from those that the model computes with. Tensors that cannot be
+    read back are left out.
 
-    Only where one worker holds whole layers.
+    The model must hold whole layers, not layers that are split over workers.
     """
     names, modules = TensorNames(model), dict(model.named_modules())
     found = []
@@ -60,7 +61,7 @@ def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bo
 
 
 def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
-    """Rows ``start`` to ``start + len(like)`` of the weight that the layer's kernel uses, [N, K]."""
+    """Rows ``start`` to ``start + len(like)`` of the weight that the layer's kernel uses, shape [N, K]."""
     rows, columns = like.shape
     dtype = next(p.dtype for p in layer.parameters(recurse=False))
     parts = []
@@ -72,7 +73,8 @@ def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
 
 
 def _same(held: Tensor, sent: Tensor) -> bool:
-    """Equal in the precision that the model holds; fp32 products on a GPU may pass through shorter arithmetic."""
+    """Whether two tensors are equal in the model's precision. fp32 products on a GPU may use TF32, so they get a
+    tolerance."""
     sent = sent.to(device=held.device, dtype=held.dtype)
     if held.shape != sent.shape:
         return False

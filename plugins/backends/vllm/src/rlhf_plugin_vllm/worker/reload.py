@@ -1,7 +1,8 @@
-"""New weights into a live vLLM model: layer by layer, complete or refused, nothing old left behind.
+"""Loads new weights into a running vLLM model, layer by layer. A load is complete or refused.
 
-vLLM repacks weights for its kernels after loading, so they cannot be copied in place; its layerwise reload puts a
-layer's parameters back as they were before packing, collects what comes for them, and packs again once all is there.
+vLLM repacks weights for its kernels after loading, so new weights cannot be copied in place. Its layerwise reload
+restores a layer's parameters to their state before packing, collects the new tensors, and packs the layer when all of
+them have arrived.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ _SHOWN = 8
 
 
 class Reload:
-    """One reload of a worker's model: made, fed by :meth:`take`, ended by :meth:`end` or :meth:`abandon`."""
+    """One load of all weights into a worker's model: buckets by :meth:`take`, then :meth:`end` or :meth:`abandon`."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self.model: Any = model  # vLLM's, with its own load_weights
         self.model_config = model_config
         self.names = TensorNames(model)
-        self.needed = [name for name, _ in model.named_parameters()]  # a tied one counts once
+        self.needed = [name for name, _ in model.named_parameters()]  # a tied parameter is named once
         self.tied = list(tied_heads(model))
         self.received: dict[str, str] = {}
-        """{name in the stream: fingerprint of the bytes as they came}."""
+        """{name as the trainer sent it: fingerprint of the received bytes}."""
         self.loaded: set[str] = set()
-        """vLLM's names of the parameters that something was loaded into."""
+        """vLLM's names of parameters that were loaded, wholly or partly."""
         self.nbytes = 0
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> None:
-        """Load a bucket's tensors; they are not referred to after this.
+        """Load a bucket's tensors. They are not used after this call.
 
-        Raises SyncError for a tensor that the model has no place for, or of another shape.
+        Raises SyncError for a tensor that the model does not have, or of another shape.
         """
-        with ThreadPoolExecutor(1) as beside:  # hashing leaves the interpreter to the loader
+        with ThreadPoolExecutor(1) as beside:  # hashing releases the interpreter lock
             marks = beside.submit(bucket.received)
             try:
                 loaded = self.model.load_weights(iter(bucket.tensors))
             except Exception as error:
                 names = [name for name, _ in bucket.tensors]
                 raise SyncError(
-                    f"vLLM cannot load what was sent ({type(error).__name__}: {error}), one of {_listed(names)}. The "
-                    "generator's model is not the policy's."
+                    f"vLLM cannot load one of the received tensors {_listed(names)} ({type(error).__name__}: {error}). "
+                    "The generator's model is not the policy's."
                 ) from error
             self.received |= marks.result()
         self.loaded |= set(loaded or ())
@@ -64,7 +65,7 @@ class Reload:
         self._keep(bucket)
 
     def _keep(self, bucket: Bucket) -> None:
-        """Layers that still wait for others of their tensors hold on to what came: let them hold copies."""
+        """Copy tensors that a layer keeps until its other tensors arrive: the bucket's memory will be reused."""
         passing = {tensor.untyped_storage().data_ptr() for _, tensor in bucket.tensors}
         for layer in self.model.modules():
             for _, bound in get_layerwise_info(layer).loaded_weights:
@@ -89,7 +90,7 @@ class Reload:
         return missing
 
     def _unfinished(self) -> Iterator[str]:
-        """vLLM's names of layers that got fewer elements than they hold; not of vocabularies, which are padded."""
+        """vLLM's names of layers that got fewer elements than they have. Padded vocabularies are skipped."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             padded = isinstance(layer, VocabParallelEmbedding)
@@ -98,12 +99,12 @@ class Reload:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Put the model's parameters back in place, whatever was loaded."""
+        """End vLLM's reload, whatever was loaded. The model can then be reloaded."""
         finalize_layerwise_reload(self.model, self.model_config)
 
 
 def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers whose weight is another layer's."""
+    """Layers that share the weight of another layer."""
     seen: set[int] = set()
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -115,7 +116,8 @@ def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def repack_tied(layers: list[nn.Module]) -> None:
-    """A tied head gets no tensor of its own, so vLLM does not pack it again: its kernel would keep the old copy."""
+    """Pack tied heads again. They get no tensor of their own, so vLLM does not pack them, and their kernels would keep
+    the old weights."""
     for layer in layers:
         method = getattr(layer, "quant_method", None)
         if method is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face's names of tensors and vLLM's: several of the former are packed into one of the latter."""
+"""Maps Hugging Face names of tensors to vLLM's. vLLM packs several Hugging Face tensors into one parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class TensorNames:
-    """The names of one vLLM model."""
+    """The tensor names of one vLLM model."""
 
     def __init__(self, model: nn.Module) -> None:
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
@@ -19,12 +19,12 @@ class TensorNames:
         self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
 
     def unpacked(self, name: str) -> list[str]:
-        """What a parameter of vLLM is packed of: ``qkv_proj.weight`` -> ``q_proj.weight``, ``k_proj.weight``, ..."""
+        """The parts of a vLLM parameter: ``qkv_proj.weight`` -> ``q_proj.weight``, ``k_proj.weight``, ..."""
         *path, module, attribute = name.split(".") if name.count(".") else ("", name, "")
         return [".".join([*path, part, attribute]) for part in self.parts.get(module, [module])]
 
     def place(self, name: str) -> tuple[str, int | None]:
-        """Of a tensor in the stream: (vLLM's parameter, which of its parts or None where it is all of it)."""
+        """For a sent tensor: (vLLM's parameter, index of the part; None if the tensor is the whole parameter)."""
         *path, module, attribute = self.renamed(name).split(".")
         whole = self.whole.get(module)
         if whole is None or len(self.parts[whole]) == 1:
@@ -32,7 +32,7 @@ class TensorNames:
         return ".".join([*path, whole, attribute]), self.parts[whole].index(module)
 
     def renamed(self, name: str) -> str:
-        """vLLM's spelling of a name of the stream, before packing."""
+        """vLLM's spelling of a sent tensor's name, before packing."""
         if self._mapper is None:
             return name
         plain = type(self._mapper)(
@@ -45,12 +45,12 @@ class TensorNames:
         return plain.map_name(name) or name
 
     def missing(self, needed: Sequence[str], loaded: Collection[str], received: Collection[str]) -> list[str]:
-        """Tensors that should have come, as the stream calls them where that is known.
+        """Names of tensors that did not arrive; as the trainer sends them, if that is known.
 
         Args:
-            needed: vLLM's parameters.
-            loaded: those of them that something was loaded into.
-            received: names of the stream.
+            needed: vLLM's names of all parameters.
+            loaded: vLLM's names of parameters that were loaded, wholly or partly.
+            received: names as the trainer sent them.
         """
         got = {self.renamed(name) for name in received}
         lacking = []
