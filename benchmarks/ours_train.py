@@ -204,7 +204,7 @@ def main() -> None:
         if "reference" in run.roles and not config.reference.precompute:
             phases.watch(run.roles["reference"].group.worker, "forward", "log-probs")
         if run.stream is not None:
-            phases.watch_generator(run.weights.generator)
+            phases.watch_generator(run.sampler.weights.generator)
             phases.watch_scorer(run.stream)
         clock = Clock(arguments.warmup)
         run.observers["watch"] = Watch(clock, phases)

@@ -13,7 +13,7 @@ from rlhf_cli.main import command_names
 from rlhf_cli.words import split_dotted
 from rlhf_runtime.config.command_line import overrides
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.plugins import run_parts
+from rlhf_runtime.setup.plugins import run_plugins
 
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 
@@ -35,7 +35,7 @@ def configure(words: list[str]) -> None:
     others, dotted = split_dotted(rest)
     args = parser.parse_args(others)
     args.overrides = dotted
-    run_parts(load(None, overrides(args)), plugins)
+    run_plugins(load(None, overrides(args)), plugins)
 
 
 SHOWN = [

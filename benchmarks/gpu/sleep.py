@@ -133,4 +133,4 @@ def phases(section: Section, model: Path, part: Part) -> None:
     run = train(colocated(section, model, steps=3))
     lines = read_metrics(run.directory.path / "metrics.jsonl")
     part.figures["steps"] = lines
-    part.holds("three steps were made and learnt from", len(lines) == 3 and run.updates == 3)
+    part.holds("three steps were made and learnt from", len(lines) == 3 and run.state.updates == 3)

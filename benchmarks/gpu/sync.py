@@ -88,8 +88,8 @@ def through_ray(section: Section, model: Path, transport: str, part: Part) -> No
     config = colocated(section, model, transport)
     run = build(prepare(config, Plugins.discover()))
     try:
-        assert run.weights is not None
-        measure(run.weights, "cpu", part)  # its times end with an answer of the engine
+        assert run.sampler is not None
+        measure(run.sampler.weights, "cpu", part)  # its times end with an answer of the engine
     finally:
         run.status = "failed"  # no step was made: nothing to export
         run.close()

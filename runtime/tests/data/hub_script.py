@@ -7,25 +7,25 @@ import json
 import sys
 
 from rlhf.errors import RlhfError
-from rlhf_hub import hub
+from rlhf_hub.hub import Commits
 from rlhf_hub.published import model_folder, pinned
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
 
 
 def answer(request):
-    hub.use_pins(request.pop("pins", {}))
+    commits = Commits(request.pop("pins", {}))
     try:
         if "model" in request:
-            path = pinned(request.pop("model"))
+            path = pinned(request.pop("model"), commits)
             folder = model_folder(path, **request)
-            return {"path": path, "folder": folder, "pins": hub.pins(), "notes": hub.notes()}
-        source = load_source(SourceSection(**request))
+            return {"path": path, "folder": folder, "pins": commits.record(), "notes": commits.notes}
+        source = load_source(SourceSection(**request), commits)
         rows = [source[i].columns for i in range(len(source))]
         where = [source.where(i) for i in range(len(source))]
         return {
             "rows": rows, "where": where, "columns": source.columns, "fingerprint": source.fingerprint,
-            "name": source.name, "pins": hub.pins(), "notes": hub.notes(),
+            "name": source.name, "pins": commits.record(), "notes": commits.notes,
         }  # fmt: skip
     except RlhfError as error:
         return {"error": f"{type(error).__name__}: {error}"}

@@ -61,8 +61,8 @@ def test_one_that_blocks_is_given_up_after_a_stop_was_asked_for(capsys):
     async def blocks():
         return waiting.wait(60)
 
-    main, stop = MainThread(standstill=60, grace=0.3), StopRequest()
-    main.stop = stop
+    stop = StopRequest()
+    main = MainThread(stop, standstill=60, grace=0.3)
     asking = threading.Timer(0.5, stop.request, ["SIGTERM"])
     asking.start()
     began = time.monotonic()
@@ -85,8 +85,8 @@ def test_one_that_awaits_comes_to_its_end_whoever_asked_for_a_stop():
         await asyncio.sleep(0.6)
         return 7
 
-    main, stop = MainThread(grace=0.1), StopRequest()
-    main.stop = stop
+    stop = StopRequest()
+    main = MainThread(stop, grace=0.1)
     stop.request("SIGTERM")
     try:
         assert main.run(sleeps()) == 7

@@ -1,9 +1,9 @@
 """Models and datasets on a hub: ``owner/name``, or ``owner/name@revision`` with a branch, a tag or a commit.
 
-What a branch or tag means is asked once for each run and is a commit from then on: every process of the run, whenever
-it reads, reads the same files. The run's manifest keeps the commits (:func:`pins`) and a resume goes on with them
-(:func:`use_pins`). Tokens are the client's business (``HF_TOKEN``, or what ``hf auth login`` stored): none is taken,
-kept or shown here. huggingface_hub is imported when a hub is asked.
+A run looks up once which commit a branch or tag is (:class:`Commits`), and passes ``owner/name@commit`` on, so that
+every process of the run reads the same files at any time. The run's manifest keeps the commits, and a resumed run uses
+them again. The hub's client looks after tokens (``HF_TOKEN``, or what ``hf auth login`` stored): this module neither
+takes nor shows any. huggingface_hub is imported when a hub is asked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ Kind = Literal["model", "dataset"]
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_pins: dict[str, str] = {}
-_notes: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +49,30 @@ def hub_name(path: str) -> HubName | None:
     return HubName(found[1], found[2] or "main")
 
 
-def use_pins(recorded: Mapping[str, str]) -> None:
-    """Start a run: forget what branches and tags meant to another one, and go on with what this one recorded."""
-    _pins.clear()
-    _notes.clear()
-    _pins.update(recorded)
+class Commits:
+    """Which commit each name of a hub is in one run. A name is looked up when it is first asked for.
 
+    Args:
+        recorded: what an earlier start of the run looked up, as :meth:`record` returned it.
+    """
 
-def pins() -> dict[str, str]:
-    """{``dataset owner/name@main``: commit} of everything that this run read from a hub."""
-    return dict(sorted(_pins.items()))
+    def __init__(self, recorded: Mapping[str, str] | None = None) -> None:
+        self._found = dict(recorded or {})
+        self.notes: list[str] = []
+        """What a user should know of how names were looked up."""
 
+    def of(self, kind: Kind, asked: HubName) -> str:
+        """The commit of a name. Raises HubError."""
+        if _COMMIT.fullmatch(asked.revision):
+            return asked.revision
+        key = f"{kind} {asked}"
+        if key not in self._found:
+            self._found[key] = _look_up(kind, asked, self.notes)
+        return self._found[key]
 
-def notes() -> list[str]:
-    """What a user should know of how names were resolved."""
-    return list(_notes)
+    def record(self) -> dict[str, str]:
+        """{``dataset owner/name@main``: commit} of every name that was asked for."""
+        return dict(sorted(self._found.items()))
 
 
 def known(kind: Kind, asked: HubName) -> bool:
@@ -73,29 +80,15 @@ def known(kind: Kind, asked: HubName) -> bool:
     return _cached(kind, asked, asked.revision) is not None
 
 
-def commit_of(kind: Kind, asked: HubName) -> str:
-    """The commit that a name means in this run.
-
-    Raises HubError.
-    """
-    if _COMMIT.fullmatch(asked.revision):
-        return asked.revision
-    key = f"{kind} {asked}"
-    if key not in _pins:
-        _pins[key] = _look_up(kind, asked)
-    return _pins[key]
-
-
-def files_of(kind: Kind, asked: HubName) -> list[str]:
-    """Every file of the repository: by the client's cache of what the hub said, by the hub, or, where that is out of
-    reach, those that were downloaded.
+def files_of(kind: Kind, asked: HubName, commit: str) -> list[str]:
+    """Every file of the repository at a commit: by the client's cache of what the hub said, by the hub, or, where that
+    is out of reach, those that were downloaded.
 
     Raises HubError.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    commit = commit_of(kind, asked)
     known = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
     with suppress(Exception):  # nothing is cached: an exception that only these clients have
         if known is not None:
@@ -109,7 +102,7 @@ def files_of(kind: Kind, asked: HubName) -> list[str]:
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def download(kind: Kind, asked: HubName, wanted: Sequence[str]) -> Path:
+def download(kind: Kind, asked: HubName, commit: str, wanted: Sequence[str]) -> Path:
     """The folder of the client's cache with the files of the commit that match one of ``wanted`` (as in a shell).
 
     What is there is not asked for again, so that loading says and needs nothing.
@@ -118,8 +111,7 @@ def download(kind: Kind, asked: HubName, wanted: Sequence[str]) -> Path:
     """
     import huggingface_hub
 
-    commit = commit_of(kind, asked)
-    names = [name for name in files_of(kind, asked) if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    names = [name for name in files_of(kind, asked, commit) if any(fnmatchcase(name, pattern) for pattern in wanted)]
     folder = _cached(kind, asked, commit)
     if folder is not None and all((folder / name).is_file() for name in names):
         return folder
@@ -163,7 +155,7 @@ def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
     return f"{what} could not be read: {said}. Look at the network, HF_ENDPOINT and proxies, or give a folder or file."
 
 
-def _look_up(kind: Kind, asked: HubName) -> str:
+def _look_up(kind: Kind, asked: HubName, notes: list[str]) -> str:
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # seconds; the client's own has none here
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -179,7 +171,7 @@ def _look_up(kind: Kind, asked: HubName) -> str:
         if folder is None:
             raise HubError(explain(kind, asked, error)) from error
         if not isinstance(error, OfflineModeIsEnabled):
-            _notes.append(
+            notes.append(
                 f"the hub is out of reach: {kind} {asked} is taken to be {folder.name}, as when it was last downloaded"
             )
         return folder.name

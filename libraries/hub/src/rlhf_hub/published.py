@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.errors import ModelError, did_you_mean
 
-from rlhf_hub.hub import HubError, commit_of, download, files_of, hub_name
+from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Of a hub's repository: config and tokenizer."""
@@ -38,20 +38,24 @@ def require_folder(path: str) -> None:
         raise ModelError(f"no model {path}: there is no such folder.{there}{did_you_mean(folder.name, beside)}")
 
 
-def pinned(model: str) -> str:
+def pinned(model: str, commits: Commits) -> str:
     """A model's path; of a hub name ``owner/name@commit``, which means the same to every process.
+
+    Args:
+        commits: those of the run.
 
     Raises ModelError: the hub does not know it, or is out of reach.
     """
     asked = hub_name(model)
     try:
-        return model if asked is None else f"{asked.name}@{commit_of('model', asked)}"
+        return model if asked is None else f"{asked.name}@{commits.of('model', asked)}"
     except HubError as error:
         raise ModelError(_not_published(model, error)) from error
 
 
 def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
-    """Where a model's files are: the folder itself, or that of the hub's files in the client's cache.
+    """Where a model's files are: the folder itself, or that of the hub's files in the client's cache. What a branch or
+    tag is, is looked up in each call: a run passes a :func:`pinned` path.
 
     Args:
         weights: also the weights, which must be safetensors.
@@ -66,17 +70,17 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
             _require_safetensors(path, [p.name for p in folder.iterdir()])
         return str(folder)
     try:
-        commit_of("model", asked)
+        commit = Commits().of("model", asked)
         wanted = [*SETTINGS, *(["*.py"] if code else [])]
-        folder = download("model", asked, wanted)
+        folder = download("model", asked, commit, wanted)
         if weights:
             index = folder / INDEX
             names = ["model.safetensors"]
             if index.is_file():
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             else:
-                _require_safetensors(path, files_of("model", asked))
-            folder = download("model", asked, [*wanted, *names])
+                _require_safetensors(path, files_of("model", asked, commit))
+            folder = download("model", asked, commit, [*wanted, *names])
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)

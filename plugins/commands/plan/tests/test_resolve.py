@@ -13,7 +13,7 @@ from rlhf_plugin_plan import Machine, as_json, describe, make_plan, nearest, res
 from rlhf_plugin_plan.from_run_file import work_of
 from rlhf_plugin_plan.machines import cpu_memory
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.plugins import run_parts
+from rlhf_runtime.setup.plugins import run_plugins
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
@@ -93,13 +93,13 @@ def test_options_reach_the_layout(published, plugins):
 def test_the_work_of_a_role_is_read_off_the_run_file(published, plugins):
     group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
     short = {**group, "data.max_prompt_tokens": "256"}
-    made, bounded = (run_parts(load(None, flags(published, each)), plugins) for each in (group, short))
+    made, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
     work, less = (work_of(parts, "policy", set(), 1) for parts in (made, bounded))
     assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
     assert work.units == 8 * made.config.data.batch_size
     assert (less.longest, less.prompt) == (768, 256)
     rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
-    pairs = work_of(run_parts(load(None, rows), plugins), "policy", set(), 1)
+    pairs = work_of(run_plugins(load(None, rows), plugins), "policy", set(), 1)
     assert (pairs.unit, pairs.longest, pairs.prompt, pairs.siblings) == (2048, 1024, 512, 2)
 
 

@@ -89,7 +89,7 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
 
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
     device, versions and schedules are reported. Keys that only one of both has are refused; which of them are options
-    at their defaults, only the run's own plugins can say (:mod:`rlhf_runtime.setup.added_options`).
+    at their defaults, only the run's own plugins can say (:mod:`rlhf_runtime.setup.resume`).
 
     Args:
         layout: options of the run's trainers that are reported, too (``Trainer.layout``).

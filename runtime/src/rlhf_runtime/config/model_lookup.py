@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_hub.hub import hub_name, known
+from rlhf_hub.hub import Commits, hub_name, known
 from rlhf_hub.published import pinned, require_folder
 
 from rlhf_runtime.config.runfile import RunFile
@@ -21,4 +21,4 @@ def look_for_models(config: RunFile) -> None:
         if asked is None:
             require_folder(model)
         elif not config.run.resume and not known("model", asked):
-            pinned(model)
+            pinned(model, Commits())

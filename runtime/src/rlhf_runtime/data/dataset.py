@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.errors import DataError
 from rlhf.types import DataForm, Row
 from rlhf.types.examples import Example
+from rlhf_hub.hub import Commits
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
@@ -34,15 +35,25 @@ class TrainData:
 
     Args:
         answers: form ``prompts`` only: training rows must have an answer too, read as of form ``demonstrations``.
+        commits: those of the run, for sources that are hub names; None: names are looked up now.
 
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
 
-    def __init__(self, section: DataSection, tokenizer: Any, form: DataForm, seed: int, answers: bool = False) -> None:
+    def __init__(
+        self,
+        section: DataSection,
+        tokenizer: Any,
+        form: DataForm,
+        seed: int,
+        answers: bool = False,
+        commits: Commits | None = None,
+    ) -> None:
+        commits = commits or Commits()
         self.section, self.form, self.answers = section, form, answers
         self.template = Template(tokenizer, section)
-        self._train = [load_source(s) for s in section.train]
-        self._eval = [load_source(s) for s in section.eval]
+        self._train = [load_source(s, commits) for s in section.train]
+        self._eval = [load_source(s, commits) for s in section.eval]
         self.notes: list[str] = []
         """How the columns of sources were recognised, where the run file does not say it."""
         problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import DataError, did_you_mean
-from rlhf_hub.hub import HubError, HubName, commit_of, download, files_of
+from rlhf_hub.hub import Commits, HubError, HubName, download, files_of
 
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.files import FILE_KINDS, file_kind, open_file
@@ -59,16 +59,16 @@ class JoinedSource(Source):
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def open_hub(section: SourceSection, asked: HubName) -> Source:
-    """The rows of a subset and split, at the commit that the name means in this run.
+def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source:
+    """The rows of a subset and split, at the commit that the name is in this run.
 
     Raises DataError: nothing of the name here or there, no such subset or split, files of kinds that are not read.
     """
     try:
-        commit = commit_of("dataset", asked)
-        there = files_of("dataset", asked)
-        names, form = _files(section, asked, there)
-        folder = download("dataset", asked, [glob.escape(name) for name in names])
+        commit = commits.of("dataset", asked)
+        there = files_of("dataset", asked, commit)
+        names, form = _files(section, asked, commit, there)
+        folder = download("dataset", asked, commit, [glob.escape(name) for name in names])
     except HubError as error:
         raise DataError(f"there is no file or folder {section.path} here, so it is a hub name; {error}") from error
     parts = []
@@ -81,7 +81,7 @@ def open_hub(section: SourceSection, asked: HubName) -> Source:
     return JoinedSource(section, parts)
 
 
-def _files(section: SourceSection, asked: HubName, there: list[str]) -> tuple[list[str], CsvForm]:
+def _files(section: SourceSection, asked: HubName, commit: str, there: list[str]) -> tuple[list[str], CsvForm]:
     """(the files of the subset and split, in their order; how they are written, if they are csv)."""
     import datasets
 
@@ -90,7 +90,7 @@ def _files(section: SourceSection, asked: HubName, there: list[str]) -> tuple[li
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
         if cards:
-            here = download("dataset", asked, cards)
+            here = download("dataset", asked, commit, cards)
         for name in there:
             if not (folder / name).resolve().is_relative_to(folder):
                 raise DataError(f"{what} has a file {name!r}, which lies outside of it: nothing is read of it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.errors import DataError, did_you_mean
-from rlhf_hub.hub import hub_name
+from rlhf_hub.hub import Commits, hub_name
 
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.files import file_kind, open_file
@@ -14,8 +14,11 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tables import DatasetSource, load_saved
 
 
-def load_source(section: SourceSection) -> Source:
+def load_source(section: SourceSection, commits: Commits | None = None) -> Source:
     """Open a source: a file, a folder saved by ``datasets``, or a hub name where no such path exists.
+
+    Args:
+        commits: those of the run, for hub names; None: they are looked up now.
 
     Raises DataError: missing (with what is there), empty, malformed (file and line), a split or subset that is not
     there.
@@ -36,7 +39,7 @@ def load_source(section: SourceSection) -> Source:
             raise DataError(f"{path}: {asked}, but a file has neither subsets nor splits; name the file that holds it")
         source = open_file(section, path, kind)
     elif (named := hub_name(section.path)) is not None and file_kind(path) is None:
-        source = open_hub(section, named)
+        source = open_hub(section, named, commits or Commits())
     else:
         raise DataError(_missing(path))
     if not len(source):

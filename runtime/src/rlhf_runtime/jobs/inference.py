@@ -20,8 +20,8 @@ from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, 
 from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
-from rlhf_runtime.samples.answering import Answering, answering, evaluation_settings
-from rlhf_runtime.setup.launch import launch_roles
+from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
+from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, prepare
 
 
@@ -41,22 +41,21 @@ class Answer(Algorithm):
 
 
 @contextmanager
-def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Answering]]:
+def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
-    plugins.register("algorithm", Answer)
+    plugins = plugins.extended("algorithm", Answer)
     config = _for_answers(config, plugins)
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
     for note in prepared.data.notes:
         _say(note)
     launcher = prepared.parts["launcher"].build()
-    with ExitStack() as closing:
-        closing.callback(launcher.shutdown)
+    assert prepared.rollout is not None, "rollouts answer prompts"
+    with ExitStack() as resources:
+        resources.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
-        made = answering(prepared, roles, launcher, _say)
-        for closer in reversed(made.closers):
-            closing.callback(closer)
-        made.sync.push(0)
-        yield prepared, made
+        sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, _say, resources)
+        sampler.weights.push(0)
+        yield prepared, sampler
 
 
 def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
@@ -101,10 +100,10 @@ def evaluate_model(
 ) -> tuple[Metrics, list[Group]]:
     """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
     ``left_out``, the number of rows that are not among them, where there are any."""
-    with answers(config, plugins) as (prepared, made):
+    with answers(config, plugins) as (prepared, sampler):
         rows = prepared.data.eval_rows()[: config.eval.max_rows]
-        settings = evaluation_settings(config, _say)
-        metrics, groups = evaluate_rollouts(made.rollouts, rows, settings, config.eval, progress=progress)
+        settings = evaluation_settings(config, evaluation_failures(config, _say))
+        metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, progress=progress)
         if save is not None:
             write_groups(save, groups, prepared.data.template.prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:

@@ -1,37 +1,34 @@
-"""An evaluation of the weights that a run would export: where an average is kept, the policy wears it meanwhile."""
+"""An evaluation of the weights that a run exports. Where the trainer keeps a moving average, the policy computes with
+the average during the evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rlhf.errors import CapabilityError, RlhfError
 from rlhf.interfaces import Trainer
 
 from rlhf_runtime.loop.learn import Metrics
-
-if TYPE_CHECKING:
-    from rlhf_runtime.loop.run import Run
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.samples.sampling import Sampler
+from rlhf_runtime.samples.stream import Stream
 
 EXPORTED = "ema"
 """The view that is exported where the policy has it."""
 
 
-def exported_view(run: Run) -> str:
-    """What ``model/`` is made of."""
-    return EXPORTED if EXPORTED in run.roles["policy"].facts.views else "live"
-
-
-def check_wearing(run: Run, trainer: type[Trainer], asked: Literal["exported", "live"]) -> bool:
-    """Whether the policy has to wear something else than its live weights to be evaluated.
+def evaluates_average(policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"]) -> bool:
+    """Whether evaluations need :func:`with_average`.
 
     Args:
         trainer: the policy's.
+        asked: ``eval.weights``.
 
-    Raises CapabilityError where it cannot.
+    Raises CapabilityError where the trainer cannot compute with its average.
     """
-    if asked == "live" or exported_view(run) == "live":
+    if asked == "live" or EXPORTED not in policy.facts.views:
         return False
     if trainer.use_view is Trainer.use_view:
         raise CapabilityError(
@@ -41,36 +38,41 @@ def check_wearing(run: Run, trainer: type[Trainer], asked: Literal["exported", "
     return True
 
 
-def worn(run: Run, evaluate: Callable[[], Metrics]) -> Metrics:
+def with_average(
+    evaluate: Callable[[], Metrics], policy: Role, sampler: Sampler | None, stream: Stream | None, total_steps: int
+) -> Metrics:
     """``evaluate`` with the policy's average in place of its weights, in the generator too.
 
-    Where the generator holds a copy, the average is sent before and the live weights after, each with its proof; the
-    latter only where somebody will sample with them. After a failure the policy is as it was, so that what was learnt
-    can be saved.
+    A generator that holds a copy gets the average before and the live weights after, each with its proof. It gets the
+    live weights only if training samples will be drawn with them. After a failure the policy has its live weights
+    again, so that what was learnt can be saved.
+
+    Args:
+        stream: an online run's.
     """
     try:
-        _wear(run, EXPORTED, sync=True)
+        _use_view(EXPORTED, policy, sampler, sync=True)
         metrics = evaluate()
     except BaseException:
-        with suppress(RlhfError):  # where the policy is gone, the first cause is the one to see
-            _wear(run, "live", sync=False)
+        with suppress(RlhfError):  # where the policy is gone, the first error is the one to show
+            _use_view("live", policy, sampler, sync=False)
         raise
-    _wear(run, "live", sync=_samples_again(run))
+    _use_view("live", policy, sampler, sync=_samples_again(sampler, stream, total_steps))
     return metrics
 
 
-def _wear(run: Run, view: str, sync: bool) -> None:
-    run.take_devices_back()  # weights that were put aside cannot be exchanged
-    run.roles["policy"].every("use_view", view)
-    if run.weights is not None and sync:
-        if run.phases is not None:
-            run.phases.begin_sync()
-        run.weights.push(run.weights.version)
+def _use_view(view: str, policy: Role, sampler: Sampler | None, sync: bool) -> None:
+    if sampler is not None:
+        sampler.phases.begin_learning()  # weights that were put aside cannot be exchanged
+    policy.every("use_view", view)
+    if sampler is not None and sync:
+        sampler.phases.begin_sync()
+        sampler.weights.push(sampler.weights.version)
 
 
-def _samples_again(run: Run) -> bool:
+def _samples_again(sampler: Sampler | None, stream: Stream | None, total_steps: int) -> bool:
     """Whether training samples will be drawn with the weights that the generator had before."""
-    if run.weights is None or run.stream is None:
+    if sampler is None or stream is None:
         return False
-    version = run.weights.version
-    return version < run.total_steps and run.stream.samples_with(version)
+    version = sampler.weights.version
+    return version < total_steps and stream.samples_with(version)

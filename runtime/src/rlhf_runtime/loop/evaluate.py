@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhf.interfaces import Algorithm
 from rlhf.ops.loss_value import finish_sums
@@ -14,9 +14,17 @@ from rlhf.types.examples import Example
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.learn import Metrics, role_of
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.best_value import unknown_metric
+from rlhf_runtime.observe.best_value import BestTracker, unknown_metric
 from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
 from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation of a run on held-out rows, and the best value so far."""
+
+    compute: Callable[[], Metrics]
+    best: BestTracker
 
 
 def evaluate_rollouts(

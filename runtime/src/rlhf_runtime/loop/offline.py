@@ -16,7 +16,7 @@ def offline(run: Run) -> None:
         else:
             with run.learning(step):
                 metrics |= learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
-        if run.weights is not None:  # the policy answers held-out rows
+        if run.sampler is not None:  # the policy answers held-out rows
             with run.timed("sync"):
                 metrics |= run.sync(version=step + 1)
         run.finish(step, batch, metrics)  # adapt, evaluate, record, save

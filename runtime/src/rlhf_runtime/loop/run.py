@@ -4,39 +4,84 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rlhf.errors import RlhfError, TrainingError
-from rlhf.interfaces import RunInfo
+from rlhf.interfaces import Algorithm, RunInfo
 from rlhf.ops.batch import Batch
 from rlhf.types.examples import Example
 
+from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import write_groups
-from rlhf_runtime.loop.built import Built
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.loop.checkpoint_state import RunState
+from rlhf_runtime.loop.control import Control
+from rlhf_runtime.loop.evaluate import Evaluation
 from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
+from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.observe.progress import Progress
+from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.observe.source_rewards import source_metrics
-from rlhf_runtime.samples.stream import ReadyBatch, left_out
+from rlhf_runtime.samples.failures import Failures
+from rlhf_runtime.samples.sampling import Sampler
+from rlhf_runtime.samples.stream import ReadyBatch, Stream, left_out
 
 
-class Run(Built):
-    """Made by ``build.build``. A controller takes :meth:`steps` and ends each in :meth:`finish`."""
+@dataclass(kw_only=True)
+class Run:
+    """A run that is ready to step; :func:`rlhf_runtime.setup.build.build` makes it. A page of the loop takes
+    :meth:`steps` and ends each step with :meth:`finish`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.seed = self.config.run.seed
-        self.done = 0
-        """Finished steps, those before a resume included."""
-        self.status = "failed"
-        self.left_out: Counter[str] = Counter()
-        """Of the steps with nothing to learn from: the sum of their :attr:`ReadyBatch.counts`."""
-        self.saves = Saves(self)
-        self._stopping = False
-        self._no_patience = ""
-        """Which evaluations ended the run, where they did (``eval.patience``)."""
+    config: RunFile
+    """With every option of every plugin filled in."""
+    algorithm: Algorithm
+    roles: Mapping[str, Role]
+    data: TrainData
+    total_steps: int
+    schedule: Schedule
+    first_step: int
+    """Finished steps when this process started: 0, or those of the checkpoint that the run continues from."""
+    sampler: Sampler | None
+    """None in an offline run whose held-out rows the policy does not answer."""
+    evaluation: Evaluation | None
+    """None where there are no held-out rows."""
+    state: RunState
+    """What checkpoints hold."""
+    saves: Saves
+    directory: RunDirectory
+    store: CheckpointStore
+    reports: Reports
+    progress: Progress
+    failures: Sequence[Failures]
+    """The failed samples of training and of evaluations."""
+    stop: StopRequest
+    control: Control
+    """What observers may ask of the run."""
+    resources: ExitStack
+    """Releases everything that was started for the run."""
+
+    done: int = field(init=False, default=0)
+    """Finished steps, those before a resume included."""
+    status: Literal["finished", "stopped", "failed"] = field(init=False, default="failed")
+    left_out: Counter[str] = field(init=False, default_factory=Counter)
+    """Of the steps with nothing to learn from: the sum of their :attr:`ReadyBatch.counts`."""
+    _stopping: bool = field(init=False, default=False)
+    _no_patience: str = field(init=False, default="")
+    """Which evaluations ended the run, where they did (``eval.patience``)."""
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
 
     # ------------------------------------------------------------------------------- around the steps
 
@@ -49,8 +94,8 @@ class Run(Built):
         self.progress.begin(self.first_step)
         self.reports.observe("run_started", info)
         self.control.apply()
-        if self.config.eval.at_start and self.first_step == 0 and self.evaluate is not None:
-            metrics = self._evaluate(self.evaluate)
+        if self.config.eval.at_start and self.first_step == 0 and self.evaluation is not None:
+            metrics = self._evaluate(self.evaluation)
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
         self.done = self.first_step
@@ -79,12 +124,6 @@ class Run(Built):
         return self.reports.timed(phase)
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """The phase that draws and scores samples: batch after batch, refills among them."""
-        with self.timed("generate"), self.phases.together() if self.phases is not None else nullcontext():
-            yield
-
-    @contextmanager
     def learning(self, step: int) -> Iterator[None]:
         """The phase that changes weights."""
         self.take_devices_back()
@@ -92,17 +131,25 @@ class Run(Built):
             yield
         self._catch_up(step)
 
+    def take_devices_back(self) -> None:
+        """Give the roles the devices that they share with the generator: before they learn, and before they save."""
+        if self.sampler is not None:
+            self.sampler.phases.begin_learning()
+
     def sync(self, version: int) -> Metrics:
-        """Weights of the policy go to the generator, which samples with ``version`` from now on; nothing moves where
-        nobody would sample with them: inside a round, or from given rows, without an evaluation."""
-        assert self.weights is not None
-        trained_on = self.stream is not None and self.stream.samples_with(version)
-        used = trained_on or self._evaluates(version)
+        """Send the policy's weights to the generator, which samples with ``version`` from now on. Nothing is sent if no
+        sample will be drawn with them: inside a round, or between the evaluations of an offline run."""
+        if self.sampler is None:
+            return {}
+        used = self.trains_on(version) or self._evaluates(version)
         if not used and version != self.first_step:  # a start always syncs: the generator has no weights of the run yet
             return {}
-        if self.phases is not None:
-            self.phases.begin_sync()
-        return self.weights.push(version)
+        self.sampler.phases.begin_sync()
+        return self.sampler.weights.push(version)
+
+    def trains_on(self, version: int) -> bool:
+        """Whether training samples are drawn with the weights of ``version``."""
+        return False
 
     def next_examples(self) -> list[Example]:
         """The tokenised rows of an offline step."""
@@ -140,10 +187,10 @@ class Run(Built):
         if self.config.data.bad_rows == "drop":
             metrics["data/bad_rows"] = float(self.data.bad_rows)
         self.done, is_best = done, False
-        if self.evaluate is not None and self._evaluates(done):
+        if self.evaluation is not None and self._evaluates(done):
             try:
-                metrics |= self._evaluate(self.evaluate)
-                is_best = self.best is not None and self.best.update(done, metrics)[0]
+                metrics |= self._evaluate(self.evaluation)
+                is_best = self.evaluation.best.update(done, metrics)[0]
             except Exception:  # the step itself is whole: without the numbers of its evaluation it can be saved
                 self.reports.record(done, metrics)
                 self.saves.hold(done)
@@ -169,7 +216,7 @@ class Run(Built):
         """Export the model of a finished run, say how it ended, release everything."""
         try:
             if self.status != "failed":
-                if self.status == "finished" and not self.updates:
+                if self.status == "finished" and not self.state.updates:
                     self.status = "failed"
                     failed = "".join(f"\n{f}; the first: {f.first}" for f in self.failures if f.failed)
                     raise TrainingError(
@@ -177,19 +224,17 @@ class Run(Built):
                         f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
                         f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
-                with self.writing(self.directory.model):
+                with self.store.writing(self.directory.model):
                     self.directory.publish_model(self.saves.write_model)
-                others = [name for name in self.trained_roles if name != "policy"]
+                others = [name for name in self.state.trained_roles if name != "policy"]
                 for name in others if self.config.checkpoint.export_trained else ():
-                    with self.writing(self.directory.model_of(name)):
+                    with self.store.writing(self.directory.model_of(name)):
                         self.directory.publish_model(partial(self.saves.write_role, name), name)
         finally:
-            with ExitStack() as closing:  # the last one in is called first; each is, whatever another raises
-                for closer in (self.directory.close, self.launcher.shutdown, *reversed(self.closers)):
-                    closing.callback(closer)
-                closing.callback(self.progress.close)
-                closing.callback(self.reports.observe, "run_ended", self.status)
-                closing.callback(self._record_end, sys.exception())
+            self.resources.callback(self.progress.close)
+            self.resources.callback(self.reports.observe, "run_ended", self.status)
+            self.resources.callback(self._record_end, sys.exception())
+            self.resources.close()  # the latest is called first; each is called, whatever another one raises
 
     # -------------------------------------------------------------------------------------- parts
 
@@ -209,15 +254,15 @@ class Run(Built):
     def _adapt(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
         """The algorithm's metrics after its updates. The step is counted where an update changed weights."""
         # A role has a gradient norm where at least one of its optimizer steps was not skipped.
-        self.updates += any(f"{role}/grad_norm" in metrics for role in self.trained_roles)
+        self.state.updates += any(f"{role}/grad_norm" in metrics for role in self.state.trained_roles)
         adapted = self.algorithm.finish(step, batch, metrics)
-        self.reports.name_uncovered({name: self.roles[name] for name in self.trained_roles}, metrics)
+        self.reports.name_uncovered({name: self.roles[name] for name in self.state.trained_roles}, metrics)
         return adapted
 
     def _keep_rollouts(self, done: int, ready: ReadyBatch) -> Metrics:
         """Write the step's groups, where asked for, and show them to observers. Returns what became of its prompts."""
         if self.config.checkpoint.save_rollouts:
-            with self.writing(path := self.directory.rollouts(done)):
+            with self.store.writing(path := self.directory.rollouts(done)):
                 write_groups(path, ready.groups, self.data.template.prompt_of)
         if _due(done, self.config.run.show_samples):
             self.progress.samples(done, ready.groups)
@@ -227,29 +272,48 @@ class Run(Built):
 
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after so many steps."""
-        return self.evaluate is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
+        return self.evaluation is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
 
     def _is_last(self, done: int) -> bool:
         """Whether no step comes after so many."""
         return done == self.total_steps or self._stopping
 
-    def _evaluate(self, evaluate: Callable[[], Metrics]) -> Metrics:
-        """What the weights of now reach."""
+    def _evaluate(self, evaluation: Evaluation) -> Metrics:
+        """The metrics of the present weights on held-out rows."""
         with self.timed("evaluate"):
-            metrics = evaluate()
+            metrics = evaluation.compute()
         self.algorithm.evaluated(metrics)
         return metrics
 
     def _is_exhausted(self) -> bool:
         """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""
-        if self.best is None or not self.best.exhausted:
+        best = self.evaluation.best if self.evaluation is not None else None
+        if best is None or not best.exhausted:
             return False
         self._no_patience = (
-            f"{self.best.metric} has not improved for {self.best.waited} evaluations; the best, {self.best.value}, was "
-            f"after step {self.best.step}"
+            f"{best.metric} has not improved for {best.waited} evaluations; the best, {best.value}, was "
+            f"after step {best.step}"
         )
         self.progress.note(f"stopped early: {self._no_patience}")
         return True
+
+
+@dataclass(kw_only=True)
+class OnlineRun(Run):
+    """A run that learns from its own samples."""
+
+    sampler: Sampler
+    stream: Stream
+    """The training batches."""
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The phase that draws and scores samples, batch after batch."""
+        with self.timed("generate"), self.sampler.phases.together():
+            yield
+
+    def trains_on(self, version: int) -> bool:
+        return self.stream.samples_with(version)
 
 
 def _due(done: int, every: int | None) -> bool:

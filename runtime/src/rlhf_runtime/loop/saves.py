@@ -1,90 +1,115 @@
-"""The checkpoints and exports of a run: those that are due, and after a failure the last finished step, which is in no
-checkpoint yet."""
+"""The checkpoints and exports of a run: those that are due and, after a failure, a checkpoint of the last finished
+step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf.errors import RlhfError
+from rlhf.interfaces import Algorithm
 from rlhf.steps import STEP_SEPARATOR
 
-from rlhf_runtime.checkpoint import read_json, write_json
-from rlhf_runtime.loop.built import Built
-from rlhf_runtime.loop.checkpoint_state import State, collect_state, write_state
+from rlhf_runtime.checkpoint import CheckpointStore, read_json, write_json
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.loop.checkpoint_state import RunState, State
+from rlhf_runtime.loop.reports import Reports
+from rlhf_runtime.observe.progress import Progress
+from rlhf_runtime.observe.run_directory import RunDirectory
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Read by transformers and vLLM before what the tokenizer's config says."""
+"""transformers and vLLM read this file before the template in the tokenizer's config."""
 
 
 class Saves:
-    """Writes what a run can go on from, and what it leaves."""
+    """Writes checkpoints, from which a run can continue, and models.
 
-    def __init__(self, run: Built) -> None:
-        self._run = run
+    Args:
+        meta: goes into every checkpoint: what must agree for a resume to be the same run.
+        take_devices_back: called before weights are saved, as they may be aside while the generator has the devices.
+    """
+
+    def __init__(
+        self,
+        config: RunFile,
+        algorithm: Algorithm,
+        state: RunState,
+        store: CheckpointStore,
+        meta: Mapping[str, Any],
+        directory: RunDirectory,
+        reports: Reports,
+        progress: Progress,
+        take_devices_back: Callable[[], None],
+    ) -> None:
+        self._config, self._algorithm, self._state, self._store, self._meta = config, algorithm, state, store, meta
+        self._directory, self._reports, self._progress = directory, reports, progress
+        self._take_devices_back = take_devices_back
         self._intact: State | None = None
         """The state of the last finished step, as long as it is in no checkpoint."""
         self._intact_changes = 0
-        """:meth:`_changes` then: where more were made since, the weights are no longer its own."""
+        """:meth:`_changes` at that moment. A larger value now means that the weights are no longer those."""
 
     def hold(self, done: int) -> None:
-        """``done`` steps are whole: until they are in a checkpoint, :meth:`rescue` can save them."""
-        self._intact, self._intact_changes = collect_state(self._run, done), self._changes()
+        """``done`` steps are finished: until they are in a checkpoint, :meth:`rescue` can save them."""
+        self._intact, self._intact_changes = self._state.collect(done), self._changes()
 
     def save(self, step: int, best: bool = False) -> None:
-        """A complete checkpoint of now, after ``step`` finished steps, or an error and the old ones intact."""
-        run, self._intact = self._run, None
-        run.take_devices_back()
-        mark = {"metric": run.best.metric, "value": run.best.value} if best and run.best is not None else None
-        path = run.store.save(step, lambda folder: write_state(run, step, folder), run.meta, mark)
-        run.reports.observe("checkpoint_saved", step, path)
+        """A complete checkpoint after ``step`` finished steps, or an error that leaves the old ones intact."""
+        state, self._intact = self._state, None
+        self._take_devices_back()
+        mark = {"metric": state.best.metric, "value": state.best.value} if best and state.best is not None else None
+        now = state.collect(step)
+        path = self._store.save(step, lambda folder: state.write(folder, now), self._meta, mark)
+        self._reports.observe("checkpoint_saved", step, path)
 
     def export(self, done: int, last: bool) -> None:
         """The model after ``done`` steps, beside the final one, where it is due and not there yet.
 
         Args:
-            last: no step comes after them, so the final model is this one.
+            last: this is the run's last step, so the final model is the same.
         """
-        run, section = self._run, self._run.config.checkpoint
-        path, every = run.directory.exports(done), section.export_every
+        section = self._config.checkpoint
+        path, every = self._directory.exports(done), section.export_every
         if last or not done or every is None or done % every or path.exists():
             return
-        with run.writing(path):
-            run.directory.export(done, self.write_model, section.keep)
+        with self._store.writing(path):
+            self._directory.export(done, self.write_model, section.keep)
 
     def write_model(self, path: Path) -> None:
-        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` says what the
-        algorithm adds, and where rows were solutions in steps, what followed each step; a chat template that the run
-        file names takes the place of the tokenizer's own."""
-        run = self._run
+        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` has what the
+        algorithm adds and, where rows were solutions in steps, what followed each step. A chat template that the run
+        file names replaces the tokenizer's own."""
         self.write_role("policy", path)
-        own = run.algorithm.model_config()
-        if run.algorithm.data == "steps":
-            own = {STEP_SEPARATOR: run.config.data.step_separator, **own}
+        own = self._algorithm.model_config()
+        if self._algorithm.data == "steps":
+            own = {STEP_SEPARATOR: self._config.data.step_separator, **own}
         if own:
             config = path / "config.json"
             write_json(config, {**read_json(config), **own})
 
     def write_role(self, name: str, path: Path) -> None:
         """A trained role in Hugging Face format."""
-        run, role = self._run, self._run.roles[name]
+        role = self._state.roles[name]
         role.every("export", path, "ema" if "ema" in role.facts.views else "live")
-        if run.config.data.chat_template is not None:
-            (path / CHAT_TEMPLATE_FILE).write_text(run.data.template.tokenizer.chat_template, encoding="utf-8")
+        if self._config.data.chat_template is not None:
+            template: str = self._state.data.template.tokenizer.chat_template
+            (path / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
     def rescue(self) -> None:
-        """After a failure: save the last finished step where the weights are still its own, so that nothing is lost
-        when a row, a reward or an environment fails. The failure remains the error to show."""
-        run, state, self._intact = self._run, self._intact, None
-        if state is None or self._changes() != self._intact_changes:
+        """After a failure: save the last finished step if the weights are still its own, so that nothing is lost when a
+        row, a reward or an environment fails. The failure stays the error that is shown."""
+        held, self._intact = self._intact, None
+        if held is None or self._changes() != self._intact_changes:
             return
         try:
-            run.take_devices_back()
-            run.store.save(state.step, lambda folder: write_state(run, state.step, folder, state), run.meta)
+            self._take_devices_back()
+            self._store.save(held.step, lambda folder: self._state.write(folder, held), self._meta)
         except RlhfError as error:
-            run.progress.note(f"what was learnt since the last checkpoint is lost: {error}")
+            self._progress.note(f"what was learnt since the last checkpoint is lost: {error}")
         else:
-            run.progress.note(f"saved what was learnt in {state.step} steps; continue with --resume")
+            self._progress.note(f"saved what was learnt in {held.step} steps; continue with --resume")
 
     def _changes(self) -> int:
         """How often weights of a role were changed, or may have been."""
-        return sum(role.changes for role in self._run.roles.values())
+        return sum(role.changes for role in self._state.roles.values())

@@ -1,4 +1,4 @@
-"""The hybrid engine: roles and engines on the same devices take turns with the memory."""
+"""The hybrid engine: roles and engines on the same devices use the memory in turns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rlhf_runtime.models.roles import Role
 
 
 class Phases:
-    """Where the generator shares devices: it sleeps while others compute, and its neighbours put aside what they do not
-    need while it generates, above all optimizer states. Weights stay: a reward model may score between two turns."""
+    """Says who has the devices that the generator shares. The generator sleeps while roles compute. While it generates,
+    the roles on its devices put aside what they do not need then, above all optimizer states. Weights stay, because a
+    reward model may score between two turns. Nothing happens where the generator shares no devices."""
 
     def __init__(self, generator: Generator, roles: Mapping[str, Role], places: Mapping[str, Place]) -> None:
         self.generator = generator
-        shared = neighbours(places, GENERATOR)
+        shared = neighbours(places, GENERATOR) if GENERATOR in places else []
         here = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
         self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
         self.active = bool(shared)

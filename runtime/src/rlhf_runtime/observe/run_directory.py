@@ -144,11 +144,10 @@ class RunDirectory:
         return _starts(self.path / "manifest.json") if self.resumed else []
 
     @staticmethod
-    def recorded(path: Path | str) -> dict[str, str]:
-        """The commits of what the run in ``path`` read from a hub (:func:`rlhf_hub.hub.pins`)."""
+    def last_start(path: Path | str) -> dict[str, Any]:
+        """What the manifest of the run in ``path`` says of its last start; empty where there is no manifest."""
         starts = _starts(Path(path) / "manifest.json")
-        found: dict[str, str] = starts[-1].get("hub", {}) if starts else {}
-        return found
+        return starts[-1] if starts else {}
 
     def cut(self, step: int | None) -> None:
         """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue

@@ -1,19 +1,98 @@
-"""How the run file says that answers are drawn: in training, and of held-out rows."""
+"""What draws samples and scores them, and the sampling parameters of the run file."""
 
 from __future__ import annotations
 
-from rlhf.types import Sampling
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import RolloutError
+from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec
+from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.models.shared_devices import Phases
+from rlhf_runtime.models.weight_sync import HOLDS_NOTHING, WeightSync
+from rlhf_runtime.samples.failures import Failures
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Answers rows with the newest weights of the policy and scores the answers."""
+
+    rollouts: Rollouts
+    weights: WeightSync
+    """Sends the policy's weights to the generator."""
+    phases: Phases
+    """Who has the devices that the generator shares with roles."""
+
+
+class NoGenerator(Generator):
+    """The generator of a rollout that draws nothing (``Rollout.needs_generator`` is false). It has a version and no
+    weights."""
+
+    name = "none"
+    capabilities = frozenset({HOLDS_NOTHING})
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        self.config = ComponentConfig()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        raise RolloutError("the rollout asked for tokens, but declares needs_generator = False: set it to True")
 
 
 def training_sampling(config: RunFile) -> Sampling:
-    """``[sampling]``."""
+    """Sampling parameters of training: ``[sampling]``."""
     s = config.sampling
     return Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
 
 
 def evaluation_sampling(config: RunFile) -> Sampling:
-    """``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
+    """Sampling parameters of an evaluation: ``[eval]``, with stop strings and token budget of ``[sampling]``."""
     budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
     return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
+
+
+def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -> RolloutSettings:
+    """How training samples are drawn: ``[sampling]`` and ``[stream]``.
+
+    Args:
+        given: ``Needs.given`` of the algorithm.
+    """
+    return RolloutSettings(
+        training_sampling(config),
+        config.sampling.samples_per_prompt,
+        "sample",
+        config.run.seed,
+        config.data.max_tokens,
+        config.stream.rollout_deadline,
+        config.stream.on_failed_sample == "abort",
+        given,
+        failures,
+    )
+
+
+def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
+    """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
+    return RolloutSettings(
+        evaluation_sampling(config),
+        config.eval.samples,
+        "eval",
+        config.run.seed,
+        config.data.max_tokens,
+        config.stream.rollout_deadline,
+        abort_on_failure=False,
+        failures=failures,
+    )
+
+
+def training_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
+    """Counts the training samples that fail. ``note`` gets the first one."""
+    policy = config.stream.on_failed_sample
+    then = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
+    return Failures(config.stream.max_failed, note, then=then)
+
+
+def evaluation_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
+    """Counts the samples of evaluations that fail. ``note`` gets the first one."""
+    return Failures(config.stream.max_failed, note, "evaluation sample", "has no reward")

@@ -10,6 +10,7 @@ from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Tra
 from rlhf.interfaces.launcher import check_workers
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.types import RoleSpec
+from rlhf_hub.hub import Commits
 from rlhf_hub.published import pinned
 
 from rlhf_runtime.config.components import Selection, build_algorithm, resolved_run, select
@@ -23,21 +24,24 @@ _NAMED = ("policy", "critic", "reference")
 """Roles with a section of their own; others are under ``[roles]``."""
 
 
-@dataclass
-class RunParts:
-    """Parts that fit together."""
+@dataclass(frozen=True)
+class RunPlugins:
+    """The plugins of a run and the roles that they declare, checked against each other."""
 
     config: RunFile
     """With every option of every plugin filled in."""
     algorithm: Algorithm
-    parts: dict[str, Selection]
+    parts: Mapping[str, Selection]
     """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``; and ``trainer.<role>`` for a role with options of
     its own."""
-    rewards: list[ActiveReward]
-    roles: dict[str, RoleSpec]
+    rewards: Sequence[ActiveReward]
+    roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
-    used: list[Resolved]
-    """Plugins of the algorithm and its slots; those of ``parts`` and ``rewards`` come beside them."""
+    """None where nothing is sampled."""
+    algorithm_plugins: Sequence[Resolved]
+    """Plugins of the algorithm and its slots."""
+    commits: Commits
+    """Which commits the hub names of the run are."""
 
     @property
     def online(self) -> bool:
@@ -57,12 +61,73 @@ class RunParts:
         """With the role's own options."""
         return self.parts.get(f"trainer.{role}", self.parts["trainer"])
 
+    def section(self, role: str) -> ModelSection:
+        """The run file's section about a role's model."""
+        return section_of(self.config, role)
 
-def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunParts:
+    def model(self, role: str) -> str:
+        """Path or ``owner/name@commit`` of a role's model."""
+        return model_of(self.config, self.roles, role, self.commits)
+
+    def spec(self, role: str, updates: int = 0, ranks: int = 1) -> ModelSpec:
+        """A role whose section names neither model nor precision takes both from the role it is like.
+
+        Args:
+            updates: optimizer steps of the whole run.
+        """
+        declared = self.roles[role]
+        own = self.section(role)
+        like = self.section(declared.like) if declared.like is not None else own
+        return ModelSpec(
+            declared,
+            self.model(role),
+            own.dtype if own.dtype != "auto" else like.dtype,
+            own.gradient_checkpointing,
+            own.trust_remote_code or (own.model is None and like.trust_remote_code),
+            self.config.run.seed,
+            updates,
+            world_size=ranks,
+        )
+
+    def places_on(self, device: str) -> dict[str, Place]:
+        """Where every role lives, and the generator where there is one.
+
+        Args:
+            device: ``cpu`` | ``cuda``, what the devices are as far as is known here.
+
+        Raises ConfigError where a section does not fit the others, or an engine its devices.
+        """
+        places = placement(self.config.placement, list(self.roles), GENERATOR in self.parts)
+        if GENERATOR in places and "processes" in self.parts["launcher"].resolved.cls.capabilities:
+            chosen, place = self.parts[GENERATOR], places[GENERATOR]
+            generator = chosen.resolved.cls
+            places[GENERATOR] = divided(place, generator.name, generator.parallel_sizes(chosen.config))
+            check_workers(places, device)
+        return places
+
+    def base_of(self, role: str, places: Mapping[str, Place]) -> str | None:
+        """The role whose model a frozen role starts as. Where that other role trains adapters, the frozen role may be
+        the same model without them.
+
+        None where the run file says anything about the role (its place, precision, trainer) that would be ignored.
+        Placing the role on the devices of the other one (``share``) is allowed; it avoids reserving devices.
+        """
+        declared = self.roles[role]
+        source = declared.like
+        if source is None or source not in self.roles or declared.trained or declared.head != self.roles[source].head:
+            return None
+        elsewhere = role in self.config.placement and not _beside(self.config, places, role, source)
+        if elsewhere or self.section(role) != ModelSection():
+            return None
+        return source if self.model(role) == self.model(source) else None
+
+
+def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
     """Resolve plugins, check options and what the parts need of each other.
 
     Args:
         scored: whether answers must get a reward.
+        commits: what a resumed run recorded; None: hub names are looked up now.
 
     Raises ConfigError or PluginError saying what to change.
     """
@@ -95,24 +160,7 @@ def run_parts(config: RunFile, plugins: Plugins, scored: bool = True) -> RunPart
             where = where_trainer(name)
             merged = Choice(use=config.trainer.use, options={**config.trainer.options, **own})
             parts[f"trainer.{name}"] = select(plugins, "trainer", merged, where, config.origins)
-    return RunParts(config, algorithm, parts, rewards, roles, rollout, used)
-
-
-def places_of(made: RunParts, device: str) -> dict[str, Place]:
-    """Where every role lives, and the generator where there is one.
-
-    Args:
-        device: ``cpu`` | ``cuda``, what the devices are as far as is known here.
-
-    Raises ConfigError where a section does not fit the others, or an engine its devices.
-    """
-    places = placement(made.config.placement, list(made.roles), GENERATOR in made.parts)
-    if GENERATOR in places and "processes" in made.parts["launcher"].resolved.cls.capabilities:
-        chosen, place = made.parts[GENERATOR], places[GENERATOR]
-        generator = chosen.resolved.cls
-        places[GENERATOR] = divided(place, generator.name, generator.parallel_sizes(chosen.config))
-        check_workers(places, device)
-    return places
+    return RunPlugins(config, algorithm, parts, rewards, roles, rollout, used, commits or Commits())
 
 
 def where_trainer(role: str) -> str:
@@ -128,62 +176,16 @@ def section_of(config: RunFile, role: str) -> ModelSection:
     return config.roles.get(role, ModelSection())
 
 
-def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str) -> str:
-    """Which model a role holds: its own section's, the one its declarer knows, or that of the role it is like. A hub
-    name becomes the one commit that it means in this run."""
+def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits: Commits) -> str:
+    """The model of a role: the one that its own section names, that its declarer names, or that of the role it is like.
+    A hub name becomes ``owner/name@commit``."""
     role = roles[name]
     own = section_of(config, name).model or role.model
     if own is None and role.like is not None:
-        return model_of(config, roles, role.like)
+        return model_of(config, roles, role.like, commits)
     if own is None:
         raise ConfigError(f"no model is named for the role {name!r}; set --roles.{name}.model PATH")
-    return pinned(own)
-
-
-def model_spec(
-    config: RunFile, roles: Mapping[str, RoleSpec], name: str, updates: int = 0, ranks: int = 1
-) -> ModelSpec:
-    """A role whose section names neither model nor precision takes both from the role it is like.
-
-    Args:
-        updates: optimizer steps of the whole run.
-    """
-    own, role = section_of(config, name), roles[name]
-    like = section_of(config, role.like) if role.like is not None else own
-    return ModelSpec(
-        role,
-        model_of(config, roles, name),
-        own.dtype if own.dtype != "auto" else like.dtype,
-        own.gradient_checkpointing,
-        own.trust_remote_code or (own.model is None and like.trust_remote_code),
-        config.run.seed,
-        updates,
-        world_size=ranks,
-    )
-
-
-def base_of(config: RunFile, roles: Mapping[str, RoleSpec], places: Mapping[str, Place], name: str) -> str | None:
-    """The role whose model a frozen role starts as, so that it may be that model without its adapters, where that role
-    trains some.
-
-    None where the run file says anything about the role (its place, precision, trainer) that would be ignored. That it
-    shares the devices of the other role is where it is in any case: said, so that no devices are kept for it.
-    """
-    role = roles[name]
-    source = role.like
-    if source is None or source not in roles or role.trained or role.head != roles[source].head:
-        return None
-    elsewhere = name in config.placement and not _beside(config, places, name, source)
-    if elsewhere or section_of(config, name) != ModelSection():
-        return None
-    return source if model_of(config, roles, name) == model_of(config, roles, source) else None
-
-
-def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
-    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
-    place, source = places[name], places[other]
-    named = "ranks" in config.placement[name].model_fields_set
-    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)
+    return pinned(own, commits)
 
 
 def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
@@ -214,3 +216,10 @@ def _roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, R
                 "role: with its option `role`, where it has one, or in its roles()"
             )
     return {name: role for name, (role, _) in declared.items()}
+
+
+def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
+    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
+    place, source = places[name], places[other]
+    named = "ranks" in config.placement[name].model_fields_set
+    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)

@@ -13,10 +13,10 @@ from rlhf_runtime.config.problems import origin
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
-from rlhf_runtime.setup.plugins import RunParts, section_of, where_trainer
+from rlhf_runtime.setup.plugins import RunPlugins, where_trainer
 
 
-def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
+def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
     """Raises ConfigError, CapabilityError or PluginError, as the run itself would.
 
     Args:
@@ -41,13 +41,13 @@ def check_parts(made: RunParts, places: Mapping[str, Place], specs: Mapping[str,
         generator.resolved.cls.check(generator.config, engine, samplings, device)
 
 
-def idle_options(made: RunParts) -> list[str]:
+def idle_options(made: RunPlugins) -> list[str]:
     """Options in the own section of a role that is not trained which only training reads. What such a role takes over
     from ``[trainer]`` is there for those that are trained; a policy that only answers has its section from its
     training."""
     problems = []
     for name, role in made.roles.items():
-        given = section_of(made.config, name).trainer
+        given = made.section(name).trainer
         trainer = made.trainer(name).resolved.cls
         for key in sorted(trainer.learning & given.keys()) if not role.trained and name != "policy" else ():
             where = f"{where_trainer(name)}.{key}"
@@ -58,7 +58,7 @@ def idle_options(made: RunParts) -> list[str]:
     return problems
 
 
-def unread_sections(made: RunParts, plugins: Plugins) -> list[str]:
+def unread_sections(made: RunPlugins, plugins: Plugins) -> list[str]:
     """``[rollout]`` and ``[generator]`` of a run that has none: options that differ from their plugin's defaults. The
     generator may be named all the same, as ``--backend`` names one for every run."""
     problems = []

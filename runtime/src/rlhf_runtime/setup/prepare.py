@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.errors import ConfigError, PluginInvalid
-from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Precision, Rollout
+from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Update
-from rlhf_hub.hub import use_pins
+from rlhf_hub.hub import Commits
 
-from rlhf_runtime.config.components import Selection, resolved_run, select
+from rlhf_runtime.config.components import resolved_run, select
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
@@ -31,35 +31,28 @@ from rlhf_runtime.models import shared_heads
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.observe.numbered_folders import default_folder
 from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.setup.plugins import RunParts, model_of, model_spec, places_of, run_parts, section_of
+from rlhf_runtime.setup.plugins import RunPlugins, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
 from rlhf_runtime.setup.start_warnings import stream_notes
 
 
-@dataclass
-class Prepared:
-    """A run that could start."""
+@dataclass(frozen=True)
+class Prepared(RunPlugins):
+    """A run that could start: everything that is decided before a model is loaded."""
 
-    config: RunFile
-    """With every option of every plugin filled in."""
-    algorithm: Algorithm
     data: TrainData
     tokenizer: Any
     total_steps: int
-    specs: dict[str, ModelSpec]
+    specs: Mapping[str, ModelSpec]
     """By role."""
     schedule: Schedule
-    parts: dict[str, Selection]
-    """``launcher``, ``trainer``, ``generator``, ... and, per role with options of its own, ``trainer.<role>``."""
-    rewards: list[ActiveReward]
-    rollout: Rollout | None
     episodes: Episodes | None
-    observers: dict[str, Observer]
-    plugins: list[Resolved]
-    """Every plugin the run uses."""
-    places: dict[str, Place]
+    """None where the run has no environment."""
+    observers: Mapping[str, Observer]
+    plugins: Sequence[Resolved]
+    """Every plugin that the run uses."""
+    places: Mapping[str, Place]
     """Of every role, and of the generator where there is one."""
     resolve: Callable[[RunFile], RunFile]
     """Fills in the plugins' options of another run file."""
@@ -83,11 +76,11 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
     config = _with_folder(config)
-    use_pins(RunDirectory.recorded(config.run.output) if config.run.resume else {})
-    made = run_parts(config, plugins, scored)
+    before = RunDirectory.last_start(config.run.output) if config.run.resume else {}
+    made = run_plugins(config, plugins, scored, Commits(before.get("hub")))
     raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
-    rollout, env = made.rollout, parts.get("env")
+    rollout = made.rollout
     algorithm.max_tokens = config.data.max_tokens
     algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
     if config.env is not None and config.env.credit == "step":
@@ -96,12 +89,11 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
         for number, choice in enumerate(config.observer)
     }
-    policy = model_of(config, roles, "policy")
-    tokenizer = load_tokenizer(policy, config.policy.trust_remote_code)
+    tokenizer = load_tokenizer(made.model("policy"), config.policy.trust_remote_code)
     check_stops(config.sampling.stop, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
-    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers)
+    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits)
     if config.data.margin is not None:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
@@ -110,36 +102,35 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     schedule = Schedule.of(algorithm, steps)
     updates = schedule.total()
     _check_roles(made, steps, updates, schedule.snapshots)
-    places = places_of(made, made.device_here())
-    specs = {name: model_spec(config, roles, name, updates.get(name, 0), places[name].ranks) for name in roles}
-    if any(spec.dtype == "auto" for spec in specs.values()):
-        specs = on_processor(specs, made.trainer_class.precision_on_processor())
+    places = made.places_on(made.device_here())
+    specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks) for name in roles}
+    specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if rollout is not None:
         rollout.check()
+    env, episodes = parts.get("env"), None
+    if env is not None and config.env is not None:
+        episodes = Episodes(env.resolved, env.config, config.env)
     held_out = data.eval_rows()[: config.eval.max_rows]  # they are looked at, whatever they are for
     if algorithm.data != "prompts":
         _check_eval_rows(algorithm, len(held_out))
     elif held_out and not config.run.resume:  # its first start has checked it
         check_metric(config.eval, {row.source for row in held_out}, is_scored(made), None)
-    used = [*made.used, *(s.resolved for s in (*parts.values(), *observers.values())), *(r.resolved for r in rewards)]
+    selected = [*parts.values(), *observers.values()]
+    used = [*made.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
     return Prepared(
-        config,
-        algorithm,
-        data,
-        tokenizer,
-        steps,
-        specs,
-        schedule,
-        parts,
-        rewards,
-        rollout,
-        Episodes(env.resolved, env.config, config.env) if env is not None and config.env is not None else None,
-        {name: selection.build() for name, selection in observers.items()},
-        list({(r.kind, r.ref): r for r in used}.values()),
-        places,
-        functools.partial(resolved_run, plugins),
+        **vars(made),
+        data=data,
+        tokenizer=tokenizer,
+        total_steps=steps,
+        specs=specs,
+        schedule=schedule,
+        episodes=episodes,
+        observers={name: selection.build() for name, selection in observers.items()},
+        plugins=list({(r.kind, r.ref): r for r in used}.values()),
+        places=places,
+        resolve=functools.partial(resolved_run, plugins),
     )
 
 
@@ -154,7 +145,7 @@ def _with_folder(config: RunFile) -> RunFile:
     return config.model_copy(update={"run": run.model_copy(update={"output": output})})
 
 
-def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
+def _check_roles(made: RunPlugins, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
     """Raises ConfigError where a trained role would never be, or a frozen one cannot be precomputed or lend its head.
 
     Args:
@@ -171,7 +162,7 @@ def _check_roles(made: RunParts, steps: int, updates: Mapping[str, int], snapsho
         if not updates[name]
     ]
     raise_problems("this run trains less than it is for", idle)
-    asked = [name for name in roles if section_of(made.config, name).precompute]
+    asked = [name for name in roles if made.section(name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     raise_problems(
         "this head cannot be lent", shared_heads.problems_of(algorithm.needs().lent, roles, snapshots, asked)
@@ -195,7 +186,7 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Col
             )
 
 
-def is_scored(made: RunParts | Prepared) -> bool:
+def is_scored(made: RunPlugins) -> bool:
     """Whether answers can get a reward; what was recorded may hold some."""
     recorded = made.rollout is not None and not made.rollout.needs_generator
     return bool(made.rewards) or made.config.env is not None or recorded
@@ -224,8 +215,20 @@ def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
         )
 
 
-def on_processor(specs: Mapping[str, ModelSpec], precision: Precision) -> dict[str, ModelSpec]:
-    """The same roles, with what ``dtype = "auto"`` means for each of them on a CPU."""
+def on_processor(
+    specs: Mapping[str, ModelSpec], trainer: type[Trainer], recorded: Mapping[str, Any] | None = None
+) -> dict[str, ModelSpec]:
+    """The same roles, with what ``dtype = "auto"`` means on a CPU, where a role asks that.
+
+    Args:
+        recorded: what the run's last start found out. It is not measured again.
+    """
+    if recorded:
+        precision = Precision(**recorded)
+    elif any(spec.dtype == "auto" for spec in specs.values()):
+        precision = trainer.precision_on_processor()
+    else:
+        return dict(specs)
     return {name: replace(spec, on_processor=precision) for name, spec in specs.items()}
 
 

@@ -1,22 +1,32 @@
-"""Whether a run can write where it is told to, and go on from what is there: asked before anything is started."""
+"""Whether a run may continue what is in its folder, and continuing it.
+
+A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release that wrote the
+checkpoint, or a plugin of that time, did not have them. At their defaults they change no run, so they are allowed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+from rlhf.errors import RlhfError
 from rlhf.saved import validated
 
-from rlhf_runtime.checkpoint import CheckpointStore, compare, describe, require_same_run
+from rlhf_runtime.checkpoint import CheckpointStore, Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.compare import SavedMeta
 from rlhf_runtime.checkpoint.manifest import MANIFEST
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.setup.added_options import allow_defaults
 from rlhf_runtime.setup.prepare import Prepared
 
 
 def check_output(prepared: Prepared) -> None:
-    """Refuse what ``build.build`` would refuse about ``run.output`` and what writes there, in
-    its words; nothing is changed there. Raises ConfigError or CheckpointError."""
+    """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and what writes there,
+    with the same messages. Changes nothing there. Raises ConfigError or CheckpointError."""
     run = prepared.config.run
     RunDirectory.check(run.output, run.resume, run.overwrite)
     check_resume(prepared)
@@ -24,14 +34,14 @@ def check_output(prepared: Prepared) -> None:
 
 
 def check_observers(prepared: Prepared) -> None:
-    """Raises ConfigError where an observer could not begin (:meth:`Observer.check`)."""
+    """Raises ConfigError where an observer could not start (:meth:`Observer.check`)."""
     for observer in prepared.observers.values():
         observer.check(Path(prepared.config.run.output))
 
 
 def check_resume(prepared: Prepared) -> None:
-    """Raises CheckpointError where the run resumes and its newest checkpoint is of another run. Where it was trained,
-    in threads and device, is only reported, and known when the models are loaded."""
+    """Raises CheckpointError where the run resumes and its newest checkpoint is of another run. A change of threads or
+    device is only reported, by :func:`restore`: both are known when the models are loaded."""
     run = prepared.config.run
     newest = CheckpointStore(run.output).newest() if run.resume else None
     if newest is None:
@@ -45,3 +55,76 @@ def check_resume(prepared: Prepared) -> None:
     )
     found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
+
+
+def restore(
+    prepared: Prepared,
+    state: RunState,
+    store: CheckpointStore,
+    directory: RunDirectory,
+    meta: Mapping[str, Any],
+    note: Callable[[str], None],
+) -> int:
+    """Put the newest complete checkpoint into ``state``. Returns its step; 0 where none was saved before the run ended.
+
+    Raises CheckpointError where the checkpoint is of another run, or damaged.
+    """
+    store.clean()
+    newest = store.newest()
+    if newest is None:
+        note("no complete checkpoint to resume from: starting at step 0")
+        with store.writing(directory.path):
+            directory.cut(None)
+        return 0
+    found = compare(newest.meta, meta, prepared.parts["trainer"].resolved.cls.layout)
+    for line in require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path):
+        note(line)
+    checkpoint = store.open(newest.step)
+    step = state.read(checkpoint)
+    with store.writing(directory.path):
+        directory.cut(step)
+    if missing := directory.metrics.missing(step):
+        note(f"{directory.metrics.path} has no line of {missing}: it was cut or replaced")
+    note(f"resumed after step {step} from {checkpoint.path}")
+    return step
+
+
+def allow_defaults(
+    differences: Sequence[Difference], config: RunFile, resolve: Callable[[RunFile], RunFile]
+) -> list[Difference]:
+    """``differences`` between a checkpoint and ``config``, in which options that the checkpoint lacks are ``added`` and
+    no longer refused where ``config`` without them means the same.
+
+    Args:
+        config: the run file with every option filled in.
+        resolve: fills in options (:func:`rlhf_runtime.config.components.resolved_run`).
+    """
+    stated = config.model_dump(mode="json")
+
+    def at_default(key: str) -> bool:
+        data = config.model_dump()
+        if not _remove(data, key.split(".")):
+            return False
+        try:
+            return resolve(RunFile.model_validate(data)).model_dump(mode="json") == stated
+        except (ValidationError, RlhfError):  # it cannot be left out
+            return False
+
+    return [
+        replace(d, severity="added") if d.severity == "refuse" and d.absent_before and at_default(d.key) else d
+        for d in differences
+    ]
+
+
+def _remove(data: Any, path: list[str]) -> bool:
+    """Take the value at ``path`` out; False where there is none."""
+    *above, last = path
+    for part in above:
+        if isinstance(data, list | tuple):
+            data = dict(zip(map(str, range(len(data))), data, strict=True)).get(part)
+        elif isinstance(data, dict):
+            data = data.get(part)
+    if not isinstance(data, dict) or last not in data:
+        return False
+    del data[last]
+    return True

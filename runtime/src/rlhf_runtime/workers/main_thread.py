@@ -32,13 +32,14 @@ LOOK = 0.5
 
 
 class MainThread:
-    """``run(coroutine)`` blocks the main thread, serving the jobs that coroutines hand it through :meth:`call`."""
+    """``run(coroutine)`` blocks the main thread, serving the jobs that coroutines hand it through :meth:`call`.
 
-    stop: StopRequest | None = None
-    """Whether the run was asked to stop, where somebody may ask."""
+    Args:
+        stop: says whether the run was asked to stop; None: nobody asks.
+    """
 
-    def __init__(self, standstill: float = STANDSTILL, grace: float = GRACE) -> None:
-        self._standstill, self._grace = standstill, grace
+    def __init__(self, stop: StopRequest | None = None, standstill: float = STANDSTILL, grace: float = GRACE) -> None:
+        self.stop, self._standstill, self._grace = stop, standstill, grace
         self._stuck = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.loop = Loop()

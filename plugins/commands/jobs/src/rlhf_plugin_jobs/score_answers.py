@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rlhf.interfaces import GENERATOR, Algorithm
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
+from rlhf_hub.hub import Commits
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
 from rlhf_runtime.config.components import resolved_run
@@ -29,9 +30,8 @@ from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.samples.answering import scorer_of
-from rlhf_runtime.setup.launch import launch_roles
-from rlhf_runtime.setup.plugins import active_reward, model_of, model_spec, places_of, run_parts
+from rlhf_runtime.setup.launch import launch_roles, make_scorer
+from rlhf_runtime.setup.plugins import active_reward, model_of, run_plugins
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Prepared, on_processor
 from rlhf_runtime.workers.main_thread import MainThread
@@ -158,7 +158,7 @@ def _scorer(prepared: Prepared, closing: ExitStack) -> tuple[Scorer, MainThread]
     roles = launch_roles(prepared, launcher)
     main = MainThread()
     closing.callback(main.close)
-    scorer = scorer_of(prepared, *together(score_with_role(roles, main), read_role(roles, main)))
+    scorer = make_scorer(prepared, *together(score_with_role(roles, main), read_role(roles, main)))
     closing.callback(scorer.close)
     main.run(scorer.setup())
     return scorer, main
@@ -183,7 +183,8 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     """What can be wrong before a model is loaded; the roles are those of the rewards."""
     if config.env is not None:
         raise ConfigError(f"env {config.env.use!r} is set, but given answers meet no environment. Remove [env].")
-    plugins.register("algorithm", Score)
+    plugins = plugins.extended("algorithm", Score)
+    commits = Commits()
     update: dict[str, Any] = {
         "algorithm": Choice(use=Score.name),
         "data": config.data.model_copy(update={"train": config.data.eval, "loss_on": "completion"}),
@@ -198,7 +199,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     config = resolved_run(plugins, config.model_copy(update=update))
     rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
     held = {role.name: role for reward in rewards for role in reward.instance.roles()}
-    model = config.policy.model or next((model_of(config, held, name) for name in held), None)
+    model = config.policy.model or next((model_of(config, held, name, commits) for name in held), None)
     if model is None:
         raise ConfigError(
             "no tokenizer is named, and no reward has a model: prompts and answers become tokens as in a run. Set "
@@ -211,30 +212,25 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
             "roles": {name: section for name, section in config.roles.items() if name in held},
         }
     )
-    made = run_parts(config, plugins)
+    made = run_plugins(config, plugins, commits=commits)
     parts = {kind: part for kind, part in made.parts.items() if kind not in (GENERATOR, "rollout")}
-    made.parts = parts
+    made = replace(made, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
-    data = TrainData(made.config.data, tokenizer, "prompts", config.run.seed)
-    places = places_of(made, made.device_here())
-    specs = {name: model_spec(made.config, made.roles, name, ranks=places[name].ranks) for name in made.roles}
-    if any(spec.dtype == "auto" for spec in specs.values()):
-        specs = on_processor(specs, made.trainer_class.precision_on_processor())
-    policy = model_spec(made.config, {"policy": RoleSpec("policy")}, "policy")
+    data = TrainData(made.config.data, tokenizer, "prompts", config.run.seed, commits=commits)
+    places = made.places_on(made.device_here())
+    specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
+    specs = on_processor(specs, made.trainer_class)
+    policy = replace(made, roles={"policy": RoleSpec("policy")}).spec("policy")
     check_parts(made, places, specs, here=True)
     check_vocabularies(policy, tokenizer, specs.values())
     used = [*(s.resolved for s in parts.values()), *(r.resolved for r in made.rewards)]
     return Prepared(
-        config=made.config,
-        algorithm=made.algorithm,
+        **vars(made),
         data=data,
         tokenizer=tokenizer,
         total_steps=0,
         specs=specs,
         schedule=Schedule(),
-        parts=parts,
-        rewards=made.rewards,
-        rollout=None,
         episodes=None,
         observers={},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),

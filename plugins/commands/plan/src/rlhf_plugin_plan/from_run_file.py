@@ -12,7 +12,7 @@ from rlhf.types import Annotation, Head, Update
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.precompute import BATCHES
-from rlhf_runtime.setup.plugins import RunParts, base_of, model_spec, places_of, run_parts, section_of
+from rlhf_runtime.setup.plugins import RunPlugins, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options
 
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
@@ -33,10 +33,10 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
 
     Raises the ConfigError, PluginError or ModelError that the run itself would raise.
     """
-    made = run_parts(config, plugins)
+    made = run_plugins(config, plugins)
     raise_problems("these options do nothing", idle_options(made))
-    places = places_of(made, machine.device)
-    specs = {name: model_spec(made.config, made.roles, name, ranks=places[name].ranks) for name in made.roles}
+    places = made.places_on(machine.device)
+    specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
     check_parts(made, places, specs, here=False)
     processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
@@ -49,12 +49,12 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     return Layout(held, _engines(made, places, machine), machine, views)
 
 
-def _views(made: RunParts, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
+def _views(made: RunPlugins, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
     """Roles that are another role's model with its adapters switched off
-    (:func:`rlhf_runtime.setup.plugins.base_of`)."""
+    (:meth:`RunPlugins.base_of`)."""
     steps = range(made.config.run.steps or MOST_STEPS)
     updated = {u.role for step in steps for u in made.algorithm.updates(step) if not isinstance(u, Update)}
-    found = {name: base_of(made.config, made.roles, places, name) for name in made.roles if name not in updated}
+    found = {name: made.base_of(name, places) for name in made.roles if name not in updated}
     return {
         name: View(source, places[name])
         for name, source in found.items()
@@ -71,14 +71,14 @@ def longest_sequence(config: RunFile, online: bool) -> int:
     return data.max_tokens
 
 
-def _role(made: RunParts, name: str, place: Place, machine: Machine, views: Sequence[str] = ()) -> RoleLayout:
+def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Sequence[str] = ()) -> RoleLayout:
     """``views``: roles that this role's model computes too."""
     config, role = made.config, made.roles[name]
-    spec = model_spec(config, made.roles, name, ranks=place.ranks)
+    spec = made.spec(name, ranks=place.ranks)
     size = read_size(spec.path, role.head, spec.trust_remote_code)
     trainer, names = made.trainer(name), {name, *views}
     annotated = {_name(a.output) for a in _annotations(made) if a.role in names}
-    early = section_of(config, name).precompute
+    early = made.section(name).precompute
     work = work_of(made, name, annotated, BATCHES if early else 1)
     return RoleLayout(
         name,
@@ -95,7 +95,7 @@ def _role(made: RunParts, name: str, place: Place, machine: Machine, views: Sequ
     )
 
 
-def work_of(made: RunParts, name: str, annotated: set[str], batches: int) -> TrainerWork:
+def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int) -> TrainerWork:
     """What the role computes.
 
     Args:
@@ -112,7 +112,7 @@ def work_of(made: RunParts, name: str, annotated: set[str], batches: int) -> Tra
         longest=longest,
         unit=unit,
         units=math.ceil(batches * units / min((u.minibatches for u in updates), default=1)),
-        micro_tokens=section_of(config, name).micro_tokens,
+        micro_tokens=made.section(name).micro_tokens,
         prompt=prompt,
         siblings=siblings,
         outputs=tuple(sorted(outputs)) or ("logprobs" if made.roles[name].head == "lm" else "values",),
@@ -120,7 +120,7 @@ def work_of(made: RunParts, name: str, annotated: set[str], batches: int) -> Tra
     )
 
 
-def _shared_prefix(made: RunParts, longest: int) -> tuple[int, int]:
+def _shared_prefix(made: RunPlugins, longest: int) -> tuple[int, int]:
     """(tokens of the prompt, sequences that share it): samples of one prompt, or the two answers of a pair. Where the
     run file bounds no prompt: what ``max_new_tokens`` leaves, or half in pairs and in several turns."""
     config, pairs = made.config, made.algorithm.data == "pairs"
@@ -132,18 +132,18 @@ def _shared_prefix(made: RunParts, longest: int) -> tuple[int, int]:
     return prompt, 2 if pairs else config.sampling.samples_per_prompt
 
 
-def _borrowed(made: RunParts, name: str) -> int:
+def _borrowed(made: RunPlugins, name: str) -> int:
     """Bytes of the fp32 output heads that other roles lend. (In one process they share memory with the lenders.)"""
     lenders = [each.role for each in made.algorithm.needs().lent if each.to == name]
-    specs = [model_spec(made.config, made.roles, lender) for lender in lenders]
+    specs = [made.spec(lender) for lender in lenders]
     return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code).head for spec in specs)
 
 
-def _updates(made: RunParts) -> list[Update]:
+def _updates(made: RunPlugins) -> list[Update]:
     return [u for step in _STEPS for u in made.algorithm.updates(step) if isinstance(u, Update)]
 
 
-def _annotations(made: RunParts) -> list[Annotation]:
+def _annotations(made: RunPlugins) -> list[Annotation]:
     found = [a for step in _STEPS for a in made.algorithm.annotations(step)]
     return found + [a for u in _updates(made) for a in made.algorithm.parts[u.loss].prepass()]
 
@@ -152,7 +152,7 @@ def _name(output: str | Head) -> str:
     return output if isinstance(output, str) else output.name
 
 
-def _engines(made: RunParts, places: dict[str, Place], machine: Machine) -> EngineLayout | None:
+def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine) -> EngineLayout | None:
     if GENERATOR not in places:
         return None
     config, selection, place = made.config, made.parts["generator"], places[GENERATOR]
@@ -163,7 +163,7 @@ def _engines(made: RunParts, places: dict[str, Place], machine: Machine) -> Engi
     if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own
         samples = prompts = MANY
     work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest))
-    size = read_size(model_spec(config, made.roles, "policy").path, "lm", section.trust_remote_code)
+    size = read_size(made.spec("policy").path, "lm", section.trust_remote_code)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(
         place,
