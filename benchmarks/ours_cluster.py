@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 from ours_train import run_file
@@ -10,6 +11,7 @@ from rlhf.interfaces import Observer
 from rlhf.plugins import Plugins
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.online import online
+from rlhf_runtime.loop.run import OnlineRun
 from rlhf_runtime.setup.build import build
 from rlhf_runtime.setup.prepare import prepare
 from settings import THREADS, Clock, arm_arguments, write
@@ -46,9 +48,11 @@ def main() -> None:
             "placement": {"policy": {"devices": THREADS}, "generator": {"devices": THREADS, "share": "policy"}},
             "generator": {"use": "vllm", "max_sequences": 128, "kv_cache_gib": 0.25},
         }
-        run = build(prepare(RunFile.model_validate(asked), Plugins.discover()))
         clock = Clock(arguments.warmup)
-        watch = run.observers["watch"] = Watch(clock)  # type: ignore[index]
+        watch = Watch(clock)
+        prepared = prepare(RunFile.model_validate(asked), Plugins.discover())
+        run = build(replace(prepared, observers={**prepared.observers, "watch": watch}))
+        assert isinstance(run, OnlineRun)
         try:
             online(run)
         finally:

@@ -6,6 +6,7 @@ import functools
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.loop.online import online
+from rlhf_runtime.loop.run import OnlineRun
 from rlhf_runtime.setup.build import build
 from rlhf_runtime.setup.prepare import prepare
 from settings import (
@@ -198,23 +200,22 @@ def main() -> None:
             arguments.workload, arguments.precision, arguments.work, steps, f"{folder}/run", arguments.scale
         )
         prepared = prepare(config, Plugins.discover())
-        run = build(prepared)
+        clock = Clock(arguments.warmup)
+        run = build(replace(prepared, observers={**prepared.observers, "watch": Watch(clock, phases)}))
         trainer = run.roles["policy"].group.worker
         phases.watch_trainer(trainer)
         if "reference" in run.roles and not config.reference.precompute:
             phases.watch(run.roles["reference"].group.worker, "forward", "log-probs")
-        if run.stream is not None:
+        if isinstance(run, OnlineRun):
             phases.watch_generator(run.sampler.weights.generator)
             phases.watch_scorer(run.stream)
-        clock = Clock(arguments.warmup)
-        run.observers["watch"] = Watch(clock, phases)
         try:
-            (online if prepared.online else offline)(run)
+            online(run) if isinstance(run, OnlineRun) else offline(run)
             result = clock.result()
         finally:
             run.close()
     timed = phases.steps[arguments.warmup :]
-    if run.stream is None:
+    if not isinstance(run, OnlineRun):
         result["tokens"] = [step["trained_tokens"] for step in timed]
     result["parameters"] = sum(p.numel() for p in trainer.module.parameters())
     result["phases"] = timed
