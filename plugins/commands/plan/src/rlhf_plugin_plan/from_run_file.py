@@ -73,7 +73,7 @@ def longest_sequence(config: RunFile, online: bool) -> int:
 
 def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Sequence[str] = ()) -> RoleLayout:
     """``views``: roles that this role's model computes too."""
-    config, role = made.config, made.roles[name]
+    role = made.roles[name]
     spec = made.spec(name, ranks=place.ranks)
     size = read_size(spec.path, role.head, spec.trust_remote_code)
     trainer, names = made.trainer(name), {name, *views}
