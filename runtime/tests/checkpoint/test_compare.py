@@ -71,6 +71,11 @@ def test_a_different_run_is_reported(change, key):
     assert lines[1].startswith(f"{key}: was ")
 
 
+@pytest.mark.parametrize("change", [{"run__output": "b"}, {"run__name": "b"}, {"run__show_samples": 5}])
+def test_where_a_run_lives_and_what_it_prints_make_no_difference(change):
+    assert compare(meta(), meta(**change)) == []
+
+
 def test_what_was_and_what_is_are_told_apart():
     newer = [{**PLUGINS[0], "version": "0.2.0"}]
     found = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
