@@ -58,13 +58,17 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
     """The config as other programs expect it, and no progress bar: our attention's name stays in this process."""
     name = module.config._attn_implementation
     module.config._attn_implementation = None
-    if not torch.cuda.is_available():  # DeepSpeed, where it is installed, is imported now, and warns that it guesses
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed, where it is installed, is imported now, and warns that it guesses where the variable is not set.
+    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
+    if not told:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         with quiet():
             yield
     finally:
         module.config._attn_implementation = name
+        if not told:
+            os.environ.pop("DS_ACCELERATOR", None)
 
 
 @contextmanager
