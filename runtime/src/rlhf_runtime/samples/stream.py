@@ -1,7 +1,21 @@
 """The stream of training batches: generated in order, filtered, refilled, and taken in order.
 
+::
+
+    rows.take(missing) ──► rollouts.run ──► scored groups ──► failed? short? filter? ──┐
+          ▲                                                          │ left out        │ kept
+          └────────────── as long as the batch has room ◄────────────┘                 ▼
+                                                                               ready (a queue)
+    start(step) stops when the queue has step's round and ``staleness`` batches more   │
+                                                                                       ▼
+                                                                       take(step): one batch per step
+
+Back-pressure: nothing is generated in the background. ``start`` generates what a step may use and returns, so at most
+``round + staleness`` batches are ready, and generation waits for training. ``filter.max_rounds`` limits how often a
+batch is refilled.
+
 Which weights a batch is generated with is a definition. Staleness S: batch k is generated with version max(0, k - S).
-Rounds of R steps: with version R * (k // R), so a round's batches are all generated at its first step. The batches that
+Rounds of R steps: with version R * (k // R), so all batches of a round are generated at its first step. Batches that
 are generated and not yet trained on are in the checkpoint, so a resumed run trains on the very same samples.
 """
 
