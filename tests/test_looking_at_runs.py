@@ -140,7 +140,10 @@ def test_a_failed_run_says_why_and_the_command_that_is_shown_continues_it(shop, 
     (command,) = [line.strip() for line in text.splitlines() if line.strip().startswith("rlhf train")]
     down.unlink()
     called(capsys, *shlex.split(command)[1:])
-    assert "broken: finished" in called(capsys, "show", broken.path)
+    text = called(capsys, "show", broken.path)
+    assert "broken: finished" in text
+    assert "sampling.max_new_tokens" in text
+    assert "sampling.top_p" not in text  # the resume read it from config.toml, where every option is
 
 
 def test_a_run_with_objects_of_python_is_continued_in_python(shop, capsys):

@@ -60,8 +60,8 @@ def _print_title(console: Console, record: RunRecord) -> None:
 def _print_options(console: Console, record: RunRecord) -> None:
     if not record.config:
         return
-    paths = record.start.get("options")
-    if not isinstance(paths, list):
+    paths = record.options_set
+    if paths is None:
         _print_heading(console, "Options")
         console.print(
             "  This run does not record which options were set. All of them, with defaults, are in "
@@ -69,7 +69,7 @@ def _print_options(console: Console, record: RunRecord) -> None:
             soft_wrap=True,
         )
         return
-    found = {path: record.option(path, NOTHING) for path in map(str, paths)}
+    found = {path: record.option(path, NOTHING) for path in paths}
     _print_heading(console, "Options that were set")
     shown = {path: value_text(value) for path, value in found.items() if value is not NOTHING and path not in OF_A_CALL}
     _print_pairs(console, shown)

@@ -76,6 +76,13 @@ class RunRecord:
         return value
 
     @property
+    def options_set(self) -> list[str] | None:
+        """Dotted paths of the options that were set at the first start; None where that is not recorded. A resume may
+        read ``config.toml``, in which every option is set."""
+        first = self.starts[0].get("options") if self.starts else None
+        return [str(path) for path in first] if isinstance(first, list) else None
+
+    @property
     def plugins(self) -> list[Mapping[str, Any]]:
         """The plugins of the last start: ``kind``, ``name``, ``distribution``, ``version``, of files ``ref``."""
         found = self.start.get("plugins", [])
