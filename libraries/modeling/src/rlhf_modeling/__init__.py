@@ -1,5 +1,4 @@
-"""Transformers models as trainers hold them: packed attention, heads without [T, V] logits, precision, optimizers.
+"""Models of transformers for trainers: packed attention, heads without [T, V] logits, precision, optimizers.
 
-What any trainer plugin built on torch and transformers needs, so that all of them give the same numbers. It imports
-torch; nothing in the core's light rooms imports it.
+Trainer plugins that are built on torch and transformers share this library, so that they compute the same numbers.
 """

@@ -1,8 +1,8 @@
 """LoRA: a frozen model with trained low-rank adapters (Hu et al. 2021, arXiv:2106.09685), through peft.
 
-The role trains the adapters (and a fresh scalar or classes head); generators, exports and snapshots see one merged
-model under its usual names; with the adapters switched off the same module is the model it started from, so a reference
-needs no second copy.
+The role trains the adapters (and a fresh scalar or classes head). Generators, exports and snapshots get one merged
+model under its usual names. With the adapters switched off, the module computes the model that training started from,
+so a reference needs no second copy.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ WHOLE = "model"
 
 class LoraOptions(ComponentConfig):
     rank: int = Field(gt=0)
-    """Of the adapters' two factors."""
+    """Rank of the adapters' two factors."""
     alpha: int | None = Field(None, gt=0)
     """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
     targets: tuple[str, ...] | None = None
     """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
     that are slices of one tensor are not linear layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On what enters an adapter, in training."""
+    """Dropout on the input of an adapter, in training."""
 
 
 def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
-    """Put an adapter beside every target; A is drawn from ``seed``, B is zero, so the model computes what it did.
+    """Put an adapter beside every target. A is drawn from ``seed`` and B is zero, so the model's outputs do not change.
 
-    Raises ConfigError: peft is not installed; there is no linear layer, or none of a target's name.
+    Raises ConfigError where peft is not installed, the model has no linear layer, or a target names none.
     """
     try:
         import peft
@@ -59,16 +59,16 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
 
 
 def adaptable(module: nn.Module, head: nn.Module | None) -> list[tuple[str, nn.Linear]]:
-    """(name, layer) of every linear layer but the head. Experts that are slices of one tensor are none, nor are routers
-    that are a linear layer by class and return choices."""
+    """(name, layer) of every linear layer except the head. Experts that are slices of one tensor do not count, nor do
+    routers that subclass a linear layer and return choices."""
     linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
     return [(name, m) for name, m in linear if "Router" not in type(m).__name__]
 
 
 def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -> list[str]:
-    """Those of the linear layers' names that end with one of ``targets``; all where it is None.
+    """The names of linear layers that end with one of ``targets``; all names where it is None.
 
-    Raises ConfigError: there is no linear layer, or none of a target's name. ``model`` is for the message.
+    Raises ConfigError where there is no linear layer, or a target names none. ``model`` is for the message.
     """
     if not linear:
         raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
@@ -86,19 +86,18 @@ def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -
 
 def linear(layer: Any, x_NI: Tensor) -> Tensor:
     """[N, outputs] of a linear layer, with its adapter if it has one: W x + b, to which one matrix product adds
-    alpha / rank x B A x in place (in bf16 it is rounded once). The weights must be whole.
+    alpha / rank x B A x in place (rounded once in bf16). The weights must be whole.
 
-    peft's own forward makes three more tensors as large as the output. They are freed at once, but the adapter's small
-    inner output, made between them, stays for the backward pass: in a CPU's heap it cuts the holes that they leave, and
-    the next tensor of that size needs new memory (docs/how-to/plan.md has what that took).
+    peft's own forward makes three more tensors as large as the output. On a CPU they fragment the heap, because the
+    adapter's small inner output, which is allocated between them, is kept for the backward pass.
     """
     if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
-        return layer(x_NI)  # one with a forward of its own does something to what goes in or comes out
+        return layer(x_NI)  # a forward of its own changes inputs or outputs
     return with_adapter(layer, x_NI)
 
 
 def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
-    """[N, outputs] of a layer that has an adapter; of the layer without it inside :func:`without_adapters`."""
+    """[N, outputs] of a layer with its adapter; inside :func:`without_adapters`, of the layer alone."""
     y_NO: Tensor = layer.base_layer(x_NI)
     if layer.disable_adapters:
         return y_NO
@@ -107,7 +106,7 @@ def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
 
 
 def train_adapters_only(module: nn.Module, head: nn.Module | None) -> None:
-    """Gradients for the adapters, and for ``head`` where it is the role's own and not a language model's."""
+    """Train the adapters only, and ``head`` where it is a scalar or classes head of the role."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if head is not None:

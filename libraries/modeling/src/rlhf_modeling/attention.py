@@ -9,8 +9,8 @@ transformers' own packed path compares every token with every other of the row (
 
 The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
 
-Where sequences share prefixes (:mod:`rlhf.ops.prefixes`), the row holds each of these once: a sequence's queries are
-those of its own tokens, its keys those of the whole sequence, wherever they are computed.
+Where sequences share prefixes (:mod:`rlhf.ops.prefixes`), the row holds each prefix once. A sequence's queries are then
+those of its own tokens, and its keys are those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 NAME = "rlhf_packed"
 
 HARMLESS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
-"""Tensors that layers hand on to every attention function, and that say nothing here."""
+"""Arguments that layers pass to every attention function and that are ignored here."""
 
 Route = Callable[..., tuple[Tensor, Tensor | None]]
 """``route(module, q, k, v, mask, scaling=..., dropout=..., sliding_window=..., **others)``, as transformers calls an
@@ -56,8 +56,8 @@ def attend_with(route: Route) -> Iterator[None]:
 
 @contextmanager
 def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> Iterator[None]:
-    """Inside, the model's single row holds sequences of these lengths, each causal and alone; with ``shared`` the
-    computed tokens of these.
+    """Inside, the model's single row holds sequences of these lengths, and each attends to itself only. With ``shared``
+    the row holds their computed tokens.
 
     Args:
         kernel: ``auto`` | ``sdpa`` | ``flash``, on a GPU.
@@ -67,7 +67,7 @@ def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "aut
 
 
 def attention_route() -> Route | None:
-    """The route of the enclosing context; None outside of any."""
+    """The route of the enclosing context; None outside of a context."""
     return _route.get()
 
 
@@ -85,8 +85,8 @@ def current_route() -> Route:
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Make every attention layer of ``model`` take its route from the enclosing context.
 
-    Raises ModelError where the class does not take an attention function. Where it says that it does, only a comparison
-    shows whether packing is right for it (:mod:`rlhf_modeling.probe`).
+    Raises ModelError where the class does not take an attention function. Whether packing is right for a class that
+    does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
     """
     AttentionInterface.register(NAME, _attention)
     cause: Exception | None = None
@@ -101,7 +101,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
-    """Give ``model`` an attention function of transformers; whether its class takes one after it was loaded."""
+    """Give ``model`` an attention function of transformers. Returns whether its class accepts one after loading."""
     try:
         model.set_attn_implementation(name)
     except ValueError:
@@ -210,7 +210,7 @@ class PackedAttention:
             )
 
     def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, Runs | None]:
-        """Sequences of up to ``short`` tokens, and the others."""
+        """(sequences of up to ``short`` tokens, longer sequences)."""
         if short not in self._plans:
             small = [s for s in self._stretches if s.length <= short]
             large = [s for s in self._stretches if s.length > short]

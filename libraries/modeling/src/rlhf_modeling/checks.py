@@ -1,4 +1,4 @@
-"""What this room's trainers refuse before a model is loaded."""
+"""Checks of trainer options that are made before a model is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNING = frozenset(
         "muon_momentum",
     }
 )  # fmt: skip
-"""Options of :class:`TrainingConfig` that only a trained role reads."""
+"""Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""
 
 
 def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device: str | None) -> None:

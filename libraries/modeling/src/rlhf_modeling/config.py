@@ -1,4 +1,4 @@
-"""Options that every trainer of this room's models has: learning rate, schedule, clipping, averages, head."""
+"""Options that all trainers of transformers models share: learning rate, schedule, clipping, averages, head."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from rlhf_modeling.loaded import LoadedModel
 
 class EmbeddingNoise:
     """Uniform noise from -1 to 1, times alpha / sqrt(L d), is added to every embedding: L tokens of its sequence, d its
-    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). Only inside :meth:`added`, so neither log-probs that are
-    stored nor evaluations, samples and exports have it.
+    size (Jain et al. 2023, arXiv:2310.05914, algorithm 1). It is added inside :meth:`added` only; stored
+    log-probs, evaluations, samples and exports are without it.
 
-    Deviations: (1) L is the sequence's own length; transformers' form takes that of the padded batch. (2) Where
-    embeddings are scaled behind their table (Gemma), the noise is added before.
+    Deviations: (1) L is the sequence's own length; transformers takes the padded batch's. (2) Where
+    embeddings are scaled after the lookup (Gemma), the noise is added before the scaling.
     """
 
     def __init__(self, loaded: LoadedModel, alpha: float) -> None:

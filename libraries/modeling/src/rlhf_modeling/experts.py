@@ -1,11 +1,11 @@
-"""The auxiliary loss of a mixture of experts: it keeps the router from sending all tokens to a few of them.
+"""The auxiliary loss of a mixture of experts, which keeps the router from sending all tokens to a few experts.
 
 Over the tokens that a micro-batch computes and all layers, with E experts: E times the sum over experts of (how often
 it was chosen per token) x (its mean probability), as in Switch Transformers (Fedus et al. 2022, arXiv:2101.03961,
-equations 4 to 6) and in transformers. Where tokens spread evenly it is the number of experts per token.
+equations 4 to 6) and in transformers. With evenly spread tokens it equals the number of experts per token.
 
 Deviations: 1. a prefix that sequences share counts once; 2. over several micro-batches the losses are averaged by their
-tokens, which is not the loss of all tokens together: it depends on how a batch is split, like no other loss here.
+tokens, so the result depends on how a batch is split. That holds for no other loss here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 TOKEN_SHARE = "weight/tokens"
 """Unit column: tokens of the unit, as a share of the optimizer batch's."""
 RECORDED = "router_logits"
-"""Under this name transformers' models say which of their modules are routers."""
+"""The attribute in which transformers' models list their routers."""
 
 
 class ExpertBalance:
@@ -43,7 +43,7 @@ class ExpertBalance:
             router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, inputs: Any, output: Any) -> None:
-        if self._seen is not None:  # not when a layer is computed again for the backward pass
+        if self._seen is not None:  # None while gradient checkpointing computes a layer again
             logits, _, chosen = output
             self._seen.append((logits, chosen))
 
@@ -75,6 +75,6 @@ def load_balance(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def router_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """As transformers declares them of a model and its parts."""
+    """The routers that transformers declares for a model and its parts."""
     declared = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
     return {found[RECORDED].target_class for found in declared if hasattr(found.get(RECORDED), "target_class")}

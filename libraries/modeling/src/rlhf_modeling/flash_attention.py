@@ -25,13 +25,13 @@ LARGEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Where the sequences begin and end among queries and keys. A sequence that shares its front has fewer queries than
-    keys; its queries are the last ones, which is how the kernel aligns them."""
+    """Boundaries of the sequences among queries and keys. A sequence with a shared prefix has fewer queries than keys;
+    the kernel aligns its queries with the last keys."""
 
     keys: Tensor | None
     """int64: the tokens whose keys are used, sequence after sequence; None: all N in order."""
     ends_Q: Tensor
-    """int32 [sequences + 1]: of each sequence's queries, from 0."""
+    """int32 [sequences + 1]: cumulative number of queries, from 0."""
     ends_K: Tensor
     longest_Q: int
     longest_K: int
@@ -75,7 +75,7 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, o
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernel cannot be had in this process; empty: it can, for layers that :func:`fits`."""
+    """Why the kernel is not available in this process; empty where it is, for layers that :func:`fits`."""
     if device.type != "cuda":
         return "it runs on GPUs"
     if dtype != torch.bfloat16:
@@ -91,7 +91,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
-    """Raises CapabilityError where ``trainer.attention`` names what this process cannot compute with."""
+    """Raises CapabilityError where ``trainer.attention`` names a kernel that is not available in this process."""
     if kernel == "auto":
         return
     problem = f"this role is on {device.type!r}, and the option chooses a GPU's kernel" if device.type != "cuda" else ""
@@ -102,7 +102,7 @@ def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether the kernel computes such a layer; the arguments end in the head size."""
+    """Whether the kernel can compute such a layer."""
     size = q.shape[-1]
     return (
         k.shape == v.shape

@@ -1,9 +1,9 @@
-"""Element-wise work of Llama-like layers in fewer passes: RMS norm, norm + rotary embedding, SwiGLU, with backwards of
-their own. About a quarter of a small model's update on a CPU is element-wise; autograd over transformers' statements of
-these takes two to three times the passes over memory.
+"""Element-wise work of Llama-like layers in fewer passes over memory: RMS norm, norm + rotary embedding, SwiGLU, each
+with its own backward pass. About a quarter of a small model's update on a CPU is element-wise, and autograd over
+transformers' code needs two to three times as many passes.
 
-Only layers of known classes without dropout in attention are replaced, on their instances, and only if a probe agrees;
-their linear layers may have adapters.
+Only layers of known classes without attention dropout are replaced, per instance, and only where a probe gives the same
+hidden states. Their linear layers may have adapters.
 
 Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-forward width.
 """
@@ -23,8 +23,8 @@ from rlhf_modeling.attention import PackedAttention, attention_route
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
 FEW = 512
-"""Up to this many tokens without gradient (a decoding step) the number of operations is what takes time, not their
-size: queries and keys go through them as heads of one tensor."""
+"""Up to this many tokens without gradient (a decoding step), time depends on the number of operations, not on their
+size. Queries and keys are then processed as heads of one tensor."""
 
 
 def fuse_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -57,7 +57,7 @@ def _silu_of_transformers() -> nn.Module:
 
 
 class _FusedLayer:
-    """The layer's forward for packed rows; anything else (a cache, another route) takes the original."""
+    """The layer's forward for packed rows. Other calls (with a cache, or another route) use the original forward."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -92,7 +92,7 @@ class _FusedLayer:
 
 
 def _window(layer: Any) -> int | None:
-    """The layer's sliding window: the attention's own, but Mistral's, which reads the config in its forward."""
+    """The layer's sliding window: an attribute of the attention; for Mistral, which has none, of the config."""
     attention = layer.self_attn
     holder = attention.config if type(layer).__name__ == "MistralDecoderLayer" else attention
     window: int | None = getattr(holder, "sliding_window", None)

@@ -42,16 +42,17 @@ def compute(
 ) -> dict[str, Tensor]:
     """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
 
-    Heads that share mask and position share their logits; where all of them read hidden states none are computed. Where
-    a group has more than ``chunk`` tokens, each chunk's logits are dropped after use and computed again in the backward
-    pass.
+    Heads with the same mask and position share their logits. No logits are computed where all of them read hidden
+    states. Where a group has more than ``chunk`` tokens, each chunk's logits are dropped after use and computed again
+    in the backward pass.
 
     Args:
         logits: [C, H] -> [C, V].
-        place_N: where each token's hidden state is in ``hidden_NH``, which then may have fewer rows; None: at its own.
+        place_N: the row of ``hidden_NH`` for each token, so there may be fewer rows than tokens; None: row n for token
+            n.
         tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
         chunk: most tokens whose logits exist at once.
-        head_fp32: compute the logits in fp32 also where autocast is on.
+        head_fp32: compute the logits in fp32 under autocast too.
     """
     names = [head.name for head in heads]
     if len(set(names)) != len(names):
@@ -80,7 +81,7 @@ def compute(
 
 
 def _temperature(batch: Batch, index_A: Tensor) -> Tensor | None:
-    """[A]: at which each token was drawn. Where the column is zero (masked when it entered) it is absent: 1.0."""
+    """[A]: the temperature that each token was drawn at; 1.0 where the column is zero (the token was masked)."""
     if "temperature" not in batch.tok:
         return None
     temperature_A = batch.tok["temperature"][index_A]

@@ -32,17 +32,17 @@ class Loaded(Protocol):
 
 
 def check_kernels(kernels: Kernels, device: str) -> None:
-    """Raises CapabilityError where ``trainer.kernels`` names what a process with this ``device`` (``cpu`` | ``cuda``)
-    cannot compute with. Whether a model's layers are known shows when it is loaded."""
+    """Raises CapabilityError where ``trainer.kernels`` names kernels that a process with this ``device`` (``cpu`` |
+    ``cuda``) does not have. Whether the model's layers are known is checked when it is loaded."""
     problem = liger.why_not(device) if kernels == "liger" else ""
     if problem:
         raise CapabilityError(f"trainer.kernels = 'liger' cannot be had: {problem}. Leave it out.")
 
 
 def use_kernels(loaded: Loaded, kernels: Kernels) -> None:
-    """Give the layers of a whole model the chosen forwards, if they compute what transformers' own compute.
+    """Give the layers of a whole model the chosen kernels, where they compute the same as transformers' own code.
 
-    Raises CapabilityError where they do not, or are not known, and were asked for by name.
+    Raises CapabilityError where kernels that were chosen by name compute something else or do not know the layers.
     """
     if kernels == "liger":
         check_liger(loaded, liger.use_liger(loaded.module))
@@ -76,7 +76,8 @@ def check_liger(loaded: Loaded, modules: list[nn.Module]) -> None:
 
 @torch.no_grad()
 def _fuse(loaded: Loaded) -> bool:
-    """Fused layers where they give the same hidden states; whether all layers are. They compute one packed row."""
+    """Fuse the layers where that gives the same hidden states of one packed row. Returns whether all layers are
+    fused."""
     if loaded.layout == "alone":
         return False
     before_NH = _probe(loaded)

@@ -3,10 +3,10 @@ arXiv:2410.10989; the package liger-kernel). Its cross-entropies are not used: l
 (:mod:`rlhf_modeling.heads`).
 
 The package's ``apply_liger_kernel_to_...`` replace transformers' classes and functions for the whole process. Here the
-forwards of one model's modules call the package's functions instead, so that roles beside it keep their own. Every
-module with weights is still called as one: weights may be divided, matrices may have adapters.
+forwards of one model's modules call the package's functions, so other roles in the process are not changed. Modules
+with weights are still called as modules, because weights may be divided and matrices may have adapters.
 
-Deviations: 1. the backward of a norm does not overwrite the gradient that it is given; 2. under bf16, norms of queries
+Deviations: 1. the backward pass of a norm does not overwrite its input gradient; 2. under bf16, norms of queries
 and keys give bf16 to the rotary embedding, where transformers keeps fp32 between the two.
 """
 
@@ -27,12 +27,12 @@ from transformers.activations import ACT2FN
 
 INSTALL = "pip install 'rlhf-kit[liger]'"
 ROTARY = "apply_rotary_pos_emb"
-"""What transformers' attention layers call, by this name in their module."""
+"""Name of the function that transformers' attention layers call for the rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a family of models states norm and feed-forward layer."""
+    """Norm and feed-forward layer of one model family."""
 
     offset: float
     """Added to a norm's weight."""
@@ -54,10 +54,10 @@ LAYERS = {
 
 
 def why_not(device: str) -> str:
-    """Why the kernels cannot be had in this process; empty: they can, for layers that are known.
+    """Why the kernels are not available in this process; empty where they are, for layers that are known.
 
     Args:
-        device: ``cpu`` | ``cuda``. On a CPU Triton interprets them where TRITON_INTERPRET = 1 says so: for tests, as it
+        device: ``cpu`` | ``cuda``. With TRITON_INTERPRET = 1 Triton interprets them on a CPU. That is for tests: it
             takes seconds where a GPU takes microseconds.
     """
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

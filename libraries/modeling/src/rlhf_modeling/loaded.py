@@ -1,11 +1,11 @@
-"""A role's model taken apart, and how the sequences of a micro-batch go through it.
+"""A role's model as body and head, and how the sequences of a micro-batch are computed.
 
-How they do is the model's *layout*, found when the model is loaded (:mod:`rlhf_modeling.probe`):
+The *layout* says how they are computed. It is determined when the model is loaded (:mod:`rlhf_modeling.probe`):
 
-- ``shared``: one row of packed sequences; a front that several sequences have in common is computed once.
+- ``shared``: one row of packed sequences; a prefix that several sequences have in common is computed once.
 - ``packed``: one row of packed sequences, each computed whole.
 - ``alone``: transformers' own attention and no packing. Sequences of equal length are the rows of one call, without
-  padding; each other length is another call. This is right for every causal model, and slower.
+  padding; each length needs a call of its own. This is correct for every causal model, and slower.
 
 Shape suffixes: N tokens of a micro-batch, M <= N computed tokens, H hidden size, C tokens of a chunk, V vocabulary.
 """
@@ -33,7 +33,7 @@ Layout = Literal["shared", "packed", "alone"]
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A role's model taken apart: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
+    """A role's model: ``body`` gives hidden states, ``head`` maps them to logits or scalars."""
 
     module: PreTrainedModel
     body: nn.Module
@@ -49,19 +49,19 @@ class LoadedModel:
     fresh_head: bool = False
     """The checkpoint has no head of this kind (a causal language model under a scalar role)."""
     positions: int | None = None
-    """Positions that have a learned embedding, where the model has such (GPT-2, OPT): no sequence is longer."""
+    """Number of learned position embeddings (GPT-2, OPT): no sequence may be longer. None: the model has none."""
     rope: LengthRope | None = None
-    """Where the frequencies of the rotary embedding depend on a sequence's length."""
+    """Set where the frequencies of the rotary embedding depend on a sequence's length."""
     layout: Layout = "shared"
     boundaries: bool = False
-    """A packed row goes with the boundaries of its sequences, which kernels of recurrent layers read."""
+    """The boundaries of packed sequences are passed to the model, for the kernels of its recurrent layers."""
     noisy: bool = False
     """The model draws noise while it is trained (dropout, router jitter)."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the layout."""
+    """Remarks about the layout, for the log."""
     most_calls: Callable[[int], int] | None = None
-    """Calls of the body for a micro-batch -> the most that any rank makes. Set where ranks must make equally many, and
-    asked before the first of them."""
+    """Given the number of calls of the body for a micro-batch, returns the largest number of any rank. Set where all
+    ranks must make equally many calls, and called before the first of them."""
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
 
@@ -92,7 +92,7 @@ class LoadedModel:
         """([M, H], where each of the N tokens is among them; None: at its own place).
 
         Args:
-            share: compute common fronts once, where the layout is ``shared``.
+            share: compute common prefixes once, where the layout is ``shared``.
         """
         calls = self._calls(lens)
         extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
@@ -109,7 +109,7 @@ class LoadedModel:
             parts.append(hidden_CH)
             rows += len(hidden_CH)
         hidden_MH = torch.cat(parts)
-        for _ in range(extra):  # of one token, which changes nothing
+        for _ in range(extra):  # an extra call with one token; its result is not used
             extra_1H, _ = self._call(ids_N[:1], torch.zeros_like(position_N[:1]), [1], share=False)
             hidden_MH = hidden_MH + 0.0 * extra_1H
         return hidden_MH, place_N
@@ -143,7 +143,7 @@ class LoadedModel:
 
     @property
     def output_head(self) -> OutputHead:
-        """The head by itself; it shares memory with the model, whose head must be whole."""
+        """The output head. It shares memory with the model's, which must be whole."""
         bias = self.head.bias
         bias_V = None if bias is None else bias.detach()
         return OutputHead(self.head.weight.detach(), bias_V, self.softcap, self.logit_scale)
@@ -154,7 +154,7 @@ class LoadedModel:
 
 
 def sequence_bounds(lens: Iterable[int], device: torch.device) -> dict[str, Any]:
-    """Where packed sequences begin and end, under the names that transformers hands to its kernels."""
+    """Boundaries of packed sequences, under the argument names that transformers passes to its kernels."""
     lengths_B = torch.tensor(list(lens), device=device)
     ends = torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)]).to(torch.int32)
     number_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=device), lengths_B).to(torch.int32)

@@ -9,10 +9,10 @@ from rlhf_modeling.loaded import LoadedModel
 
 
 def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
-    """Set ``loaded.logit_scale``. False where no factor makes the logits of ``hidden_TH`` those of the model.
+    """Set ``loaded.logit_scale``. Returns False where no factor turns the head's logits into the model's.
 
     Args:
-        hidden_TH: what the body gives for ``ids_T``.
+        hidden_TH: the body's hidden states of ``ids_T``.
     """
     want_TV = loaded.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
     loaded.logit_scale = 1.0
@@ -22,7 +22,7 @@ def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> b
 
 
 def _nearest_of_config(loaded: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:
-    """The number of the config, or its inverse, that comes nearest to the factor between the head and the logits."""
+    """The number in the config, or the inverse of one, that is nearest to the measured factor."""
     plain_TV, cap = loaded.head(hidden_TH).float(), loaded.softcap
     if cap is not None:
         want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))

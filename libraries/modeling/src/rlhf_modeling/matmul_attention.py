@@ -1,8 +1,8 @@
-"""Attention of short sequences on a CPU: batched matrix products over length buckets, with a backward of their own.
+"""Attention of short sequences on a CPU: batched matrix products over length buckets, with their own backward pass.
 
-torch's fused CPU kernel is built for long sequences: for 70 tokens this takes half of its time. A sequence's padded
-length depends on nothing but its own length, so its result does not depend on what it is packed with. A sequence whose
-front is computed with another one (:mod:`rlhf.ops.prefixes`) has query rows for its own tokens only.
+torch's fused CPU kernel is built for long sequences; for 70 tokens this takes half of its time. A sequence's padded
+length depends on its own length only, so its result does not depend on the other sequences of the pack. A sequence with
+a shared prefix (:mod:`rlhf.ops.prefixes`) has query rows for its own tokens only.
 
 Shape suffixes: N tokens (those of ``q``, ``k``, ``v``), G sequences of a bucket, P padded length, Q <= P query rows, H
 query heads, K key heads, R = H / K, D head size.
@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 LONGEST = {torch.float32: 160, torch.bfloat16: 512}
 """Beyond this many tokens the fused kernel is faster (measured: 2 cores, head size 32)."""
 STEP = 8
-"""Query rows of a sequence start at a multiple of this, so that fronts of about one length go together."""
+"""Query rows of a sequence start at a multiple of this, so that prefixes of similar length share a bucket."""
 
 
 def padded(length: int) -> int:
-    """The next multiple of 8, of 16 from 128 on."""
+    """The next multiple of 8; from 128 on, of 16."""
     step = 8 if length <= 128 else 16
     return -(-length // step) * step
 
@@ -38,9 +38,9 @@ class Bucket:
     first: int
     """Position of the first query row: P = first + Q."""
     keys_GP: Tensor
-    """int64: where the token at each position is among the N; padding repeats the sequence's last token."""
+    """int64: index, among the N tokens, of the token at each position; padding repeats the sequence's last token."""
     own_GQ: Tensor | None
-    """bool: neither padding nor a token of the front; None where all rows are own."""
+    """bool: neither padding nor a token of the prefix; None where all rows are the sequences' own."""
 
     @property
     def rows_GQ(self) -> Tensor:
@@ -55,7 +55,7 @@ class Buckets:
     row_N: Tensor | None
     """int64: the query row of each token, over all buckets one after another; None: they are in order."""
     elsewhere_N: Tensor | None
-    """bool: tokens of other sequences, which are computed elsewhere; None where there are none."""
+    """bool: tokens of sequences that are not in these buckets; None where there are none."""
     shared: bool
     """Some tokens are the keys of several sequences."""
 
@@ -131,7 +131,7 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: under gradient checkpointing each access would compute the layer again
+        saved = ctx.saved_tensors  # read once: under gradient checkpointing each access computes the layer again
         where, key_heads = ctx.where, ctx.key_heads
         tokens, _, size = grad_NHD.shape
         dtype = torch.float32 if where.shared else grad_NHD.dtype  # a key's gradients are added without rounding
@@ -170,7 +170,7 @@ def _gather(x_NHD: Tensor, index_GL: Tensor, key_heads: int, own_GL: Tensor | No
 
 
 def _add(sum_NKD: Tensor, x: Tensor, bucket: Bucket) -> None:
-    """Add [G K, P, D] to the tokens of its keys. What stands at padding is exactly zero."""
+    """Add [G K, P, D] to the tokens of its keys. Values at padding are exactly zero."""
     count, length = bucket.keys_GP.shape
     x = x.view(count, -1, length, x.shape[-1]).transpose(1, 2).to(sum_NKD.dtype).reshape(count * length, -1)
     sum_NKD.view(len(sum_NKD), -1).index_add_(0, bucket.keys_GP.view(-1), x)

@@ -1,4 +1,4 @@
-"""Loading a role's model: the body that gives hidden states and the head beside it."""
+"""Loads a role's model: a body that gives hidden states, and a head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhf_modeling.probe import probe
 from rlhf_modeling.rope import length_rope
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names in configs for the number that logits are capped at: ``softcap * tanh(logits / softcap)``."""
+"""Config fields of the soft cap of logits: ``softcap * tanh(logits / softcap)``."""
 
 
 def load_model(
@@ -36,14 +36,15 @@ def load_model(
     divided: bool = False,
     kernels: Kernels = "auto",
 ) -> LoadedModel:
-    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, the fastest layout that is right.
+    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, the fastest correct layout.
 
-    A scalar or classes head that the checkpoint does not have (a causal language model) is fresh: normal with standard
-    deviation 1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get
-    adapters, which change nothing at first.
+    Where the checkpoint is a causal language model, a scalar or classes head is new: normal with standard deviation
+    1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get adapters,
+    which do not change the outputs at first.
 
-    ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows), so what
-    needs whole weights is left to it: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters and ``kernels``.
+    ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows). The
+    caller then does everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters
+    and ``kernels``.
 
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
     is of a kind that the separate head cannot represent, or not causal.
@@ -53,7 +54,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
     if from_lm:
         options["num_labels"] = _outputs(kind)
-    with torch.random.fork_rng(devices=[]), quiet():  # what the checkpoint lacks is drawn, not from our state
+    with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm)
     loaded = _take_apart(module, kind, spec)
@@ -84,7 +85,7 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
     classifies = [a for a in architectures if "Classification" in a]
     if outputs is None:
-        if classifies:  # with a tied head it would load without a word
+        if classifies:  # with a tied head transformers would load it without an error
             raise ModelError(
                 f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but "
                 "the role needs a language model. Name the language model that it was made from."
@@ -109,7 +110,7 @@ def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_
 
     Args:
         model: the class that was loaded.
-        info: what transformers tells of it (``output_loading_info``).
+        info: transformers' report (``output_loading_info``).
         from_lm: its head is not in the checkpoint.
     """
     missing = sorted(info["missing_keys"])
@@ -124,7 +125,7 @@ def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_
 
 
 def _learned_positions(module: PreTrainedModel) -> int | None:
-    """By the table of embeddings, beside that of tokens, with a row for each position (OPT's has two before them)."""
+    """Number of learned positions: rows of the second embedding table (OPT's has two extra rows)."""
     positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
     sizes = {int(table.num_embeddings) for table in tables}
@@ -132,7 +133,7 @@ def _learned_positions(module: PreTrainedModel) -> int | None:
 
 
 def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
-    """Give a fresh head its weights; they must be whole."""
+    """Draw the weights of a new head; they must be whole."""
     head = loaded.head
     generator = torch.Generator().manual_seed(derive_seed(spec.seed, "head/" + spec.role.name))
     with torch.no_grad():
@@ -144,7 +145,7 @@ def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
 
 
 def _classification(architectures: Sequence[str]) -> Any:
-    """The same body and a linear head named ``score`` either way; that of a token-classification model has a bias."""
+    """The body and a linear head named ``score``. The head of a token-classification model has a bias."""
     tokens = any("TokenClassification" in name for name in architectures)
     return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
 

@@ -28,7 +28,7 @@ class OrthogonalAdamW(torch.optim.AdamW):
                 self.muon_step(group)
 
     def muon_step(self, group: dict[str, Any]) -> None:
-        """Of whole matrices, by torch's own, with the state that is kept here."""
+        """Muon's step for whole matrices, by torch's own functions, with the state of this optimizer."""
         options = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
         muon = torch.optim.Muon(group["params"], **options, adjust_lr_fn="match_rms_adamw")
         muon.state = self.state

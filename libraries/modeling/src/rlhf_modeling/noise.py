@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 MARKS = ("drop", "jitter", "noise")
-"""Parts of the names of such settings in configs of transformers."""
+"""Parts of the names of noise settings in configs of transformers."""
 
 
 def noise_settings(module: nn.Module) -> dict[str, float]:
-    """{name in the config: value} of what is not zero."""
+    """{name in the config: value} of the settings that are not zero."""
     config = getattr(module, "config", None)
     named = config.get_text_config().to_dict() if config is not None else {}
     return {
@@ -20,5 +20,5 @@ def noise_settings(module: nn.Module) -> dict[str, float]:
 
 
 def has_noise(module: nn.Module) -> bool:
-    """By the config's settings and the dropout layers; a model may draw noise that neither shows."""
+    """Whether the config or a dropout layer states noise. A model may draw noise that neither states."""
     return bool(noise_settings(module)) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())

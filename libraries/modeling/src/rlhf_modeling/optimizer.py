@@ -16,7 +16,7 @@ from rlhf_modeling.muon import OrthogonalAdamW
 Parameters = dict[str, nn.Parameter]
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum_buffer",)
-"""What the optimizers keep of a parameter."""
+"""Names of the optimizers' state of a parameter."""
 
 
 def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
@@ -33,10 +33,11 @@ def parameter_groups(
     outside: Collection[int],
     config: TrainingConfig,
 ) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not; under Muon the layers' matrices are a group with ``muon = True``.
+    """Weight decay applies to matrices, not to vectors (norms, biases). Under Muon the layers' matrices are a group
+    with ``muon = True``.
 
     Args:
-        shapes: of whole parameters, which may be divided here.
+        shapes: of whole parameters; this rank may hold a part of them.
         outside: ids of the parameters of embeddings and heads, whose matrices stay with AdamW. So do the stacked
             matrices of experts, which have three dimensions.
     """
@@ -52,7 +53,7 @@ def parameter_groups(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: TrainingConfig, factor: float) -> None:
-    """Each group's rate: the peak of the config times the schedule's factor."""
+    """Set each group's rate to the peak rate of the config times the schedule's factor."""
     muon = config.lr if config.muon_lr is None else config.muon_lr
     for group in optimizer.param_groups:
         group["lr"] = (muon if group.get("muon") else config.lr) * factor
@@ -81,14 +82,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) 
 
 
 def to_host(tensors: MutableMapping[str, Tensor]) -> None:
-    """Replace those on a GPU by copies in pinned host memory."""
+    """Replace tensors on a GPU by copies in pinned host memory."""
     for name, value in tensors.items():
         if isinstance(value, Tensor) and value.is_cuda:
             tensors[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
 
 
 def give_back(device: torch.device) -> None:
-    """Let other processes have the GPU's memory that this one keeps for its next tensors."""
+    """Free cached GPU memory, so that other processes can use it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.ipc_collect()
@@ -112,8 +113,8 @@ def restore_optimizer(
     """Replace the optimizer's state by :func:`optimizer_tensors` of the run that saved it.
 
     Args:
-        stepped: parameters that are known to have had a gradient, so that they must have state. Others have all of it
-            or none.
+        stepped: parameters that are known to have had a gradient, so they must have state. Other parameters have all
+            of their state or none.
 
     Raises CheckpointError naming the tensor that is missing, unknown, or of another shape or number format.
     """

@@ -1,4 +1,4 @@
-"""A micro-batch through a model: packed sequences, common fronts computed once, outputs read off the hidden states."""
+"""Computes a micro-batch: packed sequences, common prefixes once, outputs from the hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rlhf_modeling.noise import has_noise
 
 
 class PackedModel(nn.Module):
-    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call a micro-batch."""
+    """Body, head and outputs in one ``forward``, so that a runtime that shards weights sees one call per
+    micro-batch."""
 
     def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
 
 
 def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
-    """Whether common prefixes are computed once: not where sequences would share what is drawn for each of them."""
+    """Whether common prefixes are computed once. They are not where each sequence draws noise of its own."""
     if not config.shared_prefixes or config.neftune_alpha is not None or loaded.layout != "shared":
         return False
     return not loaded.noisy and not has_noise(loaded.module)
@@ -64,7 +65,7 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
     """Compute layers again in the backward pass, under the lengths of the forward pass."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        # the second pass runs inside backward(), outside of the context that holds the lengths
+        # the second forward pass runs inside backward(), outside of the context that holds the lengths
         route = attention_route()
         return nullcontext(), nullcontext() if route is None else attend_with(route)
 

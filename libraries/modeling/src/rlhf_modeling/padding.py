@@ -1,7 +1,7 @@
-"""Which token pads batches of a model that scores sequences, for programs that pad.
+"""Chooses the pad token of a model that scores sequences, for programs that pad batches.
 
-Nothing is padded here. But transformers' sequence classification reads the last token that is not the pad token,
-whatever the attention mask says: where the pad token is the end token too, it reads the token before the end.
+Nothing is padded here. transformers' sequence classification reads the last token that is not the pad token, without
+regard to the attention mask. If the pad token were also the end token, it would read the token before the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _MEANT_FOR_PADDING = ("pad", "reserved", "unused")
 
 
 def set_padding(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> None:
-    """Let both name one pad token that ends no text, so that padded batches are scored at their last real tokens.
+    """Set one pad token, which ends no text, in model and tokenizer, so that padded batches are scored at their last
+    real tokens.
 
     The tokenizer's own, unless that ends texts (``ends``); else its unknown token; else a special token that is named
     for padding or as a spare one. Where there is none, the model gets no pad token: transformers then refuses batches

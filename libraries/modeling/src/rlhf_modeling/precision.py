@@ -1,4 +1,4 @@
-"""fp32 or bf16 arithmetic: chosen by asking the processor and confirmed by a short measurement; weights stay fp32."""
+"""Chooses fp32 or bf16 arithmetic from the processor's features and a short measurement. Weights stay fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_GAIN = 1.3
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU where torch sees one."""
+    """``auto``: the first GPU where torch sees one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise CapabilityError(
             f"device = 'cuda' but torch {torch.__version__} sees no GPU. Use device = 'cpu' or 'auto', or install a "
@@ -40,7 +40,7 @@ def choose_precision(dtype: str, device: torch.device, on_processor: Precision |
 
 @cache
 def _automatic(device_type: str) -> Precision:
-    """Once per process: a measurement need not come out the same again."""
+    """Measured once per process, as a second measurement could give another answer."""
     if device_type == "cuda":
         supported = torch.cuda.is_bf16_supported()
         why = "the GPU supports bf16" if supported else "the GPU does not support bf16"
@@ -56,14 +56,14 @@ def _automatic(device_type: str) -> Precision:
 
 
 def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Those of the processor's features that multiply bf16 matrices, as the kernel or torch names them."""
+    """The processor's features for bf16 matrix products, as the kernel or torch names them."""
     try:
         line = next((x for x in cpuinfo.read_text().splitlines() if x.lower().startswith(("flags", "features"))), "")
     except OSError:
         line = ""
     found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if f in line.split())
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not found and not line:  # no /proc (macOS): torch asks the processor itself
+    if not found and not line:  # no /proc (macOS): torch reads the processor's features
         found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if capabilities.get(f))
     return found
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers as files in Hugging Face format: read and written with our messages and a quiet terminal."""
+"""Reads and writes models and tokenizers in Hugging Face format, with our messages and without progress bars."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face
 
 
 def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
-    """``reader(folder, **options)``, a ``from_pretrained``, of the files that ``spec`` names. ``what``: for messages.
+    """``reader(folder, **options)`` (a ``from_pretrained``) for the files that ``spec`` names. ``what``: for messages.
 
-    Raises ModelError: there is no such folder, or they cannot be read.
+    Raises ModelError where the folder does not exist or its files cannot be read.
     """
     if looks_local(spec.path) and not Path(spec.path).expanduser().is_dir():
         raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
@@ -41,7 +41,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Every token that ends a text: of the generation config (else the model's config) and of the tokenizer."""
+    """Every token that ends a text, from the generation config (else the model's config) and the tokenizer."""
     ids: list[int] = []
     for config in (module.generation_config if module.can_generate() else None, module.config):
         found = getattr(config, "eos_token_id", None)
@@ -55,10 +55,11 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 @contextmanager
 def exporting(module: PreTrainedModel) -> Iterator[None]:
-    """The config as other programs expect it, and no progress bar: our attention's name stays in this process."""
+    """Write the config without the name of our attention, which other programs do not know, and without a progress
+    bar."""
     name = module.config._attn_implementation
     module.config._attn_implementation = None
-    # DeepSpeed, where it is installed, is imported now, and warns that it guesses where the variable is not set.
+    # transformers imports DeepSpeed where it is installed, which warns if the variable is not set
     told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
     if not told:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -73,7 +74,8 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bar and report of missing weights: both are checked and said here."""
+    """Suppress transformers' progress bar and its report of missing weights, which :mod:`rlhf_modeling.model`
+    checks."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,11 +1,11 @@
-"""What a model can be trusted with, measured when it is loaded: the truth is transformers' forward pass of one sequence
-by itself with eager attention, and each faster way of computing must give the same hidden states. (Its other functions
-leave out what they cannot compute: ``sdpa`` ignores Gemma 2's soft-capping of scores. A class that chooses its
-attention when it is made keeps the one that it was loaded with.)
+"""Checks, when a model is loaded, which ways of computing it are correct. The reference is transformers' forward pass
+of a single sequence with eager attention; a faster way must give the same hidden states. (Other attention functions
+omit parts that they cannot compute: ``sdpa`` ignores Gemma 2's soft-capping of scores. A class that chooses its
+attention at construction keeps the one that it was loaded with.)
 
-A model's config does not say whether packing is right for it. Recurrent layers carry a state from one packed sequence
+The config does not say whether packing is correct for a model: recurrent layers carry a state from one packed sequence
 into the next, some classes ignore the attention function, some build masks of their own. So short sequences are
-computed both ways, with every window and chunk of the model made shorter than they are.
+computed both ways, with every window and chunk of the model set shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rlhf_modeling.noise import noise_settings
 from rlhf_modeling.pretrained import quiet
 
 TOLERANCE = 1e-3
-"""A token's hidden state is off where the difference has more than this share of its norm. Sums in another order give
-1e-6 to 1e-5, what leaks from another sequence gives 1e-2 and more."""
+"""A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
+gives 1e-6 to 1e-5; a leak from another sequence gives 1e-2 and more."""
 MOST_OFF = 1 / 8
-"""A larger share of tokens that are off is an error. A router may send a single token to another expert by rounding."""
+"""A larger share of wrong tokens is an error. Rounding may send a single token to another expert."""
 SHORT = 4
 """Windows, chunks and thresholds of attention while the model is probed; the sequences are longer."""
 LENGTHS_OF_CONFIGS = (
     "sliding_window", "attention_chunk_size", "attention_window_size", "local_attn_window", "index_topk",
     "index_topk_blocks", "floor_scale", "log_scaling_n_floor",
 )  # fmt: skip
-"""Their names in configs and modules."""
+"""Names of windows, chunks and thresholds in configs and modules."""
 FRONT = 6
-"""Tokens that some of the probe's sequences have in common."""
+"""Length of the prefix that some of the probe's sequences share."""
 LENGTHS = (9, 14, 3, 14, 12)
 
 
@@ -58,7 +58,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
             truth = [_alone(loaded, ids) for ids in rows]
             if spec.role.trained:
                 loaded.noisy = _draws(loaded, rows[1])
-        except Exception as cause:  # anything: it is other people's code
+        except Exception as cause:  # any exception: the model's code is not ours
             raise ModelError(
                 f"{_who(loaded, spec)} cannot be computed by transformers from token ids alone "
                 f"({type(cause).__name__}: {cause}). Use another decoder-only model."
@@ -91,7 +91,7 @@ def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
 
 
 def _sequences(loaded: LoadedModel) -> list[Tensor]:
-    """int64, on the model's device; ids that the config gives no meaning of their own."""
+    """int64, on the model's device; without ids that the config uses as special tokens."""
     config = loaded.module.config
     known = {**config.to_dict(), **config.get_text_config().to_dict()}
     special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
@@ -126,7 +126,7 @@ def _share_off(got_NH: Tensor, want_NH: Tensor) -> float:
 
 
 def _choose(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
-    """Set the fastest layout that gives ``want_NH``; why no faster one does, empty where all do."""
+    """Set the fastest layout that gives ``want_NH``. Returns why faster layouts do not, empty where all do."""
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
     position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
     why = ""
@@ -154,9 +154,9 @@ def _choose(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
 
 
 def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> None:
-    """``sdpa`` where the model takes it and it is right, else eager attention.
+    """Set ``sdpa`` where the model accepts it and it is correct, else eager attention.
 
-    Raises ModelError where sequences of equal length in one call are not what each is by itself.
+    Raises ModelError where sequences of equal length in one call give other hidden states than each alone.
     """
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
     if use_attention(loaded.module, "sdpa") and not _off(loaded.hidden(ids_N, ids_N, lens), want_NH):
@@ -171,11 +171,11 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
 
 
 def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
-    """What is wrong with ``compute`` under packed attention; empty: nothing."""
+    """What is wrong with ``compute`` under packed attention; empty where it is correct."""
     try:
         use_packed_attention(loaded.module)
         share = _share_off(compute(), want_NH)
-    except Exception as cause:  # anything: transformers' classes take other arguments than these, or other shapes
+    except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
         said = str(cause).split("\n")[0]
         return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
@@ -206,7 +206,7 @@ def short_lengths(module: PreTrainedModel) -> Iterator[None]:
 
 
 def _draws(loaded: LoadedModel, ids_T: Tensor) -> bool:
-    """Whether the model draws random numbers while it is trained: two seeds give two results."""
+    """Whether the model draws random numbers in training: two seeds give different results."""
     device = ids_T.device
     training = [part for part in loaded.module.modules() if part.training]
     loaded.module.train()

@@ -1,8 +1,8 @@
-"""A module's tensors as its architecture's checkpoints have them, and back.
+"""Converts a module's tensors to the names and shapes of its architecture's checkpoints, and back.
 
-A checkpoint may hold other tensors than the module that transformers makes of it: experts are one by one there and one
-tensor here, modules have other names. transformers converts where it loads and saves. What trainers stream has the
-checkpoint's names and shapes too, as that is what generators load.
+transformers may load a checkpoint into other tensors: experts are separate in the file and one tensor in the module,
+and modules have other names. It converts when it loads and saves. Trainers stream tensors with the checkpoint's names
+and shapes, because generators load those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_modeling.state import copy_into
 
 
 class Published:
-    """Of one module.
+    """The conversion of one module.
 
     Args:
         shapes: {the module's name: shape} of its tensors without adapters, in the order in which they are streamed.
@@ -28,9 +28,9 @@ class Published:
     def __init__(self, module: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
         self._module, self._own = module, dict(shapes)
         self._alone: dict[str, list[str]] = {}
-        """{own name: published names} of those that are converted one at a time."""
+        """{own name: published names} of tensors that are converted one at a time."""
         self._together: list[str] = []
-        """Own names of those that only all together give published tensors."""
+        """Own names of tensors that have to be converted together."""
         whole = self._published_shapes(self._own)
         if whole != self._own:
             self._plan(whole)
@@ -57,8 +57,8 @@ class Published:
 
     @torch.no_grad()
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """(published name, tensor) of (own name, tensor). Where both are the same, tensors pass as they are; others are
-        views or copies, made when they are due."""
+        """(published name, tensor) of (own name, tensor). Tensors with the same name and shape pass unchanged; others
+        are views or copies, made one after the other."""
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name in self._together:
@@ -77,14 +77,15 @@ class Published:
         Raises CheckpointError, naming ``where``, for other names or shapes than the published ones.
         """
         meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        copy_into(meta, {name: tensor.to("meta") for name, tensor in given.items()}, where)  # for its messages
+        copy_into(meta, {name: tensor.to("meta") for name, tensor in given.items()}, where)  # raises where they differ
         own = {name: given[name] for name in self._own if name not in self._alone and name not in self._together}
         for group in [*([name] for name in self._alone), *([self._together] if self._together else [])]:
             own |= self._gathered(group, given)
         return {name: own[name] for name in self._own}
 
     def _gathered(self, group: list[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Conversions move elements and change none: numbered elements, converted, say where each one belongs."""
+        """Converts element numbers instead of values, which shows where each element belongs. Conversions move elements
+        and do not change them."""
         numbers, count = {}, 0
         for name in group:
             size = math.prod(self._own[name])

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on how long a sequence is: ``longrope`` and ``dynamic``.
+"""Rotary embeddings whose frequencies depend on the length of the sequence: ``longrope`` and ``dynamic``.
 
 transformers chooses the frequencies of one call by the largest position in it. So a sequence of one class must not be
 computed in a call with a sequence of another class (:meth:`LengthRope.kind`).
@@ -6,8 +6,7 @@ computed in a call with a sequence of another class (:meth:`LengthRope.kind`).
 ``longrope`` (Ding et al. 2024, arXiv:2402.13753; Phi-3 with 128k, Phi-4-mini): one set of frequencies up to the
 original length, another set beyond it. ``dynamic`` (NTK-aware scaling): beyond the original length each length has
 frequencies of its own, and transformers keeps those of the longest sequence so far for later ones.
-:meth:`LengthRope.forgotten` takes this memory away, so that a sequence's result does not depend on what was computed
-before.
+:meth:`LengthRope.forgotten` resets that, so that a sequence's result does not depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 @dataclass(frozen=True, slots=True)
 class LengthRope:
     original: int
-    """Sequences of up to so many tokens have the plain frequencies."""
+    """Sequences of up to this many tokens have the plain frequencies."""
     modules: tuple[Any, ...]
     """The rotary embeddings of type ``dynamic``; empty for ``longrope``."""
 
@@ -35,7 +34,7 @@ class LengthRope:
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
-        """Inside and afterwards, the longest sequence so far does not count."""
+        """Forget the longest sequence so far, inside and afterwards."""
         self._forget()
         try:
             yield
@@ -53,7 +52,7 @@ class LengthRope:
 
 
 def length_rope(model: nn.Module) -> LengthRope | None:
-    """None where no rotary embedding of ``model`` depends on the length."""
+    """The length-dependent rotary embeddings of ``model``; None where there are none."""
     lengths: list[int] = []
     dynamic: list[Any] = []
     module: Any

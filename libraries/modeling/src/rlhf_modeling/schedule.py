@@ -9,7 +9,7 @@ from rlhf.errors import ConfigError
 from rlhf_modeling.config import TrainingConfig
 
 DECAY_RATIO = 0.1
-"""Of ``wsd``, where none is given: what Hu et al. 2024 found to be enough."""
+"""Default ``decay_ratio`` of ``wsd``: Hu et al. 2024 found it to be enough."""
 ENDLESS = ("constant", "inverse_sqrt")
 """Schedules that do not depend on the length of the run."""
 
@@ -17,8 +17,8 @@ ENDLESS = ("constant", "inverse_sqrt")
 class Schedule:
     """``factor(step)`` in [0, 1] multiplies the peak rate; ``step`` counts optimizer steps from 0.
 
-    Skipped steps count, and so do those that were planned and not taken (``Trainer.skip_updates``): the schedule ends
-    with the run whatever happened on the way.
+    Skipped steps count, and so do steps that the run had scheduled but did not take (``Trainer.skip_updates``). So the
+    schedule always ends with the run.
     """
 
     def __init__(self, config: TrainingConfig, total: int) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MASKED = 0.65
-"""With fewer own tokens than this share of a sequence, masked attention of just these beats causal attention of all of
-its tokens, which skips half of the work (measured: a CPU, 300 to 1000 tokens). On a GPU a mask rules out the fast
-kernels, so there all tokens are computed."""
+"""Where a sequence has a smaller share of own tokens than this, masked attention of the own tokens is faster than
+causal attention of all its tokens, which skips half of the work (measured: a CPU, 300 to 1000 tokens). On a GPU a mask
+excludes the fast kernels, so all tokens are computed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours of one length and one front."""
+    """Neighbouring sequences with the same length and the same length of the prefix."""
 
     count: int
     length: int
     skip: int
-    """Tokens of the front, which are computed elsewhere."""
+    """Tokens of the shared prefix, which are computed with another sequence."""
     first: int
-    """Position of the first query: ``skip``, or 0 where queries of the front are computed along and dropped."""
+    """Position of the first query: ``skip``, or 0 where queries of the prefix are computed too, and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Runs:
     keys: Tensor | None
     """The same of keys and values."""
     own_L: Tensor
-    """int64: the tokens that the result is of."""
+    """int64: the tokens that the result belongs to."""
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 

@@ -1,5 +1,5 @@
-"""A model without its values, and what shows of its files before they are loaded: config and headers are read, no
-weights. In the words of :mod:`rlhf_modeling.model`, which would find it later."""
+"""Checks a model's files before it is loaded, from its config and the headers of its weights. The messages are those of
+:mod:`rlhf_modeling.model`, which would find the same problem later."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rlhf_modeling.pretrained import quiet, read
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
-    """Refuse adapters without a layer, and a loss of experts without experts.
+    """Refuse adapters for a model without linear layers, and the experts' auxiliary loss for one without experts.
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
-    left to those who load it.
+    checked when it is loaded.
     """
     if not spec.role.trained or not (config.lora or config.aux_loss_coef):
         return
@@ -59,11 +59,11 @@ def skeleton(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
 
 
 def check_files(spec: ModelSpec) -> None:
-    """Refuse a folder whose config is of another kind of model than the role, or whose weights are not there, not whole
-    or of other shapes than the config says. Of the weights the headers are read.
+    """Refuse a folder whose config is of another kind of model than the role, or whose weights are missing, incomplete
+    or of other shapes than the config states. Only the headers of weights are read.
 
     Names and shapes are compared where accelerate is installed (transformers needs it for a model without values), and
-    where the model's code is transformers' own. Of a hub's model that is not downloaded yet only the config is seen.
+    where the model's code is transformers' own. For a hub model that is not downloaded yet, only the config is checked.
 
     Raises ModelError.
     """
@@ -90,7 +90,7 @@ def check_files(spec: ModelSpec) -> None:
 
 
 def _headers(place: str, **_: Any) -> dict[str, torch.Tensor]:
-    """{name: a tensor of its shape without values} of all that is in the folder's safetensors."""
+    """{name: tensor of that shape on the meta device} for everything in the folder's safetensors files."""
     folder = Path(place)
     names = ["model.safetensors"]
     if not (folder / names[0]).is_file() and (folder / INDEX).is_file():

@@ -24,7 +24,7 @@ class SavedCoverage(Saved):
 
 
 class SavedFacts(SavedPart):
-    """What every trainer reads of ``trainer.json``; the rest is each trainer's own."""
+    """Fields of ``trainer.json`` that every trainer reads; others belong to one trainer."""
 
     updates: Counter
     skipped: Counter
@@ -45,7 +45,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:
-    """``<name>.safetensors`` per entry, then ``trainer.json``. Whoever calls makes the folder's appearance atomic."""
+    """``<name>.safetensors`` per entry, then ``trainer.json``. The caller makes the folder appear atomically."""
     path.mkdir(parents=True, exist_ok=True)
     for name, tensors in files.items():
         save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, path / f"{name}.safetensors")
@@ -74,8 +74,8 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
-    """Raises CheckpointError where a tensor of a file is not in the number format of the tensor that takes its place,
-    which would be converted without a word."""
+    """Raises CheckpointError where a tensor of the file has another number format than the tensor that it is copied to.
+    torch would convert it without a message."""
     wrong = [
         f"{name}: a tensor of {source[name].dtype}, expected {tensor.dtype}."
         for name, tensor in target.items()
@@ -87,7 +87,7 @@ def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], whe
 
 @torch.no_grad()
 def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
-    """Overwrite every tensor of ``target`` by the one of its name; both must have the same names and shapes."""
+    """Copy each given tensor into the tensor of the same name in ``target``. Names and shapes must be the same."""
     if target.keys() != source.keys():
         missing, unknown = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""What trainers of transformers models share: packed forward, head outputs, backward micro-batch by micro-batch.
+"""The common part of trainers of transformers models: packed forward, outputs of heads, backward per micro-batch.
 
-A subclass holds the optimizer and says how gradients become a step; how weights, state and exports leave it.
+A subclass holds the optimizer, takes its steps, and reads and writes weights, state and exports.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PackedTrainer(Trainer):
         return trainer_memory(storage, computed, size, work, trained=trained, adapter_targets=targets)
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
-        """Take a loaded model; called once from a subclass's constructor, before it makes an optimizer."""
+        """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
         self.precision: Precision = choose_precision(spec.dtype, device, spec.on_processor)
         loaded.attention = self.config.attention
@@ -74,19 +74,19 @@ class PackedTrainer(Trainer):
         self.module = loaded.module
         """The live model, in evaluation mode between calls (``export:module``)."""
         self.packed: nn.Module = PackedModel(loaded, self.config)
-        """What a micro-batch goes through: ``packed(batch, outputs)``."""
+        """Computes a micro-batch: ``packed(batch, outputs)``."""
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
         if self.tokenizer is not None and loaded.kind != "lm":
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self.borrowed: dict[str, OutputHead] = {}
-        """By the role that lends it."""
+        """{lending role: output head}."""
         self.current_view = "live"
         """The view that ``live`` means (:meth:`use_view`)."""
         self._active_view = ExitStack()
         self.updates = 0
-        """Optimizer steps so far, skipped ones included and those that were planned and not taken."""
+        """Optimizer steps so far, including skipped ones and scheduled ones that were not taken."""
         self.skipped = 0
-        self._micros = 0  # micro-batches since the last step; counters of the dropout seeds
+        self._micros = 0  # micro-batches since the last step; part of the dropout seeds
         self._bad_loss = ""
         self._coverage: dict[str, list[str]] | None = None
         self.module.requires_grad_(spec.role.trained)
@@ -94,7 +94,7 @@ class PackedTrainer(Trainer):
             train_adapters_only(self.module, loaded.head if loaded.kind != "lm" else None)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
         self.parameters: dict[str, nn.Parameter] = trained
-        """What is trained, by name; all of a role that is not."""
+        """{name: trained parameter}; of a frozen role, all parameters."""
         if spec.role.trained and spec.gradient_checkpointing:
             checkpoint_gradients(self.module)
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
@@ -103,7 +103,7 @@ class PackedTrainer(Trainer):
         self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
 
     def require_packing(self) -> None:
-        """Raises CapabilityError where an option is about packed attention, which this model is computed without."""
+        """Raises CapabilityError where an option chooses a kernel of packed attention and this model is not packed."""
         if self.config.attention != "auto" and self.loaded.layout == "alone":
             raise CapabilityError(
                 f"trainer.attention = {self.config.attention!r} chooses a kernel of packed attention, without which "
@@ -116,7 +116,7 @@ class PackedTrainer(Trainer):
 
     @property
     def precision_note(self) -> str:
-        """Which arithmetic was chosen and why."""
+        """The arithmetic, and the reason for the choice."""
         return self.precision.note
 
     def use_view(self, view: str) -> None:
@@ -201,7 +201,7 @@ class PackedTrainer(Trainer):
         live: Mapping[str, str],
         last: bool,
     ) -> Sums:
-        number = self._micros * self.spec.world_size + self.spec.rank  # as they are dealt: no two drop the same
+        number = self._micros * self.spec.world_size + self.spec.rank  # over all ranks: no two drop the same
         seed = derive_seed(self.spec.seed, f"dropout/{self.spec.role.name}", self.updates, number)
         self._micros += 1
         devices = [self.device] if self.device.type == "cuda" else []
@@ -252,8 +252,8 @@ class PackedTrainer(Trainer):
         yield self.loaded.output_head
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
-        """Where both vocabularies differ in rows that no token of the tokenizer has (models of one family are padded
-        differently), the head is cut to the rows that this role's head has too. In bf16 where its own logits are.
+        """Models of one family may pad their vocabularies differently. The borrowed head is cut to the rows that this
+        role's head has too, if every token of the tokenizer is among them. It is in bf16 where this role's logits are.
 
         Raises ModelError where either head has no row for some token.
         """
@@ -275,12 +275,12 @@ class PackedTrainer(Trainer):
 
     @property
     def _without_coverage(self) -> bool:
-        """Whether the next step is to be looked at: none was yet, or no parameter got a gradient so far."""
+        """Whether the next step is examined: the first one, and each one as long as no parameter got a gradient."""
         return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
 
     @abstractmethod
     def _view(self, view: str) -> AbstractContextManager[None]:
-        """The model computes with this view's weights inside."""
+        """Inside, the model computes with the weights of this view."""
 
     def _require_trained(self, call: str) -> None:
         if not self.spec.role.trained:
