@@ -1,4 +1,4 @@
-"""Saving and restoring a trainer whose state is divided: each rank writes and reads its part."""
+"""Saves and restores a trainer. Each rank writes and reads its part of the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_plugin_deepspeed.sharded_trainer import ShardedTrainer
 
 
 def save(trainer: ShardedTrainer, path: Path) -> None:
-    """``rank-R-of-N.safetensors`` per rank and, once all of them are there, ``trainer.json``."""
+    """Write ``rank-R-of-N.safetensors`` per rank and, when all of them exist, ``trainer.json``."""
     spec, partition = trainer.spec, trainer.partition
     path.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, dict[int, Tensor]] = {
@@ -41,8 +41,7 @@ def save(trainer: ShardedTrainer, path: Path) -> None:
 
 
 def load(trainer: ShardedTrainer, path: Path) -> None:
-    """Restore what :func:`save` wrote, on this number of ranks or another, in this stage or another, divided into as
-    many parts or others."""
+    """Restore what :func:`save` wrote. The number of ranks, the stage and ``tensor_parallel`` may differ."""
     facts = state.read_facts(path)
     _check(trainer, facts, path)
     partition = trainer.partition
@@ -84,7 +83,7 @@ def _facts(trainer: ShardedTrainer) -> dict[str, Any]:
 
 
 def _lora(trainer: ShardedTrainer) -> dict[str, Any] | None:
-    """The adapters' options; a checkpoint holds the adapters only, and the model is read from its own path."""
+    """The adapters' options. A checkpoint holds adapters only; the frozen model is read from its own path."""
     return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
@@ -122,7 +121,7 @@ def _restore_optimizer(trainer: ShardedTrainer, saved: checkpoint_files.SavedSta
         restored: dict[str, Any] = {}
         for kind in kinds:
             if not any(saved.has(kind, name) for name in names):
-                continue  # never stepped, or by the optimizer's other half
+                continue  # never stepped, or stepped by the optimizer's other algorithm
             target = torch.zeros_like(flat.data)
             saved.restore(kind, [flat], [target])
             restored[kind.removeprefix(checkpoint_files.OPTIMIZER)] = target.view_as(flat.owner)

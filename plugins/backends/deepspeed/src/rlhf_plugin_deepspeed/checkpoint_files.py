@@ -1,10 +1,10 @@
-"""A sharded trainer's state on disk: one safetensors file per rank, read back by any number of ranks in any stage.
+"""A sharded trainer's state on disk: one safetensors file per rank. Any number of ranks in any stage can read it.
 
 A file holds 1-D pieces, ``<kind>/<parameter>``: elements ``start`` to ``start + numel`` of the flattened parameter, or
 of the flattened part that the rank holds of it (``tensor_parallel``). Kinds are ``weight``, ``average`` and the
 optimizer's, ``optimizer.exp_avg``, ... The metadata says where each piece starts and of which part, and holds the
-optimizer's scalars. A rank that loads reads the elements that it owns now, from the files where they lie; a parameter
-that is divided into other parts now is put together first.
+optimizer's scalars. A rank that loads reads the elements that it owns, from the files that hold them. A parameter
+that was saved in another number of parts is put together first.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def file_name(rank: int, ranks: int) -> str:
 
 
 def own(partition: ZeroPartition, split: TensorSplit) -> list[tuple[int, Piece]]:
-    """(index of the flat, piece) that this rank writes: its pieces, or its share of what every replica holds. What is
-    whole on all ranks of a replica, its first rank writes."""
+    """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of what every replica
+    holds. The first rank of a replica writes what is whole on all of its ranks."""
     replica, replicas = split.topology.replica, split.topology.replicas
     found = []
     for index, flat in enumerate(partition.flats):
@@ -82,7 +82,7 @@ class _Stored:
     numel: int
     file: Path
     part: int
-    """Of the parts that the parameter was divided into."""
+    """Number of the part, where the parameter was divided (``tensor_parallel``)."""
 
 
 class SavedState:
@@ -90,7 +90,7 @@ class SavedState:
 
     Args:
         shapes: {parameter: shape when whole} of the model that reads.
-        split: what the reading rank holds of them.
+        split: which part of them the reading rank holds.
     """
 
     def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
@@ -131,7 +131,8 @@ class SavedState:
         return self._scalars
 
     def check(self, kind: str) -> None:
-        """Every element of every parameter is there, once. Raises CheckpointError naming what is not."""
+        """Raises CheckpointError, naming the parameter, unless every element of every parameter is saved exactly
+        once."""
         there = {key.partition("/")[2] for key in self._stored if key.partition("/")[0] == kind}
         if there != self.shapes.keys():
             missing, unknown = sorted(self.shapes.keys() - there), sorted(there - self.shapes.keys())

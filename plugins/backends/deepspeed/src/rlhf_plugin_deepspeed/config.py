@@ -12,7 +12,7 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     stage: Literal[0, 1, 2, 3] = 2
     """ZeRO: what is divided over the ranks. 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
     tensor_parallel: int = Field(1, ge=1)
-    """So many neighbouring ranks divide each layer among them and compute the same micro-batches. Stages 0 to 2; a
+    """This many neighbouring ranks divide each layer among them and compute the same micro-batches. Stages 0 to 2; a
     divisor of the number of ranks, of the model's heads and of its feed-forward width."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where the optimizer's state, its weights and gradients live, and where it computes. Stages 1 to 3."""

@@ -1,4 +1,4 @@
-"""Which parameters the first step reached, seen by all ranks together."""
+"""Which parameters the first step reached, over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
 class Coverage:
-    """Made before the step, read after it. ``names``: of all trained parameters, in the order of the report."""
+    """Constructed before the step and read after it. ``names``: all trained parameters, in the order of the report."""
 
     def __init__(self, partition: ZeroPartition, names: Sequence[str], device: torch.device) -> None:
         self.partition, self.names, self.device = partition, list(names), device

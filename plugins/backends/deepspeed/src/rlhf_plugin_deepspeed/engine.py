@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as this trainer drives it: gradients are sums over ranks; a step is taken or thrown away whole.
+"""DeepSpeed's engine as this trainer uses it: gradients are sums over ranks; a step is taken or discarded as a whole.
 
 During accumulation the engine is told that no micro-batch is the last one, because only :meth:`ZeroEngine.reduce`
 knows. That call finishes the reduction: stages 0 and 1 do all of it there; stages 2 and 3
@@ -57,7 +57,7 @@ class ZeroEngine:
         """The gradients of all micro-batches since the last step are summed over ranks."""
 
     def _share_weights(self) -> None:
-        """The weights are fp32 as they are: the optimizer steps them, not the copy that DeepSpeed made for it."""
+        """Let the optimizer step the weights themselves, which are fp32, instead of the copy that DeepSpeed made."""
         if self.stage == 0 or self.host_optimizer:
             return
         optimizer = self.optimizer
@@ -69,7 +69,7 @@ class ZeroEngine:
         for stepped, computed in pairs:
             stepped.data = computed.data
         if self.stage < 3:
-            optimizer._link_all_hp_params()  # its maps refer to the copy
+            optimizer._link_all_hp_params()  # its maps still refer to the copy
 
     def forward(self, *arguments: Any, bf16: bool) -> dict[str, Tensor]:
         with sparing_linear(bf16 and self.stage == 3):
@@ -93,7 +93,7 @@ class ZeroEngine:
                 self.optimizer.finalize_gradient_accumulation_boundary()
             elif self.stage == 1 or self.topology.replicas > 1:
                 for parameter in self._trained():
-                    if parameter.grad is None:  # the ranks reduce the same elements, used on this one or not
+                    if parameter.grad is None:  # every rank must reduce the same elements
                         parameter.grad = torch.zeros_like(parameter)
                 self.engine.allreduce_gradients(self.bucket)
         self.reduced = True
@@ -127,15 +127,15 @@ class ZeroEngine:
         self._fresh()
 
     def offload(self) -> None:
-        """Move what only a step needs to host memory."""
+        """Move to host memory what only the step needs."""
         pin, state = torch.cuda.is_available(), self._states
         if self.stage in (1, 2):
             include = [state.optim_states, state.lp_grads]
             self.engine.offload_states(include=include, pin_memory=pin)
             return
         if self.stage == 3:
-            grads = [] if self.host_optimizer else [state.lp_grads]  # these are there already
-            # not through the engine, which refuses it where weights are in host memory: none of these are
+            grads = [] if self.host_optimizer else [state.lp_grads]  # gradients are on the host already
+            # the engine's own method refuses this where weights are in host memory
             self.optimizer.offload_states(include=[*grads, state.contiguous_grad_buffer], pin_memory=pin)
         self._move_optimizer(torch.device("cpu"))
 
@@ -147,7 +147,7 @@ class ZeroEngine:
             self._move_optimizer(self.engine.device)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        """DeepSpeed moves the state of its own fused Adam only, in stage 3."""
+        """In stage 3 DeepSpeed moves the state of its own fused Adam only."""
         assert self.base_optimizer is not None
         for held in self.base_optimizer.state.values():
             for key, value in held.items():
@@ -157,9 +157,9 @@ class ZeroEngine:
     def _fresh(self) -> None:
         self.reduced = False
         self.engine.set_gradient_accumulation_boundary(False)
-        if self.stage == 3:  # a parameter without a gradient would step by the one it had last
+        if self.stage == 3:  # else a parameter without gradient would take its last one
             self.optimizer.grad_partitions_flat_buffer.zero_()
-        if self.host_optimizer:  # likewise
+        if self.host_optimizer:  # for the same reason
             flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
             for flat in getattr(self.optimizer, flats):
                 flat.grad.zero_()
@@ -169,12 +169,12 @@ class ZeroEngine:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Also of one that is divided already."""
+    """Elements of the whole parameter, divided or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def engine_config(config: DeepSpeedTrainerConfig, elements: int) -> dict[str, Any]:
-    """DeepSpeed's config for a model of so many parameters."""
+    """DeepSpeed's config for a model with ``elements`` parameters."""
     bucket = max(1, min(config.bucket, elements))
     zero: dict[str, Any] = {
         "stage": config.stage,

@@ -1,9 +1,9 @@
 """The module that DeepSpeed wraps: one call is one micro-batch, and every rank makes the same calls inside.
 
-ZeRO-3 gathers weights in hooks around modules, and hangs where the ranks call different modules. How many chunks of
-logits a micro-batch has depends on its tokens, so the head is not called as a module per chunk: :class:`Outputs` is
-called once, holds the head's weights for all of its chunks (and for the chunks that the backward pass computes again),
-and multiplies by them itself.
+ZeRO-3 gathers weights in hooks around modules, and hangs where ranks call different modules. The number of chunks of
+logits depends on the tokens of a micro-batch, so the head must not be called as a module per chunk. :class:`Outputs` is
+called once, keeps the head's weights for all chunks (also those that the backward pass computes again), and multiplies
+by them itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 
 class Outputs(nn.Module):
-    """Hidden states to outputs. It owns no parameters: the head's belong to the model."""
+    """Computes outputs from hidden states. The head's parameters belong to the model, not to this module."""
 
     def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
-        self._loaded, self._config = (loaded,), config  # a tuple: the head is not to become a submodule
+        self._loaded, self._config = (loaded,), config  # a tuple, so that the head does not become a submodule
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """[C, vocabulary] or [C, outputs of the head]."""
@@ -55,7 +55,7 @@ class Outputs(nn.Module):
 
 
 class EngineModule(nn.Module):
-    """Body and outputs. Autocast is inside, where DeepSpeed's engine leaves it alone."""
+    """Body and outputs. Autocast is inside the module, because DeepSpeed's engine changes it outside."""
 
     def __init__(self, loaded: LoadedModel, config: TrainingConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class EngineModule(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """See :class:`rlhf_modeling.packed_model.PackedModel`. Under stage 3 it is known once the model was probed."""
+        """See :class:`rlhf_modeling.packed_model.PackedModel`. In stage 3 it is known after the model was probed."""
         return shares_prefixes(self._config, self._loaded[0])
 
     def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
@@ -91,8 +91,9 @@ class EngineModule(nn.Module):
 
 @contextmanager
 def sparing_linear(enabled: bool) -> Iterator[None]:
-    """Inside, linear layers remember their weight, not autocast's copy of it, which would keep the whole model gathered
-    in bf16 from forward to backward. DeepSpeed's option for this replaces torch's function for the whole process."""
+    """Inside, linear layers save their weight for the backward pass instead of autocast's copy. The copies would keep
+    the whole model gathered in bf16 until then. DeepSpeed's option for this replaces torch's function in the whole
+    process."""
     if not enabled:
         yield
         return

@@ -1,4 +1,4 @@
-"""A Hugging Face folder written while the weights stream by: rank 0 never holds more than one file's tensors."""
+"""Writes a Hugging Face folder from a stream of weights. Rank 0 never holds more than the tensors of one file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
 
 
 def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Everything of the folder but the weights."""
+    """Write everything except the weights."""
     with exporting(module):
         module.save_pretrained(str(path), state_dict={})
     tokenizer.save_pretrained(str(path))

@@ -26,7 +26,7 @@ from rlhf_plugin_deepspeed.topology import Topology
 
 
 class _Zero3:
-    """What transformers asks its caller's DeepSpeed config."""
+    """The object that transformers expects as its caller's DeepSpeed config."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -37,7 +37,7 @@ class _Zero3:
 
 @contextmanager
 def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
-    """Inside, transformers makes every parameter with ``deepspeed.zero.Init`` and fills one at a time."""
+    """Inside, transformers creates every parameter under ``deepspeed.zero.Init`` and fills one at a time."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     facts = _Zero3(config)  # transformers keeps a weak reference
@@ -52,7 +52,7 @@ def _transformers_divides(config: dict[str, Any]) -> Iterator[None]:
 def load(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
-    """The model as this rank holds it."""
+    """Load this rank's part of the model."""
     if config.stage == 3:
         return load_divided(spec, device, config, deepspeed), TensorSplit(topology)
     if topology.parts > 1:
@@ -67,16 +67,16 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
-    """:func:`rlhf_modeling.model.load_model`, and then this rank's part of it; ``device`` never holds more."""
+    """:func:`rlhf_modeling.model.load_model`, of which this rank keeps its part; ``device`` never holds more."""
     host = torch.device("cpu")
     loaded = load_model(spec, host, divided=True)
     if loaded.fresh_head:
         draw_head(loaded, spec)
     probe(loaded, spec)
-    if (lora := _adapters(spec, config)) is not None:  # whole ones, which are the same on every rank
+    if (lora := _adapters(spec, config)) is not None:  # whole adapters, the same on every rank
         add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
         loaded.module.eval()
-    if config.kernels == "own" or device.type == "cpu":  # on the host "auto" would fuse them for a GPU too
+    if config.kernels == "own" or device.type == "cpu":  # on the host "auto" means "own", also for a GPU
         use_kernels(loaded, config.kernels if config.kernels != "liger" else "none")
     split = divide(loaded, topology, device)
     if config.kernels == "liger":

@@ -1,9 +1,9 @@
-"""Muon for matrices and AdamW for the rest, when a matrix is divided over ranks.
+"""Muon for matrices that are divided over ranks, and AdamW for other parameters.
 
 Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal one, which needs the whole matrix. Each
-rank keeps the momentum of its own elements; in rounds of as many matrices as ranks, the momentum of each is put
-together on one rank, made orthogonal there with torch's own iteration, and handed back. So every stage takes the same
-step, and so do ranks that divide layers: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et
+rank keeps the momentum of its own elements. In rounds of as many matrices as ranks, each rank collects the momentum of
+one matrix, makes it orthogonal with torch's own iteration, and sends it back. So the step is the same in every stage
+and with ``tensor_parallel``: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et
 al. 2025), as large as AdamW's.
 """
 
@@ -27,9 +27,8 @@ MOMENTUM = "momentum_buffer"
 
 
 class DividedOrthogonalAdamW(OrthogonalAdamW):
-    """(DeepSpeed looks for the word Muon in the names of optimizers, and then does things of its own.)
-
-    :meth:`bind` comes before the first step."""
+    """:meth:`bind` must be called before the first step. (The class name avoids the word Muon: DeepSpeed searches for
+    it and then replaces the step by its own.)"""
 
     def bind(self, partition: ZeroPartition, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
         """``shapes``: of whole parameters."""
@@ -70,7 +69,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         split, replicated = self._split, self._partition.replicated
         whole = torch.zeros(self._shapes[name], device=device)
         everywhere = replicated and split.topology.parts == 1
-        spare = replicated and split.topology.replica > 0  # another replica's ranks hold the same
+        spare = replicated and split.topology.replica > 0  # another replica holds the same elements
         if own is not None and (everywhere or (split.counts(name) and not spare)):
             _, piece, update = own
             held = split.own(name, whole)
@@ -82,7 +81,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         return whole.view(-1)
 
     def _apply(self, flat: Flat, piece: Piece, held: Tensor, group: dict[str, Any]) -> None:
-        """``held``: the update of what this rank holds of the matrix."""
+        """``held``: the update of this rank's part of the matrix."""
         weights = flat.data[piece.offset : piece.offset + piece.numel]
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))

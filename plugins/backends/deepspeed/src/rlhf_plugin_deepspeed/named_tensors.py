@@ -1,4 +1,4 @@
-"""A role's tensors by Hugging Face name, whole where somebody needs them whole, bucket by bucket."""
+"""A role's tensors by Hugging Face name, gathered whole, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
 class NamedTensors:
-    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided already, by their
+    """Parameters and persistent buffers, tied ones once, in a fixed order. Weights may be divided by their
     elements (stage 3) or into parts (``split``).
 
-    Others see them under the names of the architecture's checkpoints, without adapters.
+    :meth:`stream` yields them under the names of the architecture's checkpoints, without adapters.
     """
 
     def __init__(self, module: PreTrainedModel, split: TensorSplit) -> None:
@@ -37,7 +37,7 @@ class NamedTensors:
         self.shapes = {
             name: split.shape(name, torch.Size(getattr(t, "ds_shape", t.shape))) for name, t in self.objects.items()
         }
-        """Of whole tensors."""
+        """{name: shape of the whole tensor}."""
         self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
         self._adapted = dict(adapted(module))
         self._adapters = {
@@ -54,22 +54,22 @@ class NamedTensors:
     def stream(
         self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) on the rank that is ``first``; the others only take part, those that hold other parts of
-        its tensors (``near``) too.
+        """(name, whole tensor) on ranks where ``first``. Other ranks take part and yield nothing; ``near`` marks the
+        ranks that hold parts of the same tensors.
 
         Where weights are divided by their elements (``gather``), about ``elements`` of them are whole at once, and
         copies are yielded; otherwise they share memory with the model, but for those that are put together from parts,
         or laid out otherwise in checkpoints.
 
         Args:
-            merge: add what adapters learned to the weights that they belong to, on copies.
+            merge: add the adapters to copies of their weights.
         """
         return self._published.stream(self._whole(gather, first, near, elements, merge))
 
     def _whole(
         self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """The same under the module's names."""
+        """As :meth:`stream`, under the module's names."""
         if self.split.dims:
             for name in self._model() if near else ():
                 whole = self._put_together(name, merge)
@@ -88,7 +88,7 @@ class NamedTensors:
 
     @torch.no_grad()
     def _put_together(self, name: str, merge: bool) -> Tensor:
-        """From the parts of a replica's ranks, which call it together."""
+        """A whole tensor from the parts of a replica's ranks. They call it together."""
 
         def whole(of: str) -> Tensor:
             return self.split.whole(of, self.objects[of].detach())

@@ -18,7 +18,7 @@ def build_optimizer(
     outside: Collection[int],
     config: DeepSpeedTrainerConfig,
 ) -> torch.optim.AdamW:
-    """That of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
+    """The optimizer of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
 
     Args:
         shapes: of whole parameters.

@@ -1,13 +1,13 @@
 """Layers divided over the ranks of a replica (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-A rank holds some heads of every attention layer and some units of every feed-forward layer: rows of the matrices that
-lead into them, columns of those that lead out. Each half of a layer is summed over the ranks once in the forward pass,
-where it leads out, and once in the backward pass, where it leads in. Hidden states, embedding, norms and head are whole
-on every rank and equal, as are the gradients of what is not divided; those of norms inside a half (of queries and keys)
-are parts of a sum.
+A rank holds some heads of every attention layer and some units of every feed-forward layer: rows of the input matrices
+and columns of the output matrix. Each half of a layer is summed over the ranks once in the forward pass, at its output,
+and once in the backward pass, at its input. Hidden states, embedding, norms and head are whole and equal on every rank,
+and so are the gradients of parameters that are not divided. Gradients of the norms of queries and keys are parts of a
+sum.
 
-An adapter B A is cut as its matrix is: B by rows where it leads in, A by columns where it leads out. The other factor
-is whole on every rank, its gradients parts of a sum; no further sum of hidden states is needed.
+An adapter B A is cut like its matrix: B by rows for an input matrix, A by columns for an output matrix. The other
+factor is whole on every rank, and its gradients are parts of a sum. No further sum of hidden states is needed.
 
 Shape suffixes: N packed tokens, I and O inputs and outputs of a linear layer, P of this rank's part of them.
 """
@@ -42,15 +42,15 @@ LAYERS = frozenset(
     }
 )
 HALVES = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
-"""{half of a layer: (what leads in, what leads out)}."""
+"""{half of a layer: (input matrices, output matrix)}."""
 PARTIAL = ("q_norm", "k_norm")
-"""Norms of ``self_attn`` that see this rank's heads only."""
+"""Norms of ``self_attn`` that are applied to this rank's heads only."""
 AGREE = 1e-3
 """Largest difference, norm-wise, between hidden states of the divided and of the whole model."""
 
 
 class _Enter(torch.autograd.Function):
-    """Identity; the gradient is summed over the ranks."""
+    """Identity. The gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -65,7 +65,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum over the ranks; the gradient is passed on as it is."""
+    """The sum over the ranks. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -79,7 +79,7 @@ class _Leave(torch.autograd.Function):
 
 
 class Entrance:
-    """What the matrices that read the same input share, so that their gradients are summed once."""
+    """Shared by the matrices that read the same input, so that their gradients are summed once."""
 
     def __init__(self, group: Any, matrices: int) -> None:
         self.group, self.matrices = group, matrices
@@ -112,7 +112,7 @@ class Part(nn.Module):
 
 
 class Inward(Part):
-    """Some outputs of a linear layer, of an input that is whole."""
+    """A linear layer of which a rank has some outputs; its input is whole."""
 
     def __init__(self, whole: nn.Linear, topology: Topology, entrance: Entrance) -> None:
         super().__init__(whole, 0, topology)
@@ -145,7 +145,7 @@ def _part(whole: Tensor, dim: int, topology: Topology) -> nn.Parameter:
 
 @dataclass(slots=True)
 class Divided:
-    """What became of a model's parameters, by their names."""
+    """How a model's parameters are divided, by their names."""
 
     dims: dict[str, int] = field(default_factory=dict)
     """{divided parameter: dimension}."""

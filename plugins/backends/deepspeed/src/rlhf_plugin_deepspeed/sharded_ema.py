@@ -24,7 +24,7 @@ class ShardedEma:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, every rank computes with the average. All ranks enter and leave together."""
+        """Inside, every rank computes with the average. All ranks enter and leave the context together."""
         self._swap()
         try:
             yield

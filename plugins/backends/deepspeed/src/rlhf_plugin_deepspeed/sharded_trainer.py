@@ -29,7 +29,7 @@ from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
 class ShardedTrainer(PackedTrainer):
-    """One role's model as its ranks hold it. A subclass makes it, and trains it."""
+    """One role's model over its ranks. The subclass loads and trains it."""
 
     layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {
         "stage", "tensor_parallel", "offload_optimizer", "offload_params", "hpz_partition_size", "keep_whole",
@@ -41,9 +41,9 @@ class ShardedTrainer(PackedTrainer):
     tensors: NamedTensors
     partition: ZeroPartition
     base: torch.optim.Optimizer | None = None
-    """torch's own; None for a role that is not trained."""
+    """torch's optimizer; None for a frozen role."""
     zero: ZeroEngine | None = None
-    """None where nothing is trained or gathered."""
+    """None where the role is neither trained nor divided by stage 3."""
     average: ShardedEma | None = None
 
     @property
@@ -66,7 +66,7 @@ class ShardedTrainer(PackedTrainer):
             yield from self.tensors.stream(gather, first, near, self.config.bucket, view != "base")
 
     def lend_head(self) -> Iterator[OutputHead]:
-        """In stages 0 to 2 it shares memory with the model, in stage 3 it is a copy, gathered whole."""
+        """In stages 0 to 2 the head shares memory with the model; in stage 3 it is a gathered copy."""
         head = None
         with self._guard("lend_head"), self._head_gathered():
             if self.spec.rank == 0:

@@ -1,4 +1,4 @@
-"""Which parameters a rank holds a part of (``tensor_parallel``), and how parts and whole tensors become each other."""
+"""Which parameters are divided into parts (``tensor_parallel``), and conversion between parts and whole tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorSplit:
         return self.dims.get(name)
 
     def shape(self, name: str, held: torch.Size) -> torch.Size:
-        """The whole parameter's, of which a rank has ``held``."""
+        """Shape of the whole parameter, of which a rank has ``held``."""
         if name not in self.dims:
             return held
         sizes = list(held)
@@ -42,12 +42,14 @@ class TensorSplit:
         return whole.chunk(self.topology.parts, self.dims[name])[self.topology.part]
 
     def counts(self, name: str) -> bool:
-        """Whether this rank speaks for the parameter: for its part of it, or for all ranks of its replica."""
+        """Whether this rank contributes the parameter to sums over ranks: its own part, or a whole one for its
+        replica."""
         return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
     def whole(self, name: str, held: Tensor) -> Tensor:
-        """Put together from the ranks of a replica, which call it together; what is whole passes as it is."""
+        """The parameter put together from the ranks of a replica, which call this together. A whole one is returned
+        unchanged."""
         if name not in self.dims:
             return held
         held = held.detach().contiguous()
@@ -59,9 +61,9 @@ class TensorSplit:
 
     @torch.no_grad()
     def agree(self, partition: ZeroPartition) -> None:
-        """After the gradients were summed over the replicas: sum up those that are parts of a sum, and give all ranks
-        of a replica the same ones of what is whole. These are equal already where kernels always add in one order; a
-        GPU's do not, and ranks that step apart would be noticed too late."""
+        """After the gradients were summed over the replicas: add those that are parts of a sum, and give all ranks of a
+        replica the same gradients of whole parameters. A GPU's kernels may add in another order on each rank, and then
+        the ranks would take different steps without an error."""
         if self.topology.parts == 1:
             return
         for index in range(len(partition.flats)):
@@ -73,7 +75,8 @@ class TensorSplit:
                         dist.broadcast(view, self.topology.first, group=self.topology.group)
 
     def squares(self, partition: ZeroPartition, index: int) -> float:
-        """The sum of squares of a flat's gradient, where what is whole on the ranks of a replica counts on one."""
+        """Sum of squares of a flat's gradient. A parameter that is whole on all ranks of a replica counts on one of
+        them."""
         if self.topology.parts == 1:
             parts = partition.gradients(index)
             return float(torch.nn.utils.get_total_norm(parts)) ** 2 if parts else 0.0

@@ -31,8 +31,8 @@ def check_parts(spec: ModelSpec, parts: int) -> None:
 
 
 class Topology:
-    """Where this rank stands; made once the role's ranks have met. DeepSpeed calls such an object ``mpu`` and reads its
-    ``get_...`` methods: what it calls model parallel are the parts, data parallel the replicas."""
+    """This rank's place among them. It is made after the role's ranks have met. DeepSpeed calls such an object ``mpu``
+    and reads its ``get_...`` methods: its model-parallel ranks are the parts, its data-parallel ranks the replicas."""
 
     def __init__(self, spec: ModelSpec, parts: int, seconds: float) -> None:
         check_parts(spec, parts)
@@ -41,12 +41,12 @@ class Topology:
         self.first = self.replica * parts
         """The replica's first rank."""
         self.group: Any = None
-        """Of the replica's ranks; None where a rank is a whole replica."""
+        """Process group of the replica's ranks; None where a rank is a whole replica."""
         if parts > 1:
             self.group, self._same_part = _groups.get(parts) or self._make_groups(seconds)
 
     def _make_groups(self, seconds: float) -> tuple[Any, Any]:
-        """Every rank makes every group, in one order."""
+        """Every rank creates every group, in the same order, as torch requires."""
         found: list[Any] = [None, None]
         replicas = [[r * self.parts + p for p in range(self.parts)] for r in range(self.replicas)]
         same_part = [[r * self.parts + p for r in range(self.replicas)] for p in range(self.parts)]
@@ -60,7 +60,7 @@ class Topology:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Inside, DeepSpeed knows of the parts. It has one such object for all engines of a process, which it asks when
+        """Inside, DeepSpeed uses this topology. It has one such object for all engines of a process and reads it when
         it starts, reduces and steps."""
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         before, groups.mpu = groups.mpu, self.mpu

@@ -69,7 +69,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     )
     learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
-    """Not ``offload_optimizer``, which ``offload_params`` asks for."""
+    """Without ``offload_optimizer``, which ``offload_params`` requires."""
     config: DeepSpeedTrainerConfig
 
     @classmethod
@@ -120,11 +120,9 @@ class DeepSpeedTrainer(ShardedTrainer):
             if divided:
                 probe(loaded, spec)
                 self.require_packing()
-                if (
-                    loaded.layout == "alone" or loaded.rope is not None
-                ):  # ranks that call layers other times wait forever
+                if loaded.layout == "alone" or loaded.rope is not None:  # ranks must call layers equally often
                     loaded.most_calls = self._most_calls
-            if divided and self.config.kernels == "liger":  # now that weights are gathered where they are used
+            if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
                 check_liger(loaded, use_liger(self.module))
             names = {p: name for name, p in self.parameters.items()}
             self.partition = ZeroPartition(
@@ -167,7 +165,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         return self._values
 
     def _backward(self, total: Tensor, last: bool) -> None:
-        """Every rank goes through every backward, also one whose loss is not finite: with a loss of zero then."""
+        """Every rank must call every backward pass. A rank whose loss is not finite calls it with a loss of zero."""
         assert self.zero is not None
         if self._bad_loss or not total.requires_grad:
             total = torch.stack([(v * 0.0).sum() for v in self._values.values()]).sum()
@@ -205,7 +203,8 @@ class DeepSpeedTrainer(ShardedTrainer):
         return norm, ""
 
     def _finish_gradients(self) -> tuple[float, str]:
-        """Reduce and clip; (the global norm before, why the step must not be taken), the same on every rank."""
+        """Reduce and clip the gradients. Returns (global norm before clipping, reason to skip the step), the same on
+        every rank."""
         self._reduce()
         indices = range(len(self.partition.flats))
         local = sum(self.split.squares(self.partition, i) for i in indices)

@@ -1,7 +1,7 @@
-"""Which elements of which parameters a rank owns, stage by stage, as views of what DeepSpeed's optimizer steps.
+"""Which elements of which parameters a rank owns in each ZeRO stage, as views of the optimizer's flat tensors.
 
-A :class:`Flat` is one tensor that the optimizer steps on this rank; its pieces say which parameter's elements lie
-where. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
+A :class:`Flat` is one tensor that the optimizer steps on this rank. Its pieces say which elements of which parameter it
+holds. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Piece:
 @dataclass(slots=True)
 class Flat:
     owner: Tensor
-    """What the optimizer keeps state for."""
+    """The tensor that the optimizer keeps state for."""
     pieces: list[Piece]
     names: list[str]
     """Of all parameters of the flats that the ranks step together, the same on every rank, this rank's own or not."""
@@ -90,7 +90,7 @@ class ZeroPartition:
             yield piece, found
 
     def publish(self) -> None:
-        """After the flats changed: every rank computes with the new values."""
+        """After a change of the flats: give the new values to every rank."""
         if self.replicated:
             return
         if self.stage < 3:
@@ -100,10 +100,10 @@ class ZeroPartition:
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
         offload = self.optimizer.parameter_offload if self.trained else self.optimizer
         offload.partition_all_parameters()
-        if offload.persistent_parameters:  # those that stay whole on every rank
+        if offload.persistent_parameters:  # parameters that stay whole on every rank
             offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
         for parameter in offload.module.parameters():
-            parameter.ds_secondary_tensor = None  # ZeRO++: the node's own copy is of the old values
+            parameter.ds_secondary_tensor = None  # ZeRO++: the node's copy has the old values
 
 
 def _offloads(optimizer: Any) -> bool:
@@ -121,7 +121,7 @@ def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> 
         pieces = []
         for parameter in group:
             mapping = parameter._hp_mapping
-            if mapping is not None:  # None: no element of it lies in this rank's part
+            if mapping is not None:  # None: this rank's part has no element of it
                 start = mapping.lp_fragment_address.start
                 address = mapping.hp_fragment_address
                 pieces.append(Piece(names[parameter], start, address.start, address.numel))

@@ -1,4 +1,4 @@
-"""Running the trainer's module for sampling: borrowing it, packed prefill, and one-token steps over slots."""
+"""Runs the trainer's module for sampling: packed prefill, and one-token steps over slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAtte
 
 
 class Decoder:
-    """A causal language model of transformers, as the generator uses it: a reference, nothing changed for good."""
+    """A reference to a causal language model of transformers. The model is changed inside :meth:`borrowed` only."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -39,9 +39,9 @@ class Decoder:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Evaluation mode, our attention, no gradient; all as found afterwards, whatever happens inside.
+        """Evaluation mode, our attention, no gradient. The module is restored afterwards, also after an error.
 
-        Must not be held over a ``yield`` to a consumer: it would see the module in this state.
+        Must not be open across a ``yield`` to a consumer, who would see the module in this state.
         """
         training = [m for m in self.module.modules() if m.training]
         attention = [c._attn_implementation_internal for c in self._configs]
@@ -90,7 +90,7 @@ def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
 
 
 def _check(models: list[PreTrainedModel]) -> None:
-    """Refuse what the slot cache would sample from wrongly."""
+    """Refuse models that the slot cache would compute wrongly."""
     if not models:
         raise ModelError("the generator 'transformers' samples from a transformers PreTrainedModel; got none.")
     model, config = models[0], models[0].config.get_text_config()
@@ -121,8 +121,8 @@ def refusal(name: str, why: str) -> ModelError:
 
 
 def require_agreement(module: PreTrainedModel) -> None:
-    """Raises ModelError where a prompt gets other logits here than in the module's own forward pass. For models that a
-    trainer does not pack, whose module therefore has its own attention."""
+    """Raises ModelError where a prompt gets other logits here than in the module's own forward pass. For models that
+    trainers do not pack, so that their module has its own attention."""
     ids = [i % module.config.get_text_config().vocab_size for i in range(11, 25)]
     with short_lengths(module):
         decoder = Decoder(module)
@@ -141,8 +141,8 @@ def _windows(config: Any) -> dict[int, int]:
 
 
 def _positions(config: Any) -> tuple[int | None, str]:
-    """Rotary embeddings of type longrope change for every row of a batch once one of them passes the original length;
-    samples would depend on their neighbours, so that length is the limit."""
+    """Rotary embeddings of type longrope change for every row of a batch when one row passes the original length.
+    Samples would depend on their neighbours, so the original length is the limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original:

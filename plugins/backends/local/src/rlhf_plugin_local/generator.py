@@ -24,16 +24,16 @@ from rlhf_plugin_local.memory import engine_memory
 from rlhf_plugin_local.sampling_loop import SamplingLoop
 
 YIELD_STEPS = 16
-"""Finished samples are handed out at least every so many steps (the module is given back for each handing out)."""
+"""Finished samples are yielded at least once in this many steps. The module is restored for each yield."""
 
 
 class TransformersGenerator(Generator):
     """Continuous sampling without a copy of the weights and without a sync.
 
     Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
-    its samples; finished rows leave the batch; where more is asked than fits, requests are admitted in index order
-    as slots free up. Composition of the batch depends on counters only, so a rerun is bit-equal; other neighbours
-    move log-probs by floating-point rounding (1e-6 in fp32).
+    its samples; finished rows leave the batch; further requests are admitted in index order as slots
+    become free. The composition of the batch depends on counters only, so a rerun is bit-equal. Other neighbours change
+    log-probs by floating-point rounding (1e-6 in fp32).
 
     ``Turn.ids`` ends with the end token, or with the token that completed a stop string, and ``Turn.text`` is exactly
     ``decode(ids)``: a stop string stays in the text, and so does what its last token carries beyond it. Log-probs and
@@ -80,7 +80,7 @@ class TransformersGenerator(Generator):
             return
         try:
             module = skeleton(spec.path, spec.trust_remote_code)
-        except Exception:  # anything: configs are other people's files, and loading the model says it better
+        except Exception:  # any exception: loading the model reports it better
             return
         limit, field = check_model(module)
         for sampling in samplings:
@@ -116,8 +116,8 @@ class TransformersGenerator(Generator):
         return Proof(version, detail="samples from the trainer's own module: nothing was copied")
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """See :class:`~rlhf.interfaces.Generator`. The module is as it was whenever this hands out a sample, and
-        after it ended, was closed or raised. Requests are checked when this is called, before anything is computed."""
+        """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after
+        the end, ``close()`` or an error. Requests are checked when this is called, before anything is computed."""
         if self._decoder is None:
             raise ModelError("the generator has no weights yet; call load(trainer, version) before generate().")
         for i, request in enumerate(requests):

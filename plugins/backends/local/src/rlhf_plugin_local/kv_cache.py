@@ -1,8 +1,8 @@
 """The key-value cache of the generator: one slot per row, written in place at each row's own position.
 
-It is filled and read by the attention routes of :mod:`rlhf_plugin_local.sampling_attention`, below the level of
-transformers' ``Cache``: a model that takes its attention function from ``AttentionInterface`` needs no more, and sees
-neither a cache argument nor a mask.
+The attention routes of :mod:`rlhf_plugin_local.sampling_attention` write and read it. transformers' ``Cache`` is not
+involved: a model that takes its attention function from ``AttentionInterface`` gets neither a cache argument nor a
+mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LayerKV = tuple[Tensor, Tensor]
 class SlotCache:
     """Per layer keys and values, [slots, H, capacity, D] each, in the dtype the model makes them.
 
-    Grows in rows and in positions as rows need it; what it holds at any time is exactly ``slots x capacity``.
+    Grows in rows and positions as needed. Its size is always ``slots x capacity``.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class SlotCache:
             cache.view(-1, cache.shape[3]).index_copy_(0, index_SH, new_SHD.reshape(-1, cache.shape[3]).to(cache.dtype))
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Copy slots ``source`` over slots ``target``, whole: contiguous copies are far faster than parts of rows."""
+        """Copy slots ``source`` over slots ``target``. Whole slots are copied, as contiguous copies are far faster."""
         for tensors in (self.keys, self.values):
             for cache in tensors:
                 at = torch.tensor([source, target], device=cache.device)

@@ -24,7 +24,7 @@ class LocalGroup(WorkerGroup):
         return [getattr(self.worker, method)(*per_rank[0])]
 
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
-        """In this process nothing can be waited for, so ``timeout`` is not read."""
+        """Calls in this process cannot time out, so ``timeout`` is ignored."""
         return iter(getattr(self.worker, method)(*arguments))
 
 
@@ -44,7 +44,7 @@ class LocalLauncher(Launcher):
 
     @staticmethod
     def _check_places(places: Mapping[str, Place]) -> None:
-        """Everything shares this process; a section that asks for more is refused."""
+        """Refuse sections that ask for more than one rank or device: everything shares this process."""
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:
                 raise ConfigError(

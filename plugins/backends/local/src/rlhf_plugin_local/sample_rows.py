@@ -1,4 +1,4 @@
-"""The rows being sampled: per-slot state as tensors, so that a step costs a few vector operations for any batch."""
+"""State of the rows that are sampled: one tensor entry per slot, so that a step is a few vector operations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhf_plugin_local.stop_strings import StopScanner
 from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64
-"""Steps for which there is room at first; doubled when a row gets there."""
+"""Steps that there is room for at first; doubled when a row needs more."""
 
 
 @dataclass(slots=True)
 class Row:
-    """What the host knows about a row; its step is a difference of two step counts, so nothing is read back."""
+    """A row on the host. Its step is the difference of two step counts, so nothing is read back from the device."""
 
     index: int
     """Position in the call's requests."""
@@ -31,8 +31,8 @@ class Row:
 
 
 class Rows:
-    """Slots 0 .. ``used - 1``; a slot's ``row`` is None once its row finished (it then computes, unread, until
-    compaction or admission takes the slot)."""
+    """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
+    ignored, until compaction or admission reuses it."""
 
     _MOVED = ("position", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms")
 
@@ -79,7 +79,7 @@ class Rows:
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
     def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]]) -> None:
-        """Give ``slots`` (holes first, then new ones) to requests that have drawn nothing yet."""
+        """Give ``slots`` (free ones first, then new ones) to requests that start."""
         columns, uniforms = self.uniforms.shape[1], []
         for slot, (index, request) in zip(slots, requests, strict=True):
             s = request.sampling
@@ -109,7 +109,7 @@ class Rows:
         return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
 
     def record(self, slots: list[int] | None, logits_BV: Tensor) -> list[tuple[int, Finish]]:
-        """Draw each row's next token and note it; (slot, finish) of rows that ended with it.
+        """Draw and record each row's next token. Returns (slot, finish) of the rows that ended with it.
 
         ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step.
         """
@@ -153,7 +153,7 @@ class Rows:
         return sorted(ended.items())
 
     def finish(self, ended: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
-        """Take rows out of their slots; (position in the requests, turn) of each."""
+        """Remove rows from their slots. Returns (position in the requests, turn) of each."""
         if not ended:
             return []
         slots = [slot for slot, _ in ended]
@@ -173,11 +173,11 @@ class Rows:
             )
             turns.append((row.index, turn))
         self.alive[slots] = 0
-        self.position[slots] = 0  # what a hole writes stays inside its slot, however the cache is resized
+        self.position[slots] = 0  # a free slot writes inside its own memory, also after a resize
         return turns
 
     def compact(self) -> tuple[list[int], list[int]]:
-        """Move the last live rows into the holes; (source slots, target slots), for the cache to follow."""
+        """Move the last live rows into free slots. Returns (source slots, target slots), for the cache."""
         live = self.used - len(self.holes)
         target = [slot for slot in self.holes if slot < live]
         source = [slot for slot in range(live, self.used) if self.rows[slot] is not None]
@@ -203,7 +203,7 @@ class Rows:
         return self._draw
 
     def _fit(self) -> None:
-        """Room for one more step of every row; more uniforms continue each row's stream."""
+        """Make room for one more step of every row; each row's stream of uniforms continues."""
         columns = self.tokens.shape[1]
         if all(self.clock - row.born < columns - 1 for row in self.live):
             return

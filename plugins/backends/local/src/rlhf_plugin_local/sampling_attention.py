@@ -1,8 +1,7 @@
 """Attention while sampling: packed prompts, then one token per row over the slots of the cache.
 
-Both are routes of :mod:`rlhf_modeling.attention`, and both lay tokens out as one row [1, H, tokens, D], so the
-layers of the trainer's module, fused or not, run as they do in training; in a decoding step the "packed row" is one
-token of every sample.
+Both are routes of :mod:`rlhf_modeling.attention` and see tokens as one row [1, H, tokens, D], so the layers of the
+trainer's module, fused or not, run as in training. In a decoding step the row holds one token of every sample.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 
 NAME = "rlhf_sampling"
 QUERIES = 512
-"""Queries per block where prompt attention is written out (windows, soft caps, sinks): bounds the score matrix."""
+"""Queries per block where prompt attention is computed here (windows, soft caps, sinks). It bounds the score matrix."""
 POSITIONS = 32
-"""On a CPU in bf16 a decoding step attends to whole blocks of so many positions, the last ones hidden. oneDNN keeps
-what it compiled for each shape, and with one more position in every step that lies between temporaries which grow: the
-heap falls to pieces that nothing fits into any more."""
+"""On a CPU in bf16 a decoding step attends to whole blocks of this many positions, the last ones masked. oneDNN keeps
+compiled code for each shape; with a new shape in every step that fragments the heap."""
 
 AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
 
 
 class PromptAttention(PackedAttention):
-    """Each prompt of the packed row causal and alone; keeps keys and values by layer, ``kv[layer]``: [N, H, D]."""
+    """Each prompt of the packed row attends to itself only. Keys and values are kept by layer, ``kv[layer]``: [N, H,
+    D]."""
 
     def __init__(self, lens: list[int], windows: Mapping[int, int]) -> None:
         super().__init__(lens)
@@ -70,7 +69,7 @@ class StepAttention(PackedAttention):
         """``length``: the largest position of a live row + 1; what is attended to at most."""
         self.cache, self.position_S, self.windows = cache, position_S, windows
         self.length = min(-(-length // POSITIONS) * POSITIONS, cache.capacity) if _compiles_shapes(cache) else length
-        # Built once a step for all layers of a kind.
+        # Built once per step for all layers of a kind.
         self._index: dict[int, Tensor] = {}
         self._bias: dict[tuple[int | None, int], Tensor] = {}
 

@@ -21,7 +21,7 @@ GROWTH = 64
 
 @dataclass(slots=True)
 class _Prompt:
-    """A distinct prompt; its keys, values and logits are kept while requests for it wait."""
+    """A distinct prompt. Its keys, values and logits are kept while requests for it wait."""
 
     waiting: int = 0
     kv: list[LayerKV] | None = None
@@ -29,12 +29,12 @@ class _Prompt:
 
 
 def _need(request: GenerationRequest) -> int:
-    """Cache positions a request may come to use (its last token is never fed)."""
+    """Most cache positions that a request uses (its last token is never fed)."""
     return len(request.ids) + request.sampling.max_new_tokens - 1
 
 
 class SamplingLoop:
-    """Decisions depend on counters only: requests, their lengths and finishes, never on time."""
+    """Decisions depend on counters only (requests, their lengths and finishes), never on time."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class SamplingLoop:
         return not self.waiting and not self.rows.live
 
     def advance(self, steps: int) -> list[tuple[int, Turn]]:
-        """Up to ``steps`` decoding steps; the samples that finished. To be called with the module borrowed."""
+        """Take up to ``steps`` decoding steps. Returns the samples that finished. Called inside
+        ``Decoder.borrowed``."""
         for _ in range(steps):
             if self.waiting:
                 self._admit()
@@ -99,7 +100,8 @@ class SamplingLoop:
     # ------------------------------------------------------------------------------------ admission
 
     def _admissible(self) -> int:
-        """How many of the waiting requests, in order, have a row and cache positions for all they may sample."""
+        """How many waiting requests, in order, can get a row and cache positions for everything that they may
+        sample."""
         live = self.rows.live
         longest, count = max((_need(row.request) for row in live), default=0), 0
         bound = self.config.max_cache_tokens
@@ -109,7 +111,7 @@ class SamplingLoop:
             if rows > self.size or (bound is not None and rows * longest > bound):
                 break
             count += 1
-        # A prefill pass for every row that frees up would cost more than the row gains.
+        # A prefill pass for a single free row would cost more than the row gains.
         return 0 if live and count < min(len(self.waiting), max(1, len(live) // 8)) else count
 
     def _admit(self) -> None:
@@ -134,20 +136,20 @@ class SamplingLoop:
             assert logits_V is not None
             logits.append(logits_V)
         logits_BV = torch.stack(logits)
-        del logits, logits_V  # they may be views of a whole pack
+        del logits, logits_V  # they may be views of a whole pack, which is freed here
         for ids, its in by_prompt.items():
             prompt = self.prompts[ids]
             assert prompt.kv is not None
             self.cache.write_prompt(its, prompt.kv)
             prompt.waiting -= len(its)
-            if prompt.waiting:  # a copy of its own, so that it does not keep its whole pack alive
+            if prompt.waiting:  # a copy, so that the whole pack is not kept alive
                 prompt.kv = [(k.clone(), v.clone()) for k, v in prompt.kv]
             else:
                 prompt.kv = prompt.logits_V = None
         self._take(self.rows.record(slots, logits_BV))
 
     def _prefill(self, wanted: list[tuple[int, ...]]) -> None:
-        """Compute the prompts that have no keys and values yet, in packs of at most ``prefill_tokens``."""
+        """Compute keys and values of new prompts, in packs of at most ``prefill_tokens``."""
         packs: list[list[tuple[int, ...]]] = []
         room = 0
         for ids in dict.fromkeys(wanted):
@@ -164,7 +166,7 @@ class SamplingLoop:
             self.work["prefill_tokens"] += sum(map(len, pack))
 
     def _grow(self, length: int, used: int) -> None:
-        """Room for all rows at ``length`` positions and some more, never more than they may come to need."""
+        """Grow to ``length`` positions for all rows and some more, but never beyond what they may need."""
         slots = self.rows.used
         longest = max(_need(row.request) for row in self.rows.live)
         capacity = max(length, min(longest, length + max(GROWTH, length // 4)))

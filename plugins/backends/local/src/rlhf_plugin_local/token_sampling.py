@@ -1,10 +1,10 @@
-"""How one token per row is drawn, and the log-prob that is reported for it.
+"""Draws one token per row and computes the log-prob that is reported for it.
 
 Definition, per row, with fp32 logits z over the vocabulary, temperature T > 0 and one uniform u in [0, 1):
 
-1. ``z := z / T``. Without truncation the reported log-prob of token i is ``z_i - logsumexp(z)``: what a trainer's
-   forward pass reproduces. With truncation the logsumexp is over the tokens that stay: the log-prob of the distribution
-   that the token was drawn from, so that an importance correction against the full distribution is right.
+1. ``z := z / T``. Without truncation the reported log-prob of token i is ``z_i - logsumexp(z)``, which a
+   trainer's forward pass reproduces. With truncation the logsumexp is over the tokens that stay: the log-prob of the
+   distribution that the token was drawn from, so that an importance correction against the full distribution is right.
 2. Truncation is one threshold on z, the largest of three: top_k, the k-th largest z; top_p, the z of the last token of
    the smallest set of most likely tokens whose mass reaches top_p (masses renormalised after top_k); min_p,
    ``max(z) + log(min_p)``. Every token with ``z >= threshold`` stays, so tokens tied at the threshold all stay.
@@ -15,8 +15,8 @@ Definition, per row, with fp32 logits z over the vocabulary, temperature T > 0 a
 T = 0 is greedy: the first token of largest logit, with its log-prob under T = 1.
 
 A row's draw depends on its own logits, parameters and u only. u for step t of a request is word t of a Philox stream
-keyed by the request's 63-bit seed (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), so neither
-admission time nor neighbours enter. (``torch.Generator`` on the CPU keeps the low 32 bits of a seed only.)
+keyed by the request's 63-bit seed (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), so it does
+not depend on admission time or neighbours. (``torch.Generator`` on the CPU keeps the low 32 bits of a seed only.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The parameters of B rows. ``temperature_B`` (fp32) is 1 where greedy; features no row uses are None."""
+    """The parameters of B rows. ``temperature_B`` (fp32) is 1 where greedy; features that no row uses are None."""
 
     temperature_B: Tensor
     greedy_B: Tensor | None = None
@@ -110,7 +110,7 @@ def _threshold(z_BV: Tensor, top_B1: Tensor, weight_BV: Tensor, p: Draw) -> Tens
         threshold_B1 = top_B1 + p.log_min_p_B[:, None]
     if p.top_k_B is not None or p.top_p_B is not None:
         V = z_BV.shape[1]
-        # Only the k largest values are ever looked at when every row has a top_k.
+        # Only the k largest values are needed when every row has a top_k.
         k = V if p.top_k_B is None else int(p.top_k_B.max())
         sorted_BK = z_BV.sort(-1, descending=True).values if k == V else z_BV.topk(k, -1).values
         last_B = torch.full_like(sorted_BK[:, 0], k - 1, dtype=torch.int64)

@@ -39,8 +39,8 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 
 
 class TorchTrainer(PackedTrainer):
-    """fp32 weights, fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Roles that are not
-    trained hold weights and nothing else."""
+    """fp32 weights, fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Frozen roles hold
+    weights only."""
 
     name = "torch"
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
@@ -125,8 +125,8 @@ class TorchTrainer(PackedTrainer):
 
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Under the names of the architecture's checkpoints, detached, on the trainer's device, tied weights once (with
-        the embedding's name), adapters merged. They share memory with the model, but for those that checkpoints lay out
-        otherwise: copy what must outlive the next step."""
+        the embedding's name), adapters merged. They share memory with the model, except those that checkpoints
+        store in another layout. Copy what must outlive the next step."""
         with self._view(view):
             tensors = state.named_tensors(self.module)
             plain = view == "base" or not self.has_adapters
@@ -150,7 +150,7 @@ class TorchTrainer(PackedTrainer):
             self.module.save_pretrained(str(path), state_dict=whole)
         tokenizer.save_pretrained(str(path))
         for file in Path(path).glob("*.safetensors"):
-            file.chmod(0o644)  # written through a private temporary file; as readable as its config.json
+            file.chmod(0o644)  # safetensors writes it private; config.json is readable too
 
     # -------------------------------------------------------------------------------------- memory
 
@@ -216,7 +216,7 @@ class TorchTrainer(PackedTrainer):
     # ------------------------------------------------------------------------------------ internals
 
     def _kept(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that goes on from it."""
+        """Facts that must be the same in the checkpoint and in the run that resumes from it."""
         trained = self.spec.role.trained
         return {
             "trained": trained,
@@ -230,8 +230,8 @@ class TorchTrainer(PackedTrainer):
         state.copy_into(target, tensors, f"the checkpoint {str(path)!r}")
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: everything, or the trained parameters beside a frozen base, which is
-        loaded from its model again."""
+        """The tensors of the model in a checkpoint: all of them, or the trained ones where the base is frozen. A frozen
+        base is read from its model again."""
         if self.has_adapters:
             return {name: p.data for name, p in self.parameters.items()}
         return state.named_tensors(self.module)
