@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_plugin_plan import Machine, make_plan, resolve
+from rlhf_plugin_plan import Machine, resolve, sum_of
 from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_model
 
@@ -47,10 +47,14 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
     if ranks > 1:
         flags |= {"launcher.use": "ray", "generator.use": "vllm", "trainer.use": "deepspeed"}
         flags |= {"trainer.stage": str(options["stage"]), "placement.policy.ranks": str(ranks)}
-    plan = make_plan(resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu", 2**40)))
-    rows = plan.groups[0].moments[what].rows
-    parts = [rows[role], rows.get("generator", {})] if what == "generate" else [rows[role]]
-    return sum(size for row in parts for part, size in row.items() if part != "process") // ranks
+    layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu", 2**40))
+    phases = layout.role(role).memory.phases
+    if what == "generate":
+        assert layout.engines is not None
+        parts = [phases["rest"].device, layout.engines.memory.phases["generate"].device]
+    else:
+        parts = [phases[what].device]
+    return sum(map(sum_of, parts))
 
 
 def measured(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
