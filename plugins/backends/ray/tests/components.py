@@ -1,4 +1,4 @@
-"""Components that a run names by ``file:``: a trainer and a generator that are killed once, where a flag says so."""
+"""Components that a run names by ``file:``: a trainer and a generator that kill their process if a flag file exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_plugin_local.trainer import TorchTrainer
 
 
 def die_once(flag: str) -> None:
-    """Kill this process if the file ``flag`` is there; it is taken away first."""
+    """Remove the file ``flag`` and kill this process, if the file exists."""
     if flag and os.path.exists(flag):
         os.unlink(flag)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -28,13 +28,13 @@ def die_once(flag: str) -> None:
 
 class MortalConfig(TorchTrainerConfig):
     flag: str = ""
-    """File that is the sign to die."""
+    """The process kills itself if this file exists."""
     at_update: int = 0
-    """In which optimizer step."""
+    """The optimizer step in which it does."""
 
 
 class Mortal(TorchTrainer):
-    """The torch trainer, until it dies."""
+    """The torch trainer, which kills its process in one update."""
 
     name = "mortal"
     Config = MortalConfig
@@ -47,9 +47,9 @@ class Mortal(TorchTrainer):
 
 class OwnCopyConfig(ComponentConfig):
     flag: str = ""
-    """File that is the sign to die."""
+    """The process kills itself if this file exists."""
     after: int = 3
-    """Samples of a call before it does."""
+    """Number of samples of a call before it does."""
 
 
 class OwnCopy(Generator):

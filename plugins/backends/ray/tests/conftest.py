@@ -1,4 +1,4 @@
-"""One Ray for the tests of this folder, and what they launch on it."""
+"""One Ray for the tests of this folder, and launchers on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, HERE)  # for the stand-ins
 
 
 running: list[Cluster] = []
-"""The one that was started last, while it runs."""
+"""The Ray that runs now, if there is one."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def no_cluster() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ends with the last test of this folder that follows on another: elsewhere tests start a Ray of their own."""
+    """Ends Ray after this folder's last test, because tests of other folders start their own."""
     if running and (nextitem is None or Path(HERE) not in nextitem.path.parents):
         running.pop().close()
 

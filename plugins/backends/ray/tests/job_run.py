@@ -1,4 +1,4 @@
-"""What ``ray job submit`` runs in test_job.py: a driver that says nothing about where the cluster is."""
+"""The driver that ``ray job submit`` runs in test_job.py. It does not name the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver with a Ray of its own, run by test_own_ray.py; the argument says how it ends."""
+"""A driver that starts a Ray of its own, run by test_own_ray.py. The argument says how the driver ends."""
 
 from __future__ import annotations
 

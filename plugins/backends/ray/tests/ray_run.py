@@ -1,4 +1,4 @@
-"""What the controller does with a policy and engines on Ray, over stand-ins for both; and what they should answer."""
+"""Does what the controller does with a policy and engines on Ray, with stand-ins for both; and the expected answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 
 
 class Run:
-    """A policy, engines, and the way of the weights between them."""
+    """A policy, engines, and the transport of weights between them."""
 
     def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0, transport: str = "auto") -> None:
         launcher.place({"policy": Place(), GENERATOR: Place(engines)})
@@ -45,7 +45,7 @@ class Run:
         return [engine.facts["pid"] for engine in self.engines.pool.members.values()]
 
     def answers(self, requests, kill: int = 0) -> dict[int, list[int]]:
-        """``kill``: an engine's process, to be killed after its first sample."""
+        """``kill``: process id of an engine that is killed after its first sample."""
         got: dict[int, list[int]] = {}
         for position, turn in self.engines.generate(requests):
             assert position not in got

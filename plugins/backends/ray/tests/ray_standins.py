@@ -1,4 +1,4 @@
-"""Trainers and generators without a model, which do on request what real ones do on bad days. Imported by workers."""
+"""Trainers and generators without a model, which fail on request as real ones may. Imported by workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_transport.receiving import ReceivesOverLinks
 
 
 class OddTrainer(CountingTrainer):
-    """Holds a counter."""
+    """A counter in place of a model."""
 
     name = "odd"
 
@@ -53,14 +53,14 @@ class OddTrainer(CountingTrainer):
         raise ValueError("a plain error")
 
     def raises_on(self, rank: int, others: float) -> int:
-        """One rank raises at once, the others wait for it (as in a collective) for so many seconds."""
+        """One rank raises at once; the others wait ``others`` seconds, as in a collective."""
         if self.spec.rank == rank:
             raise ValueError(f"first cause on {rank}")
         time.sleep(others)
         return self.spec.rank
 
     def dies(self, rank: int, others: float) -> None:
-        """One rank's process is killed; a moment later the others notice and raise, or they wait for ever."""
+        """One rank's process is killed. After ``others`` seconds the other ranks raise."""
         if self.spec.rank == rank:
             sys.stderr.write("last words\n")
             sys.stderr.flush()
@@ -73,7 +73,7 @@ class OddTrainer(CountingTrainer):
         return "slept"
 
     def spin(self, seconds: float) -> str:
-        """Busy with Python all the time."""
+        """Compute in Python without a pause."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             pass
@@ -100,7 +100,7 @@ class OddTrainer(CountingTrainer):
         time.sleep(60.0 if rank else 0.0)
 
     def first_of(self, arrays: Sequence[Any]) -> list[int]:
-        """Takes what another group streamed."""
+        """Takes items that another group streamed."""
         return [int(a[0]) for a in arrays]
 
     def adds(self) -> float:
@@ -118,18 +118,18 @@ class OddTrainer(CountingTrainer):
 
 
 class OwnError(RlhfError):
-    """Defined by a plugin, so that the driver need not know it."""
+    """An error class of a plugin, which the driver may not know."""
 
 
 class OddConfig(ComponentConfig):
     folder: str = ""
-    """Where engines leave notes for the test."""
+    """Folder in which engines write notes for the test."""
     seconds: float = 0.0
-    """For each sample."""
+    """Seconds per sample."""
     fail_start: bool = False
-    """Raise when it is made."""
+    """Raise in the constructor."""
     slow_start: float = 0.0
-    """Seconds."""
+    """Seconds that the constructor takes."""
 
 
 class OddGenerator(ReceivesOverLinks, Generator):
@@ -202,7 +202,7 @@ class OddGenerator(ReceivesOverLinks, Generator):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _takes_away(self, name: str) -> bool:
-        """Whether there is a flag of this name, and no other engine was quicker."""
+        """Whether a flag file of this name exists and this engine was the first to remove it."""
         if not self.config.folder:
             return False
         try:
@@ -236,5 +236,5 @@ class OddGenerator(ReceivesOverLinks, Generator):
 
 
 def tokens(weights: str, request: GenerationRequest) -> list[int]:
-    """What every engine with these weights draws for a request."""
+    """The tokens that every engine with these weights samples for a request."""
     return [int(hashlib.sha256(f"{weights}{request.ids}{request.seed}".encode()).hexdigest()[:6], 16)]

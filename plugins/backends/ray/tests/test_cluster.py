@@ -1,4 +1,4 @@
-"""What is said where Ray itself does not come up."""
+"""Messages when Ray itself does not start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_plugin_ray.config import RayConfig
         (KeyError("unexpected"), KeyError, "unexpected"),
     ],
 )
-def test_a_ray_that_does_not_start(monkeypatch, raised, error, message):
+def test_errors_of_ray_at_its_start(monkeypatch, raised, error, message):
     def init(**options: object) -> None:
         raise raised
 
@@ -44,7 +44,7 @@ def test_a_ray_that_does_not_start(monkeypatch, raised, error, message):
         ),
     ],
 )
-def test_the_cluster_of_the_environment_follows_the_rules_of_the_option(monkeypatch, address, options, message):
+def test_ray_address_is_checked_like_the_option(monkeypatch, address, options, message):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Ray's control process (GCS) is killed: the run says so last, and ends."""
+"""Ray's control process (GCS) is killed: the run ends with a message about it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def started(folder: Path, ray: str, reward: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("at", ["between workers' calls", "where nothing looks"])
-def test_a_killed_gcs_is_the_last_word(at, tmp_path):
+def test_a_killed_gcs_ends_the_run_with_its_own_message(at, tmp_path):
     flag = tmp_path / "flag" if at == "where nothing looks" else tmp_path / "run" / "metrics.jsonl"
     reward = REWARD.format(BLOCKS.format(str(flag)) if at == "where nothing looks" else "")
     said = tmp_path / "said"

@@ -1,4 +1,4 @@
-"""Engines behind one front: those that are killed while they work, and those that cannot start."""
+"""Engines behind one generator: engines that are killed while they work, and engines that cannot start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(launch, tmp_path):
     return make
 
 
-def test_samples_come_as_they_finish(run):
+def test_samples_are_yielded_as_they_finish(run):
     r = run(seconds=0.3)
     start, times = time.monotonic(), []
     for _ in r.engines.generate(requests(4, 2)):
@@ -35,7 +35,7 @@ def test_samples_come_as_they_finish(run):
     assert times[-1] - times[0] > 0.5
 
 
-def test_a_killed_engine_is_replaced_and_its_samples_are_drawn_again(run, caplog, capfd):
+def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, capfd):
     r = run(seconds=0.2)
     r.sync(1)
     asked = requests(6)
@@ -88,7 +88,7 @@ def test_an_engine_whose_replacement_dies_too(run):
     assert r.pushes == 2
 
 
-def test_an_engine_that_says_that_it_is_gone_is_replaced(run):
+def test_an_engine_that_raises_worker_error_is_replaced(run):
     """A generator whose own processes died raises WorkerError."""
     r = run(max_restarts=2)
     with pytest.raises(WorkerError, match=r"own process is gone\nThe run stops: 2 engines were already replaced"):
@@ -96,7 +96,7 @@ def test_an_engine_that_says_that_it_is_gone_is_replaced(run):
     assert len(r.notes("started")) == 4
 
 
-def test_deaths_beyond_the_limit_end_the_run(run):
+def test_more_deaths_than_max_restarts_end_the_run(run):
     r = run(max_restarts=0)
     r.sync(1)
     os.kill(r.pids()[0], signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_deaths_beyond_the_limit_end_the_run(run):
     assert "launcher.max_restarts" in str(info.value)
 
 
-def test_a_transport_that_cannot_be_had_is_refused(launch):
+def test_an_impossible_transport_is_refused(launch):
     class Alone(OddGenerator):
         name = "alone"
         capabilities = frozenset({"accept:tensors"})
@@ -128,7 +128,7 @@ def test_an_engine_that_cannot_start(launch):
         launcher.launch_generator(OddGenerator, OddConfig(fail_start=True), GeneratorSpec((0,), str))
 
 
-def test_generators_that_live_in_the_trainer_are_refused(launch):
+def test_generators_that_need_the_trainers_module_are_refused(launch):
     class Inside(OddGenerator):
         name = "inside"
         capabilities = frozenset({"accept:module"})

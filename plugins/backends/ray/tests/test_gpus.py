@@ -1,4 +1,4 @@
-"""GPUs by Ray's count: who sees which. No GPU is needed, as nothing computes on them."""
+"""Which worker sees which GPUs, by Ray's count. No real GPU is needed, because nothing computes on them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_colocated_roles_and_engines_see_the_same_gpus(launcher, tmp_path):
     assert sorted(notes) == [",".join(seen["policy"][:2]), ",".join(seen["policy"][2:])]
 
 
-def test_roles_apart_see_their_own(launcher):
+def test_separate_roles_see_separate_gpus(launcher):
     launcher.place({"policy": Place(1, 2), "critic": Place(2)})
     policy = launcher.launch_trainer(OddTrainer, None, role("policy", 1)).call("where", [()])
     critic = launcher.launch_trainer(OddTrainer, None, role("critic", 2)).call("where", [()] * 2)
@@ -65,12 +65,12 @@ def test_roles_apart_see_their_own(launcher):
     assert sorted(",".join(seen).split(",")) == ["0", "1", "2", "3"]
 
 
-def test_what_does_not_fit(launcher):
+def test_a_placement_that_does_not_fit_is_refused(launcher):
     with pytest.raises(ConfigError, match=r"(?s)policy  3 ranks x 2 GPUs = 6.*there   4 GPUs: 127.0.0.1 has 4"):
         launcher.place({"policy": Place(3, 2)})
 
 
-def test_a_connection_that_is_there_already_is_not_another():
+def test_an_existing_connection_is_not_replaced():
     for options in ({"cpus": 2}, {"address": "10.0.0.1:6379"}):
         with pytest.raises(ConfigError, match=r"this process is already connected to the Ray cluster .*; leave out"):
             RayLauncher(RayConfig(**options)).place({"policy": Place()})

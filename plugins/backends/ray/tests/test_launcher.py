@@ -1,4 +1,4 @@
-"""Launching: placement on a real Ray, environments, versions, and what is left afterwards."""
+"""Launching on a real Ray: placement, environments, versions, and cleaning up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_wrong_options_are_refused(options, message):
         RayConfig(**options)
 
 
-def test_workers_are_set_up_for_their_place(launch, tmp_path, monkeypatch):
+def test_workers_get_threads_gpus_and_environment(launch, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     launcher = launch(env={"RLHF_TEST": "yes"})
     launcher.place({"policy": Place(2, 2), "critic": Place(share="policy")})
@@ -74,7 +74,7 @@ def test_an_explicit_number_of_threads_is_respected(launch, monkeypatch):
     assert launcher.launch_trainer(OddTrainer, None, spec()).call("where", [()])[0]["OMP_NUM_THREADS"] == "1"
 
 
-def test_what_does_not_fit_is_refused_at_once(launch):
+def test_an_impossible_placement_is_refused_at_once(launch):
     start = time.monotonic()  # start_timeout is ten minutes
     with pytest.raises(
         ConfigError, match=r"(?s)does not fit on the cluster.*policy +5 ranks x 1 CPUs = 5.*4 CPUs: 127.0.0.1"
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_at_once(launch):
     assert time.monotonic() - start < 60
 
 
-def test_what_others_hold_is_waited_for_so_long(launch):
+def test_devices_of_other_jobs_are_waited_for_until_the_timeout(launch):
     first, second = launch(), launch(start_timeout=1.0)
     first.place({"policy": Place(3)})
     with pytest.raises(ConfigError, match=r"the 2 CPUs of the placement within 1 s .*Free now: 1 CPUs"):
@@ -103,7 +103,7 @@ def test_workers_are_found_by_name_in_a_namespace(launch):
     ray.get_actor("engine-0", namespace="mine")
 
 
-def test_misuse(launch):
+def test_calls_in_the_wrong_order_are_refused(launch):
     launcher = launch()
     with pytest.raises(CapabilityError, match="'policy' was not placed"):
         launcher.launch_trainer(OddTrainer, None, spec())
@@ -116,7 +116,7 @@ def test_misuse(launch):
         launcher.place({"policy": Place()})
 
 
-def test_a_failed_start_leaves_nothing(launch):
+def test_a_failed_start_releases_everything(launch):
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place()})
     policy = launcher.launch_trainer(OddTrainer, None, spec())
@@ -127,7 +127,7 @@ def test_a_failed_start_leaves_nothing(launch):
     free_again()
 
 
-def test_shutdown_gives_everything_back(launch):
+def test_shutdown_releases_everything(launch):
     launcher = launch()
     launcher.place({"policy": Place(2), GENERATOR: Place(2)})
     policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))

@@ -1,4 +1,4 @@
-"""Each way of the weights to two engines: all of it over one run, which survives what is killed on the way."""
+"""Every transport of weights to two engines, tested with one run that survives killed engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINKS = pytest.mark.parametrize("linked", ["shared", "broadcast"], indirect=True
 
 @pytest.fixture(scope="module", params=["auto", "shared", "broadcast"])  # on CPUs "auto" is the object store
 def linked(request, cluster, tmp_path_factory):
-    """A run that works again after each of these tests."""
+    """A run that every test leaves working."""
     launcher = RayLauncher(RayConfig(max_restarts=20))
     yield Run(launcher, tmp_path_factory.mktemp(request.param), transport=request.param)
     launcher.shutdown()
@@ -29,7 +29,7 @@ def linked(request, cluster, tmp_path_factory):
 
 @pytest.fixture
 def r(linked):
-    """In step."""
+    """The run after a successful sync."""
     linked.sync(linked.version + 1)
     return linked
 
@@ -44,7 +44,7 @@ def check_proofs(r: Run) -> None:
 
 
 def test_requests_go_to_all_engines_and_weights_too(linked):
-    """First, as it begins without weights."""
+    """This test is the first, because it starts without weights."""
     r, asked = linked, requests(6)
     assert r.answers(asked) == expected("initial", asked)
     calls = r.notes("generate")
@@ -88,7 +88,7 @@ def test_an_engine_killed_while_it_takes_weights(r, when):
 @LINKS
 @pytest.mark.parametrize("when", ["die-before-connect", "die-after-connect"])
 def test_an_engine_killed_while_the_links_connect(r, when):
-    """The other ends, which wait for it, are told, and the links are made anew with the one in its place."""
+    """The waits of the other ends are aborted, and the links are connected again with the replacement."""
     r.engines.weight_link.drop()
     (r.folder / when).touch()
     before, pushes = r.pids(), r.pushes
@@ -100,7 +100,7 @@ def test_an_engine_killed_while_the_links_connect(r, when):
 
 
 @LINKS
-def test_links_that_cannot_connect_are_a_sync_that_failed(r):
+def test_a_link_that_cannot_connect_fails_the_sync(r):
     r.engines.weight_link.drop()
     (r.folder / "fail-connect").touch()
     before = r.pids()
@@ -111,7 +111,7 @@ def test_links_that_cannot_connect_are_a_sync_that_failed(r):
     assert r.pids() == before, "nobody died"
 
 
-def test_an_engine_that_cannot_begin_to_load_says_so_at_the_first_bucket(r):
+def test_an_error_in_begin_load_is_raised_at_the_first_bucket(r):
     (r.folder / "fail-begin").touch()
     with pytest.raises(SyncError, match=r"engine \d .*begin_load\(\) raised OSError: no memory today"):
         r.sync(r.version + 1)
@@ -120,7 +120,7 @@ def test_an_engine_that_cannot_begin_to_load_says_so_at_the_first_bucket(r):
 
 
 @ONE_WAY
-def test_an_engine_that_says_before_a_sync_that_it_is_gone(r):
+def test_an_engine_that_raises_worker_error_in_begin_load_is_replaced(r):
     """As one of several processes does, where another of them was killed."""
     (r.folder / "lost-in-load").touch()
     before = r.pids()
@@ -130,7 +130,7 @@ def test_an_engine_that_says_before_a_sync_that_it_is_gone(r):
     check_answers(r)
 
 
-def test_a_sync_that_failed_can_be_tried_again(r):
+def test_a_failed_sync_can_be_repeated(r):
     before = r.pids()
     r.engines.begin_load(r.version + 1)
     sent = r.policy.send_buckets("live", 24, 60.0)
@@ -152,7 +152,7 @@ def test_an_engine_killed_between_two_calls(r):
 
 
 @ONE_WAY
-def test_an_engine_killed_asleep(r):
+def test_an_engine_killed_while_it_sleeps(r):
     pushes = r.pushes
     r.engines.sleep()
     os.kill(r.pids()[0], signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_an_engine_killed_asleep(r):
 
 
 @ONE_WAY
-def test_weights_that_an_engine_gave_up_in_its_sleep_come_again(r):
+def test_weights_that_an_engine_discarded_are_sent_again(r):
     pushes = r.pushes
     (r.folder / "forget-in-sleep").touch()
     r.engines.sleep()

@@ -1,4 +1,4 @@
-"""Which engine draws which samples."""
+"""The assignment of requests to engines."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_samples_of_a_prompt_stay_together():
             assert owners.setdefault(asked[p].ids, engine) == engine
 
 
-def test_the_heaviest_go_first_to_the_least_loaded():
+def test_the_heaviest_groups_go_first_to_the_least_loaded_engine():
     asked = requests((1, 10, 100), (1, 10, 10), (1, 10, 90), (1, 10, 20))
     assert assign_requests(asked, 2) == [[0, 1], [2, 3]]
     long_prompt = requests((1, 1000, 10), (1, 10, 10), (1, 10, 10))
     assert assign_requests(long_prompt, 2) == [[0], [1, 2]]
 
 
-def test_one_prompt_that_is_more_than_a_fair_share_is_split():
+def test_a_prompt_with_more_than_a_fair_share_is_split():
     asked = requests((64, 10, 64))
     shares = assign_requests(asked, 4)
     assert [len(share) for share in shares] == [16] * 4

@@ -1,4 +1,4 @@
-"""Ports that are promised to a worker."""
+"""Ports that are reserved for a worker."""
 
 import socket
 
@@ -6,7 +6,7 @@ import pytest
 from rlhf_plugin_ray.actor.network import reserve_port
 
 
-def test_a_held_port_is_free_for_who_names_it_and_for_nobody_else():
+def test_a_reserved_port_is_given_only_to_processes_that_name_it():
     held = reserve_port("127.0.0.1")
     place = held.getsockname()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

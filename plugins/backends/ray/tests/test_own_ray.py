@@ -1,4 +1,4 @@
-"""A Ray of the run's own: reached from this machine only, and gone afterwards, however the run ends."""
+"""A Ray that the run starts: only this machine reaches it, and it ends with the run, however the run ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARK = "RLHF_TEST_MARK"
 
 
 class Driver:
-    """A process of the test program, in a process group of its own, and all that it started."""
+    """A process of the test program in its own process group, and the processes that it started."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -107,7 +107,7 @@ def driver():
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
-def test_it_is_reached_from_this_machine_only(driver):
+def test_only_this_machine_reaches_it(driver):
     run = driver("waits")
     assert run.ready() == {"address": "127.0.0.1"}
     assert len(run.family()) > 5
@@ -115,7 +115,7 @@ def test_it_is_reached_from_this_machine_only(driver):
 
 
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1), ("forgets", 3)])
-def test_nothing_is_left(driver, how, code):
+def test_no_process_or_file_is_left(driver, how, code):
     run = driver(how)
     out, err = run.process.communicate(timeout=300)
     assert run.process.returncode == code, err
@@ -125,7 +125,7 @@ def test_nothing_is_left(driver, how, code):
     run.leaves_nothing()
 
 
-def test_nothing_is_left_after_ctrl_c(driver):
+def test_no_process_or_file_is_left_after_ctrl_c(driver):
     """Of a run that shows on request what workers print, with their name."""
     run = driver("shows")
     run.ready()
@@ -138,7 +138,7 @@ def test_nothing_is_left_after_ctrl_c(driver):
 
 
 @pytest.mark.parametrize("way", ["option", "environment"])
-def test_a_cluster_that_is_not_there(driver, way):
+def test_a_missing_cluster_is_refused(driver, way):
     start = time.monotonic()
     place = "127.0.0.1:1"
     run = driver("ends", place) if way == "option" else driver("ends", RAY_ADDRESS=place)

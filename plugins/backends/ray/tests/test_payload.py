@@ -1,4 +1,4 @@
-"""What calls carry: sizes, sharing, and memory of one's own."""
+"""Arguments and results of calls: their sizes, sharing, and new memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def through(payload: Payload | None) -> Payload | None:
     ],
     ids=["int64", "float64", "bfloat16", "bool", "empty", "scalar", "strided", "transposed"],
 )
-def test_tensors_arrive_as_they_are(tensor):
+def test_tensors_arrive_unchanged(tensor):
     payload = through(pack([(tensor,)]))
     [got] = unpack(payload)
     assert got.dtype == tensor.dtype
@@ -41,12 +41,12 @@ def test_tensors_arrive_as_they_are(tensor):
     assert torch.equal(unpack(payload)[0], tensor)
 
 
-def test_a_view_travels_without_the_rest_of_its_storage():
+def test_a_view_is_sent_without_the_rest_of_its_storage():
     big = torch.zeros(100_000)
     assert pack([(big[10:20],)]).nbytes < 1000
 
 
-def test_every_rank_gets_its_own_and_what_is_shared_travels_once():
+def test_shared_arguments_are_stored_once():
     shared, own = torch.rand(1000), [torch.full((10,), float(n)) for n in range(3)]
     payload = pack([(own[n], shared, {"rank": n}) for n in range(3)])
     assert payload.nbytes < 4000 + 3 * 1000
@@ -63,7 +63,7 @@ def test_one_rank_and_no_arguments():
     assert unpack(through(pack([(1, "two", None)]))) == (1, "two", None)
 
 
-def test_functions_travel():
+def test_functions_can_be_sent():
     offset = 3
     [f] = unpack(through(pack([(lambda x: x + offset,)])))
     assert f(1) == 4

@@ -1,4 +1,4 @@
-"""From places to bundles and allocations: arithmetic that needs no cluster."""
+"""From places to bundles and allocations. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def nodes(*cpus_and_gpus: tuple[int, int]) -> list[Node]:
 HYBRID = {"policy": Place(4), "critic": Place(4, share="policy"), GENERATOR: Place(2, 2, share="policy")}
 
 
-def test_a_bundle_per_rank_of_who_owns_devices():
+def test_one_bundle_per_rank_of_roles_that_own_devices():
     places = {"policy": Place(2, 2), "reference": Place(2, share="policy"), GENERATOR: Place(1, 4)}
     assert [(b.role, b.resources) for b in bundles_of(places, "GPU")] == [
         ("policy", {"GPU": 2, "CPU": 1}),
@@ -52,7 +52,7 @@ def test_more_ranks_than_the_host_divide_its_devices():
     assert [s.slots for s in allocations["reward"]] == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
 
 
-def test_ranks_follow_the_nodes():
+def test_ranks_are_ordered_by_node():
     """Ray lays bundles out in any order; neighbours in rank live on one node all the same."""
     allocations = allocate(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"])
     assert [s.bundle for s in allocations["policy"]] == [0, 2, 1, 3]
@@ -74,7 +74,7 @@ def test_an_engine_over_two_nodes_is_refused():
         ({"policy": Place(2)}, [(1, 0), (2, 0)], "STRICT_PACK"),
     ],
 )
-def test_what_fits(places, there, strategy):
+def test_placements_that_fit(places, there, strategy):
     check_fits(places, nodes(*there), strategy)
 
 
@@ -108,7 +108,7 @@ def test_gpus_that_an_engine_does_not_use_are_refused():
         ({"policy": Place(4)}, [(3, 4)], "PACK", ["each rank that owns devices also takes 1 CPU; there are: 3 CPUs"]),
     ],
 )
-def test_what_does_not_fit(places, there, strategy, lines):
+def test_a_placement_that_does_not_fit_is_refused(places, there, strategy, lines):
     with pytest.raises(ConfigError) as info:
         check_fits(places, nodes(*there), strategy)
     for line in lines:

@@ -1,4 +1,4 @@
-"""Whole runs on Ray: the same numbers as in one process, also where workers are killed on the way."""
+"""Whole runs on Ray give the same numbers as in one process, even if workers are killed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def same(got: list[dict[str, Any]], want: list[dict[str, Any]], tolerance: float
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_a_killed_trainer_ends_the_run_which_resumes_exactly(run, tmp_path):
+def test_a_run_with_a_killed_trainer_resumes_exactly(run, tmp_path):
     code, said, want = run("local", "sft")
     assert code == 0, said
     flag = tmp_path / "die"
@@ -91,7 +91,7 @@ def test_a_killed_trainer_ends_the_run_which_resumes_exactly(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_a_killed_engine_changes_nothing(run, tmp_path):
+def test_a_killed_engine_changes_no_number(run, tmp_path):
     """Two engines, one of which is killed in the middle of the second step's samples."""
     code, said, want = run("local", "rloo")
     assert code == 0, said

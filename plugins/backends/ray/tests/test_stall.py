@@ -1,4 +1,4 @@
-"""Workers that stall: found by heartbeat, their stacks on one page, the run stopped."""
+"""Stalled workers are found by heartbeats, reported with their stacks, and end the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_worker_that_sleeps_in_python(pair, tmp_path):
         pair.call("nothing", [()] * 2)
 
 
-def test_a_worker_that_is_stopped(launch, tmp_path):
+def test_a_stopped_worker(launch, tmp_path):
     """Long before stall_timeout: a process that gives no answer at all."""
     launcher = launch(heartbeat=0.3, stall_timeout=600.0, reports=str(tmp_path))
     launcher.place({"policy": Place(2)})
@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped(launch, tmp_path):
     assert "policy rank 0" not in text, "it had answered"
 
 
-def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
+def test_an_engine_stopped_while_it_samples(watched, tmp_path):
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.3), GeneratorSpec((0,), str))
     pid = engines.pool.members[0].facts["pid"]
     asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s, were it not stopped
@@ -83,7 +83,7 @@ def test_a_stopped_engine_while_samples_are_drawn(watched, tmp_path):
     assert "State: T (stopped)" in (tmp_path / "stall-engine-0.txt").read_text()
 
 
-def test_a_stalled_engine_keeps_nobody_waiting_twice(watched, tmp_path):
+def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
     """The roles on the engines' devices take them back, to save what was learnt."""
     config = OddConfig(seconds=0.3, folder=str(tmp_path))
     engines = watched.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
@@ -117,7 +117,7 @@ def test_items_are_progress(pair):
         list(pair.stream("arrays", 2, 10, 30.0))
 
 
-def test_a_busy_worker_answers(launch, tmp_path):
+def test_a_busy_worker_is_not_stalled(launch, tmp_path):
     """A thread that computes in Python leaves room for the heartbeat: only stall_timeout counts."""
     launcher = launch(heartbeat=0.3, stall_timeout=600.0, reports=str(tmp_path / "pages"))
     launcher.place({"policy": Place()})
@@ -145,9 +145,9 @@ def test_a_start_that_takes_too_long(launch, tmp_path, monkeypatch):
     assert "time.sleep(config.slow_start)" in text
 
 
-def test_a_process_that_is_gone():
+def test_the_report_on_a_dead_process():
     assert inspect_process(2**22 + 1).startswith("State: gone")
 
 
-def test_what_a_process_shows_from_outside():
+def test_the_report_on_a_running_process():
     assert "(running)" in inspect_process(os.getpid()) or "sleeping" in inspect_process(os.getpid())

@@ -39,7 +39,7 @@ def pair(launch):
     return launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
 
 
-def test_arguments_and_results_are_tensors_that_may_be_written(steady):
+def test_tensors_in_arguments_and_results_are_writable(steady):
     sent = [torch.ones(50_000), torch.full((50_000,), 3.0)]
     got = steady.call("double", [(t,) for t in sent])
     assert [float(t[0]) for t in got] == [2.0, 6.0]
@@ -57,7 +57,7 @@ def test_a_call_is_one_put(steady, monkeypatch):
     assert len(puts) == 1
 
 
-def test_a_call_that_is_begun_is_not_waited_for(steady):
+def test_begin_does_not_wait(steady):
     results = steady.begin("sleeps", [(1.0,), (1.0,)])
     while not (doing := ray.get(steady.members[0].beside("stacks"))[""]).startswith("in "):
         time.sleep(0.01)
@@ -66,7 +66,7 @@ def test_a_call_that_is_begun_is_not_waited_for(steady):
     assert results() == ["slept", "slept"]
 
 
-def test_what_a_begun_call_raises_is_raised_where_its_results_are_asked_for(steady):
+def test_errors_of_begin_are_raised_with_its_results(steady):
     results = steady.begin("raises", [("plain",)] * 2)
     assert steady.call("nothing", [()] * 2) == [2, 2]
     with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error"):
@@ -92,7 +92,7 @@ def test_errors_of_this_project_keep_their_class(steady):
     assert type(info.value) is RlhfError
 
 
-def test_other_errors_say_where_they_come_from(steady):
+def test_other_errors_name_their_worker(steady):
     with pytest.raises(TrainingError, match=r"policy rank \d .*raises\(\) raised ValueError: a plain error") as info:
         steady.call("raises", [("plain",)] * 2)
     assert 'raise ValueError("a plain error")' in str(info.value.__cause__)
@@ -102,7 +102,7 @@ def test_other_errors_say_where_they_come_from(steady):
     assert steady.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
 
 
-def test_the_first_cause_is_not_kept_waiting_by_ranks_that_wait_for_it(pair):
+def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair):
     start = time.monotonic()
     with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
         pair.call("raises_on", [(1, 60.0)] * 2)
@@ -126,7 +126,7 @@ def test_a_killed_rank_is_the_first_cause(pair, others):
         pair.call("nothing", [()] * 2)
 
 
-def test_a_stream_gives_references_that_other_groups_take(launch):
+def test_a_stream_yields_references_for_other_groups(launch):
     launcher = launch()
     launcher.place({"policy": Place(2), "critic": Place(share="policy")})
     policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
@@ -137,7 +137,7 @@ def test_a_stream_gives_references_that_other_groups_take(launch):
     assert policy.call("how_many", [()] * 2) == [4, 4], "every rank went through the method"
 
 
-def test_a_stream_is_not_made_ahead_of_its_reader(steady):
+def test_a_stream_is_at_most_two_items_ahead_of_its_reader(steady):
     before = ray.get(steady.members[0].beside("pulse"))
     stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
@@ -153,7 +153,7 @@ def test_a_stream_is_not_made_ahead_of_its_reader(steady):
     assert len(list(stream)) == 5
 
 
-def test_a_stream_that_nobody_reads_to_its_end(steady):
+def test_a_stream_that_is_not_read_to_its_end(steady):
     stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
     assert steady.call("how_many", [()] * 2) == [6, 6], "the ranks came to its end before the next call"
@@ -162,13 +162,13 @@ def test_a_stream_that_nobody_reads_to_its_end(steady):
     assert steady.call("nothing", [()] * 2) == [2, 2]
 
 
-def test_a_stream_that_is_late(pair):
+def test_a_stream_that_exceeds_its_timeout(pair):
     with pytest.raises(TrainingError, match=r"policy: arrays\(\) gave nothing within 1 s \(policy rank 0"):
         list(pair.stream("arrays", 3, 10, 30.0, timeout=1.0))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stream_that_breaks_off(pair, rank):
+def test_a_stream_that_raises(pair, rank):
     start, got = time.monotonic(), []
     with pytest.raises(TrainingError, match=rf"policy rank {rank} .*breaks_off\(\) raised ValueError: no more after 2"):
         got.extend(pair.stream("breaks_off", rank, 2))
@@ -189,7 +189,7 @@ def test_a_rank_that_is_killed_while_it_streams(pair):
         list(stream)
 
 
-def test_ranks_meet(steady):
+def test_ranks_can_run_a_collective(steady):
     assert steady.call("adds", [()] * 2) == [3.0, 3.0]
     one, two = (w["spec"] for w in steady.call("where", [()] * 2))
     assert one.rendezvous == two.rendezvous

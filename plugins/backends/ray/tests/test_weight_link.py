@@ -1,4 +1,4 @@
-"""Which way the weights take, by where the policy and the engines live."""
+"""The choice of the link by the placement of the policy and the engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON_SPARE_DEVICES = {"policy": Place(1, 2), GENERATOR: Place(1, 2, share="policy"
         (ON_SPARE_DEVICES, None),  # the rank computes on the first of its two GPUs, the engine on both
     ],
 )
-def test_gpus_take_the_way_that_their_placement_allows(places, kind):
+def test_on_gpus_the_placement_decides_the_kind_of_link(places, kind):
     assert chosen(places) == kind
     assert chosen(places, transport="store") is None
     for other in {"shared", "broadcast"} - {kind}:
@@ -43,7 +43,7 @@ def test_gpus_take_the_way_that_their_placement_allows(places, kind):
             chosen(places, transport=other)
 
 
-def test_on_cpus_the_store_is_taken_and_links_can_be_asked_for():
+def test_on_cpus_the_store_is_the_default_and_links_are_possible():
     assert chosen(HYBRID, "CPU") is None
     assert [chosen(APART, "CPU", kind) for kind in ("shared", "broadcast")] == ["shared", "broadcast"]
     assert chosen(APART, "CPU", "broadcast", nodes=2) == "broadcast"
@@ -51,7 +51,7 @@ def test_on_cpus_the_store_is_taken_and_links_can_be_asked_for():
         chosen(APART, "CPU", "shared", nodes=2)
 
 
-def test_a_generator_without_links_takes_the_store():
+def test_a_generator_without_links_uses_the_store():
     assert chosen(APART, links=False) is None
     with pytest.raises(ConfigError, match=r"the generator takes no links .*Possible here: 'store', or leave it out"):
         chosen(APART, transport="broadcast", links=False)

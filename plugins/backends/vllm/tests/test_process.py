@@ -1,4 +1,4 @@
-"""An engine leaves its process as it was and says nothing; one that is compiled takes new weights too."""
+"""An engine restores its process and prints nothing; a compiled model takes new weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ sys.stderr.write("END\\n")
 
 
 @pytest.mark.slow
-def test_a_guest_that_leaves_no_trace():
+def test_the_process_is_restored_after_an_engine():
     path = str(model_path(head_dim=32))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(GUEST), path], capture_output=True, text=True, check=False, timeout=600
@@ -93,7 +93,7 @@ def source():
 
 
 @pytest.mark.slow
-def test_a_compiled_model_takes_new_weights_too(source):
+def test_a_compiled_model_takes_new_weights(source):
     """Compiled code holds on to what it was traced with: not to packed weights."""
     path = model_path("llama", head_dim=32)
     spec = GeneratorSpec((1,), str, str(path), "fp32", max_tokens=256)

@@ -48,7 +48,7 @@ def test_a_long_sample_is_not_decoded_from_its_start_at_every_token():
     assert max(decoded) < 20
 
 
-def test_characters_over_several_tokens_are_seen_once_complete():
+def test_characters_over_several_tokens_are_found_when_complete():
     text = "xé!".encode()
 
     def bytewise(ids):
@@ -67,13 +67,13 @@ def names():
     return TensorNames(SimpleNamespace(packed_modules_mapping=packed))
 
 
-def test_places_of_tensors(names):
+def test_parameters_of_tensors(names):
     assert names.place("model.layers.3.self_attn.k_proj.bias") == ("model.layers.3.self_attn.qkv_proj.bias", 1)
     assert names.place("model.layers.3.mlp.down_proj.weight") == ("model.layers.3.mlp.down_proj.weight", None)
     assert names.place("h.0.c_attn.weight") == ("h.0.c_attn.weight", None)
 
 
-def test_what_is_missing_is_named_as_the_stream_names_it(names):
+def test_missing_tensors_are_named_as_they_are_sent(names):
     needed = ["model.norm.weight", "l.qkv_proj.weight", "l.gate_up_proj.weight", "l.c_attn.weight"]
     sent = ["model.norm.weight", "l.q_proj.weight", "l.k_proj.weight", "l.v_proj.weight", "l.gate_proj.weight",
             "l.up_proj.weight", "l.c_attn.weight"]  # fmt: skip

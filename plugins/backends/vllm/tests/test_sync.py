@@ -1,4 +1,4 @@
-"""A trainer's weights in a real engine: the same numbers after an update; every way to others is caught and named."""
+"""A trainer's weights in a real engine: equal numbers after an update; every fault is detected and named."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def tied(engines):
     del made.generator.take
 
 
-def test_after_an_update_the_engine_computes_what_the_trainer_computes(setup):
+def test_after_an_update_engine_and_trainer_agree(setup):
     before = setup.logprobs()
     setup.update()
     moved = max(float((a - b).abs().max()) for a, b in zip(setup.logprobs(), before, strict=True))
@@ -115,7 +115,7 @@ def test_after_an_update_the_engine_computes_what_the_trainer_computes(setup):
             assert turn.versions == ((0, 1),)
 
 
-def test_every_tensor_is_fingerprinted_where_it_arrived(setup):
+def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
     proofs, _ = setup.sync()._send(5)
     assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
     sent = setup.role.every("sent")[0]
@@ -125,7 +125,7 @@ def test_every_tensor_is_fingerprinted_where_it_arrived(setup):
 
 
 @pytest.mark.parametrize("limit", [2**30, 5000, 1])
-def test_buckets_may_end_anywhere_and_are_forgotten_after_the_call(setup, limit):
+def test_buckets_of_any_size_are_not_used_after_the_call(setup, limit):
     """Layers of several tensors that come in different buckets hold nothing of a bucket that is gone. Several times, as
     what is held may depend on where objects lie."""
     setup.update(1)
@@ -166,7 +166,7 @@ GATE, KEY = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.self_attn.k_p
 
 
 @pytest.mark.parametrize("name", [DOWN, KEY, "model.norm.weight", "model.embed_tokens.weight"])
-def test_a_withheld_tensor_is_named_and_nothing_is_sampled_without_it(tied, name):
+def test_a_missing_tensor_is_named_and_nothing_is_sampled(tied, name):
     tied.lost = withhold(name)
     with pytest.raises(SyncError, match=f"did not get all of version 1: {name} did not arrive"):
         tied.sync().push(1)
@@ -184,7 +184,7 @@ def test_two_swapped_tensors_of_one_shape_are_named(tied):
     assert f"Stale in the generator: {GATE}, {UP}." in str(raised.value), "read back from the packed kernel"
 
 
-def test_bytes_that_changed_on_the_way_are_named(tied):
+def test_changed_tensors_are_named(tied):
     tied.lost = change([DOWN], lambda t: t.index_fill_(0, torch.tensor([3]), 1e-3))
     with pytest.raises(SyncError, match=f"received other values of {DOWN}"):
         tied.sync(canaries=0).push(1)
@@ -217,7 +217,7 @@ def test_a_stale_layer_fails_the_canary_and_is_named(tied, monkeypatch):
         tied.sync().push(1)
 
 
-def test_retry_repairs_what_does_not_last(tied):
+def test_retry_repairs_a_transient_fault(tied):
     for fault in (change([DOWN], torch.zeros_like), withhold(KEY)):
         faults = iter([fault])
         tied.lost = lambda bucket, faults=faults: next(faults, lambda b: b)(bucket)
@@ -226,7 +226,7 @@ def test_retry_repairs_what_does_not_last(tied):
         assert tied.apart() < 1e-5
 
 
-def test_warn_goes_on_with_other_values_and_never_with_a_part(tied):
+def test_warn_accepts_wrong_values_but_no_incomplete_load(tied):
     tied.lost = change([DOWN], torch.zeros_like)
     assert tied.sync(check="warn").push(1)["sync/unproven"] == 1
     assert DOWN in tied.notes[-1]
@@ -248,7 +248,7 @@ def test_tensors_of_another_model_are_refused(tied):
     assert tied.apart() < 1e-5
 
 
-def test_keys_and_values_of_old_weights_are_not_served(tied):
+def test_keys_and_values_of_old_weights_are_dropped(tied):
     """A prompt of two blocks of the prefix cache, before and after a sync."""
     prompt = tuple(torch.randint(3, 90, (230,), generator=torch.Generator().manual_seed(0)).tolist())
     request = GenerationRequest(prompt, 3, Sampling(8, ignore_eos=True))
@@ -266,7 +266,7 @@ def test_keys_and_values_of_old_weights_are_not_served(tied):
     assert apart() < 1e-5
 
 
-def test_weights_do_not_change_under_samples(tied):
+def test_a_load_is_refused_while_samples_are_generated(tied):
     requests = [GenerationRequest((20,), n, Sampling(1 + 30 * n, ignore_eos=True)) for n in range(2)]
     running = tied.generator.generate(requests)
     next(running)
@@ -279,7 +279,7 @@ def test_weights_do_not_change_under_samples(tied):
     assert tied.apart() < 1e-5
 
 
-def test_samples_that_a_pause_holds_go_on_with_the_weights_that_come(tied):
+def test_paused_samples_continue_with_new_weights(tied):
     """The second one ends with its next token, which is drawn beside the canaries."""
     requests = [
         GenerationRequest((20, 21, 22 + n), n, Sampling(b, 1.3, ignore_eos=True)) for n, b in enumerate((6, 7, 20))
@@ -326,7 +326,7 @@ def test_a_pause_changes_no_sample(tied):
     assert [*found, *running] == whole
 
 
-def test_steps_of_a_load_come_in_order(tied):
+def test_calls_of_a_load_in_the_wrong_order_are_refused(tied):
     bucket = next(tied.role.group.worker.buckets("live"))
     with pytest.raises(SyncError, match=r"take\(\) without begin_load"):
         tied.generator.take(bucket)

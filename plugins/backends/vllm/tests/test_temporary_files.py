@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+def test_the_next_engine_removes_the_files_of_a_killed_one(tmp_path, monkeypatch):
     monkeypatch.setenv(SOCKETS, str(tmp_path))
     (tmp_path / "rlhf-vllm-being-made").mkdir()
     process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -54,7 +54,7 @@ def test_the_next_engine_removes_what_a_killed_one_left(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["rlhf-vllm-being-made"]
 
 
-def test_what_another_user_left_is_not_touched(tmp_path, monkeypatch):
+def test_files_of_another_user_are_not_touched(tmp_path, monkeypatch):
     left = tmp_path / "rlhf-vllm-theirs"
     left.mkdir()
     (left / OWNER).write_text(json.dumps({"meeting": f"vllm_dist_{'0' * 32}", "segments": []}))
@@ -68,7 +68,7 @@ def test_what_another_user_left_is_not_touched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("meeting", ["../../mine", "", "*"])
-def test_only_files_of_a_meeting_are_removed(tmp_path, monkeypatch, meeting):
+def test_only_files_with_the_name_pattern_are_removed(tmp_path, monkeypatch, meeting):
     """What a folder says is not taken for more than an engine can have said."""
     monkeypatch.setattr("rlhf_plugin_vllm.engine.temporary_files.SHARED_MEMORY", tmp_path / "shm" / "mine")
     (tmp_path / "shm" / "mine").mkdir(parents=True)
