@@ -116,7 +116,7 @@ def execute(page: Path, shell: Shell) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["first-run", "first-reward"])
+@pytest.mark.parametrize("page", ["first-run", "first-reward", "from-python"])
 def test_the_tutorial_works_from_the_first_line_to_the_last(shell, page):
     execute(DOCS / f"tutorial/{page}.md", shell)
 
