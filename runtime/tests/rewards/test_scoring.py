@@ -309,17 +309,6 @@ def test_a_reward_without_its_role_in_a_worker_or_with_state_is_refused() -> Non
         Scorer([active(giving(values(1.0)), "env")])
 
 
-def test_two_rewards_that_mean_different_models_by_one_role_are_refused() -> None:
-    def judge(name: str, model: str) -> ActiveReward:
-        cls = giving(values(1.0), name)
-        cls.roles = lambda self: (RoleSpec("judge", head="scalar", model=model),)
-        return active(cls)
-
-    Scorer([judge("a", "one"), judge("b", "one")])
-    with pytest.raises(ConfigError, match=r"'a' and 'b' declare the role 'judge' differently.*`role`"):
-        Scorer([judge("a", "one"), judge("b", "two")])
-
-
 def test_a_role_backed_reward_gets_the_role_and_others_do_not(make_group) -> None:
     contexts = {}
 

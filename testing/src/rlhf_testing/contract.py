@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 from rlhf.interfaces.component import Component, ComponentConfig
-from rlhf_runtime.config.secrets import names_secret
+from rlhf.secrets import names_secret
 
 from rlhf_testing.fabricate import NoColumn
 from rlhf_testing.members import misspelled, taken_fields, uncallable

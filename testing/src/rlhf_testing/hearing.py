@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from typing import TextIO
 
-from rlhf_runtime.config.secrets import names_secret
+from rlhf.secrets import names_secret
 
 DECOY = "RLHF_CHECK_API_KEY"
 """An environment variable that is set meanwhile, so that a plugin which prints all of them is noticed anywhere."""

@@ -128,7 +128,7 @@ def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
     """What was asked for, where, what came of it and what to do."""
     import huggingface_hub
     from huggingface_hub import constants, errors
-    from rlhf.redact import redact
+    from rlhf.secrets import redact
 
     token = huggingface_hub.get_token() is not None
     what = f"the {kind} {asked.name!r}, revision {asked.revision!r}, of the hub {redact(constants.ENDPOINT)}"

@@ -21,13 +21,13 @@ from pydantic import ValidationError
 from rlhf.errors import ConfigError, PluginInvalid, PluginNotFound, did_you_mean
 from rlhf.plugins import Plugins
 from rlhf.plugins.registry import distribution_of
+from rlhf.secrets import find_secrets
 
 from rlhf_runtime.config.components import chosen_by, option_problems
 from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
 from rlhf_runtime.config.overrides import Override, Overrides
 from rlhf_runtime.config.problems import describe, got, origin, raise_problems
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
-from rlhf_runtime.config.secrets import find_secrets
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, RlhfError
-from rlhf.redact import redact
 from rlhf.saved import Saved, SavedPart, validated
+from rlhf.secrets import redact
 
 from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
 from rlhf_runtime.checkpoint.json_values import read_json, write_json

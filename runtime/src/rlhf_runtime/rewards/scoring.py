@@ -26,7 +26,7 @@ from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.tokens import Tokens
 from rlhf.plugins import Resolved
-from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.workers.returned_values import InvalidResult, check_results, results_from_json
@@ -104,7 +104,6 @@ class Scorer:
             raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
         for reward in rewards:
             _check_place(reward)
-        _check_roles(rewards)
         self._pools = {
             r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r))
             for r in rewards
@@ -255,18 +254,6 @@ def _check_place(reward: ActiveReward) -> None:
             f"{reward} keeps state but its score() is plain `def`, which runs in several worker processes that do not "
             "share it; write `async def score`"
         )
-
-
-def _check_roles(rewards: Sequence[ActiveReward]) -> None:
-    declared: dict[str, tuple[ActiveReward, RoleSpec]] = {}
-    for reward in rewards:
-        for spec in reward.instance.roles():
-            other, same = declared.setdefault(spec.name, (reward, spec))
-            if same != spec:
-                raise ConfigError(
-                    f"rewards {other.name!r} and {reward.name!r} declare the role {spec.name!r} differently: "
-                    f"{same} and {spec}. Give one of them another role, e.g. with its option `role`"
-                )
 
 
 def _where(group: Group, trajectory: Trajectory | None = None) -> str:

@@ -136,7 +136,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     algorithm, used = build_algorithm(plugins, config.algorithm, config.origins)
     parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
     rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
-    roles = _roles(algorithm, rewards)
+    roles = declared_roles(algorithm, rewards)
     rollout = None
     if algorithm.data == "prompts" or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
         parts["rollout"] = select(plugins, "rollout", config.rollout, "rollout", config.origins)
@@ -205,7 +205,8 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
     )
 
 
-def _roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
+def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
+    """The roles of a run by name. Raises ConfigError where two plugins declare a role differently."""
     declared: dict[str, tuple[RoleSpec, str]] = {}
     asked = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
     for role, who in asked + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rlhf.interfaces import Finding
-from rlhf_runtime.config.secrets import find_secrets
+from rlhf.secrets import find_secrets
 
 GIB = 2**30
 

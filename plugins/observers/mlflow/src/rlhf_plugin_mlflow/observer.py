@@ -21,8 +21,8 @@ from pydantic import field_validator
 from rlhf.errors import ConfigError
 from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.redact import redact
 from rlhf.samples import first_samples
+from rlhf.secrets import redact
 from rlhf.types import Group
 
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _PARAM_LENGTH = 100, 1000, 6000

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.redact import redact
 from rlhf.samples import Sample, first_samples
+from rlhf.secrets import redact
 from rlhf.types import Group
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import wandb
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.redact import redact
 from rlhf.samples import first_samples
+from rlhf.secrets import redact
 from rlhf.types import Group
 
 _COLUMNS = ["step", "group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]

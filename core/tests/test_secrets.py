@@ -1,6 +1,6 @@
 import pytest
-from rlhf.redact import redact
 from rlhf.samples import first_samples
+from rlhf.secrets import find_secrets, redact
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
 
@@ -32,6 +32,35 @@ def test_secrets_are_hidden_and_all_else_stays():
 )
 def test_secret_keys(key):
     assert redact({key: "abc"}) == {key: "<hidden>"}
+
+
+FORMS = [
+    "hf_" + "a" * 20,
+    "sk-" + "a" * 20,
+    "ghp_" + "a" * 20,
+    "github_pat_" + "a" * 20,
+    "glpat-" + "a" * 20,
+    "AKIA" + "A" * 16,
+    "xoxb-" + "1" * 12,
+    "AIza" + "a" * 32,
+    "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
+]
+
+
+@pytest.mark.parametrize("secret", FORMS)
+def test_a_token_that_a_run_file_may_not_hold_is_hidden_from_observers(secret):
+    assert list(find_secrets({"reward": [{"header": secret}]})) == ["reward.0.header"]
+    assert redact({"text": f"use {secret}"}) == {"text": "use <hidden>"}
+
+
+@pytest.mark.parametrize("key", ["api_key", "wandb_token", "passphrase", "session_token", "passwd", "private-key"])
+def test_a_name_that_a_run_file_may_not_hold_is_hidden_from_observers(key):
+    assert list(find_secrets({key: "abc"})) == [key]
+    assert redact({key: "abc"}) == {key: "<hidden>"}
+
+
+def test_the_name_of_an_environment_variable_is_no_secret():
+    assert list(find_secrets({"api_key_env": "MY_KEY", "eos_token": "</s>", "prompt_key": "question"})) == []
 
 
 def test_first_samples_show_many_prompts():

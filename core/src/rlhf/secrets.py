@@ -1,0 +1,78 @@
+"""Recognise secrets in a configuration. It is copied into run directories, checkpoints and loggers.
+
+A run file with a secret is refused (:func:`find_secrets`). Observers send a configuration through :func:`redact` too,
+which rather hides too much. Both know the same words and the same forms of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+HIDDEN = "<hidden>"
+
+_WORD = (
+    r"(^|[_.])((api|access|secret|private)_?key|secret|passw(or)?d|passphrase|credentials?|authorization|bearer|cookie"
+    r"|(hf|hub|wandb|access|auth|api|bearer|refresh|session|secret|github|gitlab|openai|huggingface)_?token)"
+)
+_NAME = re.compile(rf"{_WORD}$|^token$", re.IGNORECASE)
+"""``api_key``; not ``api_key_env``, which names an environment variable."""
+_PART = re.compile(rf"{_WORD}|^(key|token|auth)$", re.IGNORECASE)
+"""Also ``api_key_2``: what a log does not need to show."""
+_FORMS = (
+    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}|AIza[\w-]{30,}"
+)
+_PRIVATE_KEY = "-----BEGIN [A-Z ]*PRIVATE KEY-----"
+_VALUE = re.compile(
+    rf"^({_FORMS}|Bearer\s+\S{{8,}})|^[a-z][a-z0-9+.-]*://[^/@\s:]+:[^/@\s]+@|{_PRIVATE_KEY}",
+)
+_HIDE = re.compile(rf"\b({_FORMS})\b|(?<=Bearer )\S+|{_PRIVATE_KEY}.*", re.DOTALL)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&#\s]+)")
+
+
+def names_secret(key: str) -> bool:
+    """Whether text under this name is taken for a secret."""
+    return _NAME.search(key.replace("-", "_")) is not None
+
+
+def find_secrets(data: Any, path: str = "") -> Iterator[str]:
+    """Dotted paths of what looks like a secret: by the key's name, or by the form of the value.
+
+    Names of environment variables (``api_key_env = "NAME"``) are none.
+    """
+    items: Iterator[tuple[Any, Any]]
+    if isinstance(data, Mapping):
+        items = iter(data.items())
+    elif isinstance(data, list | tuple):
+        items = iter(enumerate(data))
+    else:
+        return
+    for key, value in items:
+        here = f"{path}.{key}" if path else str(key)
+        named = isinstance(key, str) and names_secret(key)
+        if isinstance(value, str) and value and (named or _VALUE.search(value)):
+            yield here
+        else:
+            yield from find_secrets(value, here)
+
+
+def redact(value: Any) -> Any:
+    """A copy with ``<hidden>`` for text under keys like ``api_key``, ``token``, ``password``, for user names and
+    passwords in URLs, for such parameters in their queries, and for well-known forms of tokens. Numbers stay
+    (``max_tokens``), and so do tokens of a vocabulary (``eos_token``)."""
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if isinstance(v, str) and v and _hides(str(k)) else redact(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    if isinstance(value, str):
+        value = _USER_IN_URL.sub(HIDDEN, value)
+        value = _QUERY.sub(lambda m: f"{m[1]}={HIDDEN if _hides(m[1]) else m[2]}", value)
+        return _HIDE.sub(HIDDEN, value)
+    return value
+
+
+def _hides(key: str) -> bool:
+    return _PART.search(key.replace("-", "_")) is not None

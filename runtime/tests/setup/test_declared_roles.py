@@ -1,0 +1,35 @@
+"""The roles that the plugins of a run declare."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Reward
+from rlhf.plugins import Plugins
+from rlhf.types import Group, RewardResult, RoleSpec
+from rlhf_runtime.config.components import build_algorithm
+from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.rewards.scoring import ActiveReward
+from rlhf_runtime.setup.plugins import declared_roles
+
+
+def judge(name: str, model: str) -> ActiveReward:
+    class Judge(Reward):
+        def roles(self) -> tuple[RoleSpec, ...]:
+            return (RoleSpec("judge", head="scalar", model=model),)
+
+        async def score(self, group: Group) -> list[RewardResult]:
+            return []
+
+    Judge.name = name
+    plugins = Plugins()
+    plugins.register("reward", Judge)
+    return ActiveReward(name, plugins.resolve("reward", name), Judge())
+
+
+def test_two_rewards_that_mean_different_models_by_one_role_are_refused():
+    algorithm, _ = build_algorithm(Plugins.discover(), Choice(use="rloo"))
+    found = declared_roles(algorithm, [judge("a", "one"), judge("b", "one")])
+    assert found["judge"].model == "one"
+    with pytest.raises(ConfigError, match=r"reward 'a' and reward 'b' declare the role 'judge' differently.*`role`"):
+        declared_roles(algorithm, [judge("a", "one"), judge("b", "two")])
