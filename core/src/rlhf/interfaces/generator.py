@@ -53,12 +53,12 @@ class Proof:
 
 
 class Generator(Component):
-    """Samples are a function of (weights, ids, seed, sampling); neighbours in the batch do not enter beyond
-    floating-point rounding.
+    """Samples are a function of (weights, ids, seed, sampling). Other requests in the batch change them by
+    floating-point rounding at most.
 
-    Weights come in one of two ways. ``accept:module``: :meth:`load` is given the trainer and samples from its module.
-    ``accept:tensors``: :meth:`begin_load`, :meth:`take` bucket by bucket, :meth:`end_load`; between begin and end
-    nothing is generated.
+    A generator gets weights in one of two ways. ``accept:module``: :meth:`load` gets the trainer, and the generator
+    samples from its module. ``accept:tensors``: :meth:`begin_load`, :meth:`take` for each bucket, :meth:`end_load`;
+    between begin and end nothing is generated.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
@@ -67,10 +67,10 @@ class Generator(Component):
     ``pause``, ``top_p``, ..."""
 
     version: int = 0
-    """Weight version of what is sampled now: the number of updates the policy had."""
+    """Version of the current weights: the number of updates that the policy had."""
 
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
+    """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
 
     @classmethod
     def parallel_sizes(cls, config: Any) -> tuple[int, int]:
@@ -98,19 +98,19 @@ class Generator(Component):
         return EngineMemory({"rest": Held({}), "asleep": Held({}), "generate": cache}, copy=False, cache_token=token)
 
     refresh: Callable[[], object] | None = None
-    """Set by the controller: brings the weights of now again, for an engine that was replaced."""
+    """Set by the controller: sends the current weights again, for an engine that was replaced."""
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        """Refuse before anything starts what the constructor, or any request of the run, would be refused for, as far
-        as it shows without the model. The default checks ``samplings``.
+        """Refuse, before anything starts, what the constructor or a request of the run would refuse, as far as it can
+        be seen without the model. The default checks ``samplings``.
 
         Args:
             spec: its ``decode`` and end tokens are not known yet.
-            samplings: how the run draws, in training and for evaluation.
+            samplings: the run's sampling parameters, of training and of evaluation.
             device: as for :meth:`rlhf.interfaces.Trainer.check`, of the engines.
 
-        Raises CapabilityError, ConfigError, or PluginError where the engine is not installed.
+        Raises CapabilityError, ConfigError, or PluginError if the engine is not installed.
         """
         from rlhf.requests import check_sampling
 
@@ -122,7 +122,7 @@ class Generator(Component):
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """(position in ``requests``, sampled turn), as samples finish. An end token is part of the turn."""
+        """Yield (position in ``requests``, sampled turn) as samples finish. An end token is part of the turn."""
 
     def load(self, source: Any, version: int) -> Proof:
         """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""
@@ -133,40 +133,40 @@ class Generator(Component):
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
     def take(self, bucket: Bucket) -> None:
-        """Some of the tensors, by Hugging Face name; valid during the call only."""
+        """Load some of the tensors, by Hugging Face name. The bucket is valid during the call only."""
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
     def end_load(self) -> list[Proof]:
-        """All tensors have come: be ready to sample with them. One proof per process that holds weights; raises
-        SyncError where a tensor that the model needs did not come."""
+        """All tensors have been sent: get ready to sample with them. Returns one proof per process that holds weights.
+        Raises SyncError if a tensor that the model needs is missing."""
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Log-probs at temperature 1 of every token but the first, under the weights of now, by each engine: [engine]
-        [sequence][token - 1]. The canary of a sync (``accept:tensors``)."""
+        """Log-probs at temperature 1 of every token but the first, under the current weights, by each engine: [engine]
+        [sequence][token - 1]. The controller compares them after a sync, as canaries (``accept:tensors``)."""
         raise CapabilityError(f"generator {self.name!r} reports no log-probs of given tokens")
 
     def stale(self, bucket: Bucket) -> list[str]:
-        """Which of these tensors, whose values the model should hold, it demonstrably does not: for the message after a
-        canary failed. Names that cannot be checked are left out."""
+        """Names of the bucket's tensors whose values are not those that the model holds. Used in the message after a
+        canary failed. Tensors that cannot be checked are left out."""
         return []
 
     def sleep(self) -> None:
-        """Give device memory back until :meth:`wake`."""
+        """Release device memory until :meth:`wake`."""
 
     def wake(self) -> bool | None:
-        """Be ready to generate. True: its weights were given up while it slept, nobody set :attr:`refresh`, and they
-        have to come again before anything is sampled."""
+        """Get ready to generate. Returns True if the weights were discarded while it slept and :attr:`refresh` is not
+        set: then the caller must send them before anything is sampled."""
         return False
 
     def pause(self) -> None:
-        """Samples under way wait, so that weights can be loaded between two of their tokens, and go on with these after
-        :meth:`resume`; :attr:`Turn.versions` says from which token on (``pause``). Until then asking the iterator of
-        :meth:`generate` for more raises, and loses nothing."""
+        """Hold unfinished samples, so that weights can be loaded between two of their tokens (``pause``). After
+        :meth:`resume` they continue with the new weights; :attr:`Turn.versions` says from which token on. Until then
+        the iterator of :meth:`generate` raises when it is asked for more, and no sample is lost."""
         raise CapabilityError(f"generator {self.name!r} cannot pause: exhaust or close generate() instead")
 
     def resume(self) -> None:
-        """After :meth:`pause`: samples are drawn again."""
+        """Continue the samples that :meth:`pause` holds."""
         raise CapabilityError(f"generator {self.name!r} cannot pause: it has nothing to resume")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Launchers: where workers live and who shares devices."""
+"""Launchers: start workers, and decide on which devices."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from rlhf.plugins.resolved import Resolved
 
 GENERATOR = "generator"
-"""The name of the engines in a placement, beside the roles'."""
+"""The name of the engines in a placement, beside the names of roles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one role, or the generator's engines, live: the run file's ``[placement.NAME]``."""
+    """Processes and devices of one role, or of the generator's engines: the run file's ``[placement.NAME]``."""
 
     ranks: int = 1
     """Processes of a role; engines of the generator."""
     devices: int = 1
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
-    """On the devices of this role."""
+    """Use the devices of this role; None: devices of its own."""
     workers: int | None = None
     """Workers of one engine, each on its own device (``Generator.parallel_sizes``). None for a model role, and for an
     engine in this process."""
 
 
 def check_workers(places: Mapping[str, Place], device: str) -> None:
-    """Raises ConfigError where GPUs of an engine would stand idle. Further cores are threads of its workers.
+    """Raises ConfigError if GPUs of an engine would stay idle. On a CPU further cores are threads of its workers.
 
     Args:
         device: ``cpu`` | ``cuda``, what the places' devices are.
@@ -56,25 +56,24 @@ class WorkerGroup(ABC):
 
     size: int
     worker: Any = None
-    """The worker itself, where there is one and it lives in this process (``export:module``)."""
+    """The worker itself, if there is one worker and it is in this process (``export:module``)."""
 
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order."""
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """:meth:`call` without waiting, where there is something to wait for: the results come from what it returns.
-        Calls that follow are made after it."""
+        """:meth:`call` without waiting. Returns a function that waits for the results. Calls run in order."""
         results = self.call(method, per_rank)
         return lambda: results
 
     @abstractmethod
     def stream(self, method: str, *arguments: Any, timeout: float | None = None) -> Iterator[Any]:
-        """Call a method that yields on every rank; what rank 0 yields, one by one, as values or as handles that the
-        launcher's own groups and generators take in their place.
+        """Call a generator method on every rank, and yield the items of rank 0: as values, or as handles that groups
+        and generators of the same launcher accept in place of values.
 
         Args:
-            timeout: seconds from one to the next; TrainingError where none came.
+            timeout: seconds between two items; TrainingError when it is over.
         """
 
     def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
@@ -88,8 +87,7 @@ class WorkerGroup(ABC):
         return self.stream("buckets", view, limit, timeout=timeout)
 
     def value(self, item: Any) -> Any:
-        """What :meth:`stream` gave, for the controller to read: itself, or what the handle stands for. Not to be
-        written to."""
+        """The value of an item of :meth:`stream`: the item itself, or what the handle stands for. Read-only."""
         return item
 
     def shutdown(self) -> None:  # noqa: B027 - nothing to release is a valid answer
@@ -97,23 +95,23 @@ class WorkerGroup(ABC):
 
 
 class Launcher(Component):
-    """Starts trainers and generators; gives the controller the same worker group wherever they live."""
+    """Starts trainers and generators. The controller gets the same worker group wherever they run."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """``ranks:many``, ``processes`` (workers live outside of this process), ..."""
+    """``ranks:many``, ``processes`` (workers run outside of this process), ..."""
     reports: Path | None = None
-    """Set by the controller: the run's folder, for what a launcher writes about a failure."""
+    """Set by the controller: the run's folder, for reports about failures."""
 
     @classmethod
     def here(cls, config: Any) -> bool:
-        """Whether what it launches computes on this machine, as far as is known before it starts. Only then are
-        trainers and generators asked what the machine can do (:meth:`Trainer.check`, :meth:`Generator.check`)."""
+        """Whether its workers run on this machine, as far as is known before the start. Only then trainers and
+        generators check options against the machine (:meth:`Trainer.check`, :meth:`Generator.check`)."""
         return True
 
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
-        """Refuse before anything starts what :meth:`place`, :meth:`choose_link` and the launches would refuse whatever
-        the cluster is like, and they in the same words. The default refuses a ``transport``.
+        """Refuse, before anything starts, what :meth:`place`, :meth:`choose_link` and the launches would refuse on
+        every cluster, raising their own messages. The default refuses a ``transport``.
 
         Args:
             generator: the run's; None: it has none.
@@ -138,9 +136,9 @@ class Launcher(Component):
 
         Args:
             places: by role name; :data:`GENERATOR` for the engines, where there are any.
-            plugins: what the run uses; every process that is launched must find the same versions.
+            plugins: the run's plugins; every process that is launched must find the same versions.
 
-        Raises ConfigError where they do not fit, with the arithmetic.
+        Raises ConfigError, with the arithmetic, if the places do not fit.
         """
 
     @abstractmethod
@@ -149,14 +147,14 @@ class Launcher(Component):
 
     @abstractmethod
     def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
-        """One generator, or a front for several that gives them the requests by load."""
+        """One generator, or one object in front of several engines that assigns them the requests by load."""
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
         """Choose how the policy's weights will reach the generator; called once, after :meth:`place` and before
         anything is launched.
 
         Args:
-            transport: the run file's ``sync.transport``; ConfigError where it cannot be had.
+            transport: the run file's ``sync.transport``; ConfigError if it is not possible.
         """
         self._check_transport(transport)
 
