@@ -190,6 +190,14 @@ def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
         train(shop, "copied", reward=lambda completions: [float(lock.locked())])
 
 
+def test_the_command_says_where_a_function_of_python_is(shop):
+    result = train(shop, "out", steps=1)
+    said = shop.command("train", str(result.output / "config.toml"), "--output", str(shop.folder / "again"))
+    assert said.code == 2
+    assert "'in process/score' is a function or class of the Python process that started the run" in said.err
+    assert "'file:PATH.py'" in said.err
+
+
 def test_rlhf_is_light_until_train_is_asked_for():
     text = (
         "import rlhf, sys; assert 'torch' not in sys.modules; assert 'train' in dir(rlhf)\nprint(rlhf.train.__name__)"

@@ -328,3 +328,40 @@ def test_line_numbers_of_nested_tables_lists_and_multi_line_text():
         "e.1.g": 10,
         "e.1.g.h.i": 11,
     }
+
+
+# ------------------------------------------------------------------------------- values given in Python
+
+
+def given(**options):
+    from rlhf_runtime.config.flag_values import Given
+
+    return load(None, [(name.replace("__", "."), Given(value)) for name, value in options.items()])
+
+
+def test_a_value_given_in_python_is_taken_as_it_is():
+    run = given(algorithm="grpo", trainer__lr=1e-5, run__seed=3, run__name="3", eval__every=None, sampling__stop=["x"])
+    assert (run.algorithm.use, run.trainer.options["lr"], run.run.seed, run.run.name) == ("grpo", 1e-5, 3, "3")
+    assert (run.eval.every, run.sampling.stop) == (None, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"run__seed": "3"}, r"run\.seed \(option 'run\.seed'\)"),  # a flag's text would be read as a number
+        ({"run__seed": 3.0}, r"run\.seed \(option 'run\.seed'\)"),
+        ({"run__sed": 3}, r"run\.sed \(option 'run\.sed'\).*Did you mean"),
+        ({"run": {"seed": 3}}, r"\[run\] is a section"),
+        ({"algorithm__use": 3}, r"algorithm\.use \(option 'algorithm\.use'\)"),
+        ({"data__train": [3]}, r"data\.train"),
+    ],
+)
+def test_a_wrong_value_given_in_python_is_refused(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        given(**{"algorithm": "grpo", **options})
+
+
+def test_lists_given_in_python_are_texts_or_tables():
+    run = given(algorithm="grpo", reward=["math", {"use": "length", "weight": 0.5}], data__train=[{"path": "a.jsonl"}])
+    assert [(r.use, r.weight) for r in run.reward] == [("math", 1.0), ("length", 0.5)]
+    assert run.data.train[0].path == "a.jsonl"

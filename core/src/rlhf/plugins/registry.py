@@ -166,6 +166,12 @@ class Plugins:
 
     def _missing(self, reference: Reference) -> str:
         kind, name, wanted = reference.kind, reference.name, reference.distribution
+        if wanted == IN_PROCESS:
+            return (
+                f"{kind} {reference.text!r} is a function or class of the Python process that started the run, and "
+                "this process has none of that name. Give it to rlhf.train again, or put it into a file and name the "
+                "file: 'file:PATH.py'."
+            )
         if wanted is not None:
             offered = [
                 f"{e.kind} {e.name}"

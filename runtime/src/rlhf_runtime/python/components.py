@@ -34,7 +34,7 @@ def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, 
     Args:
         name: of the class; where absent its own name, or that of the Python class.
     """
-    cls = given if isinstance(given, type) else type(given)
+    cls: Any = given if isinstance(given, type) else type(given)
     wanted = plugin_name(name or cls.name or cls.__name__)
     body: dict[str, Any] = {"name": wanted, "made_from": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if isinstance(given, type):
