@@ -44,6 +44,17 @@ class CommandContract(Contract):
         expect(result is None, f"{self.about()} add_arguments() returned {result!r}; it must return None")
         return parser
 
+    def parsed(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments of a call."""
+        parser = self.parser()
+        try:
+            if not self.cls.run_file_flags:
+                return parser.parse_args(list(words))
+            args, args.overrides = parser.parse_known_args(list(words))
+        except SystemExit as error:
+            raise Nonconformance(f"{self.about()} its parser refuses the words {list(words)} of `calls`") from error
+        return args
+
     # ------------------------------------------------------------------------------------- checks
 
     def test_arguments(self) -> None:
@@ -96,11 +107,7 @@ class CommandContract(Contract):
         if not self.calls:
             raise missing("calls = [(words after the command's name, exit code), ...] that may be made here")
         for words, code in self.calls:
-            parser = self.parser()
-            if self.cls.run_file_flags:
-                args, args.overrides = parser.parse_known_args(list(words))
-            else:
-                args = parser.parse_args(list(words))
+            args = self.parsed(words)
             with contextlib.redirect_stdout(io.StringIO()):
                 got = self.build(self.grid()[0]).run(args)
             expect(

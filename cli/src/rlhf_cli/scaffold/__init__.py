@@ -40,6 +40,11 @@ SELECT = {
     "check": "nothing: `rlhf doctor` asks every check that is installed",
     "adapter": "nothing: it is asked about every `file:` reference whose file defines no component by itself",
 }
+ABOUT = {
+    "command": "Greet somebody.\n\n`rlhf --help` shows the line above and imports nothing; calling the command does.\n"
+}
+"""Docstring of the package, where it is not the usual one."""
+ABOUT_PLUGIN = "@KIND_TITLE@ for rlhf: @NAME@. Listing plugins does not import this; selecting it calls the hook, once."
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
 
 
@@ -102,6 +107,7 @@ def _names(name: str, kind: str, kinds: Sequence[str], distribution: str, packag
         "NAME": name,
         "KIND": kind,
         "KIND_TITLE": kind.capitalize(),
+        "ABOUT": _fill(ABOUT.get(kind, ABOUT_PLUGIN), {"NAME": name, "KIND_TITLE": kind.capitalize()}),
         "DIST": distribution,
         "PACKAGE": package,
         "MODULE": kind,

@@ -1,0 +1,18 @@
+"""The suite of commands, for the commands of this distribution."""
+
+from rlhf_cli.data import Data
+from rlhf_cli.plugins import PluginsCommand
+from rlhf_cli.train import Train
+from rlhf_testing.command import CommandContract
+
+
+class TestData(CommandContract):
+    command = Data
+
+
+class TestPluginsCommand(CommandContract):
+    command = PluginsCommand
+
+
+class TestTrain(CommandContract):
+    command = Train

@@ -1,0 +1,8 @@
+"""The suite of backends, for LocalBackend."""
+
+from rlhf_plugin_local.backend import LocalBackend
+from rlhf_testing.backend import BackendContract
+
+
+class TestLocalBackend(BackendContract):
+    backend = LocalBackend

@@ -1,0 +1,8 @@
+"""The suite of backends, for RayBackend."""
+
+from rlhf_plugin_ray.backend import RayBackend
+from rlhf_testing.backend import BackendContract
+
+
+class TestRayBackend(BackendContract):
+    backend = RayBackend

@@ -1,0 +1,18 @@
+"""The suite of commands, for the commands of this distribution."""
+
+from rlhf_plugin_jobs.eval import Eval
+from rlhf_plugin_jobs.generate import Generate
+from rlhf_plugin_jobs.score import Score
+from rlhf_testing.command import CommandContract
+
+
+class TestEval(CommandContract):
+    command = Eval
+
+
+class TestGenerate(CommandContract):
+    command = Generate
+
+
+class TestScore(CommandContract):
+    command = Score
