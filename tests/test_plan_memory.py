@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_plugin_plan import Machine, resolve, sum_of
+from rlhf_plugin_plan.from_run_file import resolve
+from rlhf_plugin_plan.layout import Machine
+from rlhf_plugin_plan.phases import sum_of
 from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_model
 

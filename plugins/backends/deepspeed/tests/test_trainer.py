@@ -20,7 +20,7 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.memory import storage
 from rlhf_plugin_deepspeed.process_group import _store
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_plugin_plan import read_size
+from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file

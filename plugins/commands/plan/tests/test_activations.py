@@ -12,7 +12,7 @@ from rlhf_modeling.adapters import LoraOptions, train_adapters_only
 from rlhf_modeling.attention import packed
 from rlhf_modeling.fused import LAYERS, restore_layers
 from rlhf_modeling.model import load_model
-from rlhf_plugin_plan import read_size
+from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.tiny import tiny_model
 from torch.autograd.graph import saved_tensors_hooks
 

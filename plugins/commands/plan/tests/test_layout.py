@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_plugin_plan import DeviceGroup, Machine
-from rlhf_plugin_plan.layout import device_groups
+from rlhf_plugin_plan.layout import DeviceGroup, Machine, device_groups
 
 GPUS = Machine("cuda", processes=True)
 

@@ -12,7 +12,8 @@ from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.memory import Storage, arithmetic, part_of, trainer_memory, whole_storage
-from rlhf_plugin_plan import read_size, sum_of
+from rlhf_plugin_plan.model_size import read_size
+from rlhf_plugin_plan.phases import sum_of
 from rlhf_testing.tiny import tiny_model
 
 WORK = TrainerWork(longest=64, unit=64, units=64, micro_tokens=512, annotated=("logprobs",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ModelError
-from rlhf_plugin_plan import read_size
+from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.tiny import tiny_model
 
 EXPECTED = {

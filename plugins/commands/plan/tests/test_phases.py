@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, Held, TrainerMemory
-from rlhf_plugin_plan import EngineLayout, Layout, Machine, RoleLayout, make_plan, read_size
+from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout
+from rlhf_plugin_plan.model_size import read_size
 from rlhf_plugin_plan.phases import PROCESS_BYTES
+from rlhf_plugin_plan.shortages import make_plan
 from rlhf_testing.tiny import tiny_model
 
 GIB = 2**30

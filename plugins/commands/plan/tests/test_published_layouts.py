@@ -16,7 +16,10 @@ from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.memory import Storage, trainer_memory
-from rlhf_plugin_plan import EngineLayout, Layout, Machine, RoleLayout, make_plan, parse, read_size
+from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout
+from rlhf_plugin_plan.model_size import read_size
+from rlhf_plugin_plan.shortages import make_plan
+from rlhf_plugin_plan.units import parse
 
 GIB = 2**30
 

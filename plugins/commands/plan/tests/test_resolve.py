@@ -9,9 +9,12 @@ import pytest
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_plugin_plan import Machine, as_json, describe, make_plan, nearest, resolve, target
-from rlhf_plugin_plan.from_run_file import work_of
-from rlhf_plugin_plan.machines import cpu_memory
+from rlhf_plugin_plan.from_run_file import resolve, work_of
+from rlhf_plugin_plan.layout import Machine
+from rlhf_plugin_plan.machines import cpu_memory, target
+from rlhf_plugin_plan.nearest_change import nearest
+from rlhf_plugin_plan.report import as_json, describe
+from rlhf_plugin_plan.shortages import make_plan
 from rlhf_runtime.config.load import load
 from rlhf_runtime.setup.plugins import run_plugins
 

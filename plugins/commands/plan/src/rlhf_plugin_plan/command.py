@@ -15,7 +15,9 @@ from rlhf_runtime.config.command_line import add_run_file, overrides
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlhf_plugin_plan import GroupPlan, Nearest, Plan
+    from rlhf_plugin_plan.nearest_change import Nearest
+    from rlhf_plugin_plan.phases import GroupPlan
+    from rlhf_plugin_plan.shortages import Plan
 
 
 class PlanCommand(Command):
@@ -49,7 +51,11 @@ class PlanCommand(Command):
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
 
-        from rlhf_plugin_plan import as_json, make_plan, nearest, resolve, summary, target
+        from rlhf_plugin_plan.from_run_file import resolve
+        from rlhf_plugin_plan.machines import target
+        from rlhf_plugin_plan.nearest_change import nearest
+        from rlhf_plugin_plan.report import as_json, summary
+        from rlhf_plugin_plan.shortages import make_plan
 
         given, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
@@ -70,7 +76,7 @@ class PlanCommand(Command):
 def _show(plan: Plan, found: Nearest | None) -> None:
     from rich.console import Console
 
-    from rlhf_plugin_plan import verdict
+    from rlhf_plugin_plan.report import verdict
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -87,7 +93,7 @@ def _show(plan: Plan, found: Nearest | None) -> None:
 def _placement(plan: Plan) -> Table:
     from rich.table import Table
 
-    from rlhf_plugin_plan import describe
+    from rlhf_plugin_plan.report import describe
 
     count = plan.layout.devices
     table = Table(title=f"Placement: {count} device{'s' if count > 1 else ''}", title_justify="left")
@@ -114,7 +120,8 @@ def _placement(plan: Plan) -> Table:
 def _memory(plan: Plan, group: GroupPlan) -> Table:
     from rich.table import Table
 
-    from rlhf_plugin_plan import PARTS, text
+    from rlhf_plugin_plan.phases import PARTS
+    from rlhf_plugin_plan.units import text
 
     each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
     names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in group.group.holds.items())
