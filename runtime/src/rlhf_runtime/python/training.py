@@ -50,7 +50,7 @@ def train(
 ) -> Result:
     """Run an algorithm to its end, in this process, as the command ``rlhf train`` does::
 
-        result = rlhf.train(algorithm="rloo", model="path/to/model", data=rows, reward=score, steps=100,
+        result = rlhf.train(algorithm="NAME", model="path/to/model", data=rows, reward=score, steps=100,
                             options={"trainer.lr": 1e-5, "sampling.samples_per_prompt": 8}, output="runs/first")
 
     Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once. Nothing is left
