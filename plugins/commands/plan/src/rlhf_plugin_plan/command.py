@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class PlanCommand(Command):
-    """Show who is on which device, what memory each phase takes there, and whether it fits; load and start nothing.
+    """Show which role is on which device, how much memory each phase needs there, and whether the run fits.
 
-    The run file and flags are those of `rlhf train`; of a model only its config.json is read. Where memory does not
-    suffice: why, with the arithmetic, and the nearest change that does. The exit code is 1 where the run does not fit.
+    The run file and flags are those of `rlhf train`. Of a model only its config.json is read; nothing is loaded or
+    started. Where memory does not suffice, the output shows why, with the arithmetic, and the nearest change that makes
+    the run fit. The exit code is 1 where the run does not fit.
     """
 
     name = "plan"
@@ -36,16 +37,18 @@ class PlanCommand(Command):
             "--device", choices=("cpu", "cuda"), help="what to plan for; a GPU where its memory is given"
         )
         parser.add_argument(
-            "--device-memory", metavar="SIZE", help="of one GPU, or of a CPU's host: 80GiB, 24GB; absent: what is here"
+            "--device-memory",
+            metavar="SIZE",
+            help="of one GPU, or of a CPU's host: 80GiB, 24GB; default: that of this machine",
         )
         parser.add_argument(
-            "--host-memory", metavar="SIZE", help="of a node with GPUs, to judge what is offloaded there"
+            "--host-memory", metavar="SIZE", help="of a node with GPUs, to check what is offloaded there"
         )
         parser.add_argument(
             "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
-        parser.add_argument("--summary", action="store_true", help="a few lines, as `rlhf train --dry-run` shows them")
+        parser.add_argument("--summary", action="store_true", help="the few lines that `rlhf train --dry-run` shows")
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins
