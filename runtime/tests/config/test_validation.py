@@ -75,7 +75,7 @@ def test_an_evaluation_that_would_tell_nothing_is_refused():
     data = ("data.eval", "b.jsonl")
     assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
     said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
-    assert "eval.samples = 4 at eval.temperature = 0 gives one answer 4 times" in said
+    assert "eval.samples = 4 at eval.temperature = 0 gives the same answer 4 times" in said
     check(load(None, [*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")]), Fake())
     check(load(None, [*BASE, data, ("eval.every", "4")]), Fake())
 

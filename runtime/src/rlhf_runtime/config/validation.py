@@ -165,6 +165,16 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
     return problems
 
 
+def equal_answers(run: RunFile) -> list[str]:
+    """Several answers to a row that cannot differ."""
+    if run.eval.samples <= 1 or run.eval.temperature > 0 or run.env is not None:
+        return []
+    return [
+        f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives the same answer {run.eval.samples} times, so "
+        "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
+    ]
+
+
 def _evaluation(run: RunFile, sampled: bool) -> list[str]:
     """What would be evaluated to no purpose, or not at all."""
     problems = []
@@ -181,11 +191,7 @@ def _evaluation(run: RunFile, sampled: bool) -> list[str]:
             f"eval.patience = {run.eval.patience} counts evaluations during training, and eval.every is not set: there "
             "is one at the end only. Set --eval.every STEPS, or remove it."
         )
-    if sampled and run.eval.samples > 1 and run.eval.temperature == 0 and run.env is None:
-        problems.append(
-            f"eval.samples = {run.eval.samples} at eval.temperature = 0 gives one answer {run.eval.samples} times, and "
-            "pass@k tells nothing. Set --eval.temperature 1, or --eval.samples 1."
-        )
+    problems += equal_answers(run) if sampled else []
     return problems
 
 

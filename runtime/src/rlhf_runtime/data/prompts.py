@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory, Turn
@@ -118,7 +118,8 @@ class Prompts:
     # -------------------------------------------------------------------------------------- inside
 
     def _cells(self, row: Row) -> Cells:
-        return Cells(row, row.layout or self.layout)
+        layout = cast(Layout | None, row.layout)  # TrainData gave it to the row
+        return Cells(row, layout or self.layout)
 
     def _prompt_turn(self, row: Row) -> Turn:
         cells = self._cells(row)

@@ -9,6 +9,7 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.model_lookup import look_for_models
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.validation import equal_answers
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
 INSTEAD = {
@@ -49,11 +50,8 @@ def load_for_answers(
         raise ConfigError("no data is named. Set --data FILE.")
     if scored and not config.reward and config.env is None:
         raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
-    if config.eval.samples > 1 and config.eval.temperature == 0 and config.env is None:
-        raise ConfigError(
-            f"eval.samples = {config.eval.samples} at eval.temperature = 0 gives the same answer {config.eval.samples} "
-            "times. Set --eval.temperature 1, or --eval.samples 1."
-        )
+    for problem in equal_answers(config):
+        raise ConfigError(problem)
     look_for_models(config)
     if not scored:
         config = config.model_copy(update={"reward": ()})
