@@ -391,3 +391,40 @@ def test_epochs_decide_how_long_a_run_is(shop: Workshop) -> None:
     run = shop.train("sft", "run", run={"steps": None, "epochs": 1.5})
     assert run.lines()[-1]["step"] == math.ceil(1.5 * len(PROMPTS) / 4)
     assert run.lines()[-1]["epoch"] == pytest.approx(5 * 4 / len(PROMPTS))
+
+
+LEAVES_OUT_ZERO = """
+from rlhf.interfaces import Algorithm, Slot
+from rlhf.ops.rows import pack_rows
+from rlhf.types import Needs, RoleSpec, Update
+
+
+class LeavesOutZero(Algorithm):
+    name = "leaves_out_zero"
+    data = "demonstrations"
+    slots = {"loss": Slot("loss", "nll")}
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples):
+        kept = [example for example in examples if example.row["answer"] != "0"]
+        return pack_rows(kept), {"rows/left_out": float(len(examples) - len(kept))}
+
+    def updates(self, step, batch=None):
+        return [Update("policy", "loss")]
+"""
+
+
+def test_metrics_of_assemble_are_reported_with_a_batch_and_without(shop: Workshop) -> None:
+    """One of the twelve rows has the answer 0, so one step has nothing to learn from. The learning rate goes on."""
+    algorithm = shop.file("leaves_out.py", LEAVES_OUT_ZERO)
+    changes = {"data": {"batch_size": 1}, "run": {"steps": 12}, "trainer": {"schedule": "linear"}}
+    run = shop.train("sft", "run", algorithm={"use": f"file:{algorithm}"}, **changes)
+    empty = [line["step"] for line in run.lines() if "empty" in line]
+    assert len(empty) == 1
+    assert [line["step"] for line in run.lines() if line["rows/left_out"] == 1.0] == empty
+    for line in run.lines():
+        assert ("policy/loss" in line) == (line["step"] not in empty)
+        if "policy/lr" in line:
+            assert line["policy/lr"] == pytest.approx(1e-3 * (1 - (line["step"] - 1) / 12))

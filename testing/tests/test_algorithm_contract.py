@@ -295,6 +295,33 @@ class ReadsPrompt(Simple):
         return batch.with_column("tok", "advantages", batch.tok["advantages"] + level), metrics
 
 
+class KeepsTheBatch(Simple):
+    """Plans by the batch that was assembled last."""
+
+    units = 0
+
+    def assemble(self, examples):
+        batch, metrics = super().assemble(examples)
+        self.units = batch.units
+        return batch, metrics
+
+    def updates(self, step, batch=None):
+        return [replace(update, epochs=1 + (self.units > 0), live={}) for update in super().updates(step, batch)]
+
+    def annotations(self, step):
+        return [Annotation("policy", "logprobs", "old_logprobs")]
+
+
+class MoreThanPlanned(Simple):
+    """Takes more optimizer steps than the learning rate counts on."""
+
+    def annotations(self, step):
+        return [Annotation("policy", "logprobs", "old_logprobs")]
+
+    def updates(self, step, batch=None):
+        return [Update("policy", "loss", epochs=1 if batch is None else 3)]
+
+
 class Forgetful(Simple):
     """Loses what it learnt."""
 
@@ -405,6 +432,8 @@ def suite(made, **attributes):
         (ReadsGenerator, {}, "test_steps", "no column 'gen_logprobs'"),
         (SampleOrder, {}, "test_order_of_samples", "'advantages' of a sample depends on the order"),
         (ReadsPrompt, {}, "test_masked_positions", "NaN at masked positions"),
+        (KeepsTheBatch, {}, "test_plan", r"before and .* after a batch was assembled and credited: read the batch"),
+        (MoreThanPlanned, {}, "test_plan", r"trains \{'policy': 3\} optimizer steps, .* plans \{'policy': 1\}"),
         (Forgetful, {"penalty": 0.1}, "test_state", "after load_state_dict"),
         (TrainsReference, {}, "test_updates", "declared untrained"),
         (LiveTwice, {}, "test_updates", "must be annotated beforehand"),

@@ -480,6 +480,12 @@ def test_algorithms_whose_methods_return_something_else():
         def credit(self, batch):
             super().credit(batch)
 
+    class BatchAlone(Good):
+        """Without metrics."""
+
+        def assemble(self, examples):
+            return super().assemble(examples)[0]
+
     class OneUpdate(Good):
         """No list."""
 
@@ -501,6 +507,9 @@ def test_algorithms_whose_methods_return_something_else():
             return super().assemble(groups)
 
     assert "credit() must return (batch, metrics), got NoneType None" in first_failure(NoCredit)
+    assert "assemble() must return (batch, metrics), the batch None for nothing to learn from" in first_failure(
+        BatchAlone
+    )
     assert "updates() must return a list of Updates and Snapshots, got Update" in first_failure(OneUpdate)
     assert "finish() must return metrics, {} for none, got NoneType" in first_failure(NoMetrics)
     assert "draws from or seeds random's generator of the whole process" in failures("algorithm", Shuffles)["steps"]

@@ -15,7 +15,8 @@ backend, no download.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -309,6 +310,30 @@ class AlgorithmContract(Contract):
                         a == b, f"{about} after state_dict() and load_state_dict() {what}({number}) differ: {a} and {b}"
                     )
 
+    def test_plan(self) -> None:
+        """``updates(step)`` without a batch plans the learning rates. Its answer does not depend on the batch of the
+        step, and no step takes more optimizer steps than planned."""
+        for config in self.grid():
+            about, algorithm = self.about(config), self.build(config)
+            for number in range(self.steps):
+                plan = algorithm.updates(number)
+                taken = self.step(
+                    config, number, algorithm=algorithm, data=self.data(algorithm, seed=number), end=False
+                )
+                again = algorithm.updates(number)
+                expect(
+                    plan == again,
+                    f"{about} updates({number}) without a batch gives {plan} before and {again} after a batch was "
+                    "assembled and credited: read the batch that updates() is given, and keep nothing between methods",
+                )
+                planned, got = _optimizer_steps(plan), _optimizer_steps(taken.updates)
+                more = {role: count for role, count in got.items() if count > planned[role]}
+                expect(
+                    not more,
+                    f"{about} step {number} trains {more} optimizer steps, and updates({number}) without a batch plans "
+                    f"{dict(planned)}: the learning rates would end too early",
+                )
+
     def test_updates(self) -> None:
         """Updates train declared, trained roles with a loss that is a part; snapshots copy declared roles."""
         for config in self.grid():
@@ -329,6 +354,15 @@ class AlgorithmContract(Contract):
                         f"{about} the update of {update.role!r} has several optimizer steps, so {dict(update.live)} "
                         "must be annotated beforehand",
                     )
+
+
+def _optimizer_steps(updates: Sequence[Update | Snapshot]) -> Counter[str]:
+    """{role: optimizer steps}."""
+    count: Counter[str] = Counter()
+    for update in updates:
+        if isinstance(update, Update):
+            count[update.role] += update.epochs * update.minibatches
+    return count
 
 
 def _shuffled(group: Group, seed: int) -> Group:

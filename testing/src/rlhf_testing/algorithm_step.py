@@ -56,6 +56,7 @@ def model_step(
     poison: bool = False,
     layout: str = "",
     annotated_as: Batch | None = None,
+    end: bool = True,
 ) -> Step:
     """Assemble, annotate, credit and take every update's gradient.
 
@@ -64,6 +65,7 @@ def model_step(
             else outside ``loss_mask``), before credit and before updates.
         layout: how the optimizer batch is split (:func:`rlhf_testing.compare.layouts`); one micro-batch where empty.
         annotated_as: take what the models say of each token from this batch, of the same samples after other prompts.
+        end: call ``finish``.
     """
     needs = algorithm.needs()
     trainers = {
@@ -102,6 +104,8 @@ def model_step(
         learned, sums = learn(trainer, trainers, loss, update, poisoned(batch, over) if poison else batch, layout)
         step.runs[f"{update.role}/{update.loss}"] = learned
         step.metrics |= {f"{update.role}/{name}": value for name, value in sums.items()}
+    if not end:
+        return step
     finished = algorithm.finish(number, assembled, step.metrics)
     expect(isinstance(finished, Mapping), f"finish() must return metrics, {{}} for none, got {_shown(finished)}")
     step.finished = dict(finished)
