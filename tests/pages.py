@@ -16,9 +16,9 @@ FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def pages() -> list[Path]:
     """Every hand-written or generated page that a reader meets."""
     outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    members = [*ROOT.glob("core/*.md"), *ROOT.glob("cli/*.md"), *ROOT.glob("plugins/*/*/README.md")]
-    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("deploy/README.md"), *ROOT.glob("benchmarks/**/*.md")]
-    return sorted([*outer, *DOCS.rglob("*.md"), *members, *others])
+    members = [path for folder in ("[!.]*", "libraries/*", "plugins/*/*") for path in ROOT.glob(f"{folder}/README.md")]
+    others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
+    return sorted({*outer, *DOCS.rglob("*.md"), *members, *others})
 
 
 def name_of(path: Path) -> str:
