@@ -138,7 +138,7 @@ def test_what_is_killed_changes_nothing(place, whole):
     failed = run.finish()
     assert failed.code == 1
     assert "engine 0" in failed.said
-    assert "It is replaced" in failed.said
+    assert "The engine is replaced" in failed.said
     assert "policy rank" in failed.said
     assert "Traceback" not in failed.said
     resumed = Training(place, config, "--resume", "--sync.transport", "shared").finish()
