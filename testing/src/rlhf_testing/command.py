@@ -50,6 +50,7 @@ class CommandContract(Contract):
         try:
             if not self.cls.run_file_flags:
                 return parser.parse_args(list(words))
+            args: argparse.Namespace
             args, overrides = parser.parse_known_args(list(words))
         except SystemExit as error:
             raise Nonconformance(f"{self.about()} its parser refuses the words {list(words)} of `calls`") from error

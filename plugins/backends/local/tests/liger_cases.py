@@ -21,11 +21,13 @@ from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_modeling import liger
 from rlhf_modeling.attention import packed, use_packed_attention
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.interpreted import complete_the_interpreter
 from rlhf_testing.tiny import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
+
+sys.path.append(str(Path(__file__).resolve().parents[4]))  # a script: the root's tests are not on its path
+from tests.interpreted import complete_the_interpreter
 
 FOLDER = Path(sys.argv[1])
 SMALL: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 24, "std": 0.3}
