@@ -85,12 +85,13 @@ class RunState:
             values["best"] = self.best.state_dict()
         return State(step, encode(values), [g for b in self.stream.ready for g in b.groups] if self.stream else [])
 
-    def write(self, folder: Path, state: State) -> None:
-        """Write ``state`` and the present weights."""
+    def write(self, folder: Path, step: int, state: State | None = None) -> None:
+        """Write the present weights and ``state``, by default the present state after ``step`` finished steps."""
         for name in self.saved_roles:
             path = folder / "roles" / name
             path.mkdir(parents=True)
             self.roles[name].every("save", path)
+        state = state or self.collect(step)
         if self.stream is not None:
             write_groups(folder / "ready.jsonl", state.ready)
         write_json(folder / "state.json", state.values)

@@ -59,8 +59,7 @@ class Saves:
         state, self._intact = self._state, None
         self._take_devices_back()
         mark = {"metric": state.best.metric, "value": state.best.value} if best and state.best is not None else None
-        now = state.collect(step)
-        path = self._store.save(step, lambda folder: state.write(folder, now), self._meta, mark)
+        path = self._store.save(step, lambda folder: state.write(folder, step), self._meta, mark)
         self._reports.observe("checkpoint_saved", step, path)
 
     def export(self, done: int, last: bool) -> None:
@@ -104,7 +103,7 @@ class Saves:
             return
         try:
             self._take_devices_back()
-            self._store.save(held.step, lambda folder: self._state.write(folder, held), self._meta)
+            self._store.save(held.step, lambda folder: self._state.write(folder, held.step, held), self._meta)
         except RlhfError as error:
             self._progress.note(f"what was learnt since the last checkpoint is lost: {error}")
         else:
