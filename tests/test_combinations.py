@@ -224,7 +224,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ]
 
     def listened(self: Saves, path: Path) -> None:
-        policy = self._run.roles["policy"]
+        policy = self._state.roles["policy"]
         view = "ema" if "ema" in policy.facts.views else "live"
         said.append(
             policy.forward(pack(units), [Head("outputs", _as_they_are, over="every", at="at")], view)["outputs"]

@@ -31,7 +31,7 @@ ON_RAY, VLLM, ZERO = ({"launcher": {"use": "ray"}}, {"generator": {"use": "vllm"
 
 EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "engines elsewhere": (
-        "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in its own process",
+        "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in the same process",
     ),
     "one rank": (
         "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "trainer 'torch' runs on one rank, role 'policy' asks",

@@ -148,10 +148,10 @@ def test_show_an_unknown_name(installed, tmp_path, capsys):
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
     assert err == "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed.\n"
-    info = tmp_path / "rlhf-0.1.0.dist-info"
+    info = tmp_path / "rlhf_kit-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rlhf\nVersion: 0.1.0\nRequires-Dist: rlhf-plugin-xyz\n"
+        "Metadata-Version: 2.1\nName: rlhf-kit\nVersion: 0.1.0\nRequires-Dist: rlhf-plugin-xyz\n"
     )
     assert run(capsys, "show", "xyz")[2].endswith("what is installed. Try: pip install rlhf-plugin-xyz\n")
     assert run(capsys, "show", "zyx")[2].endswith("what is installed.\n")

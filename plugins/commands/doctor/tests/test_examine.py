@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf.interfaces import Check, Finding
 from rlhf.plugins import Plugins
-from rlhf_plugin_doctor import Request, examine
-from rlhf_plugin_doctor.examine import run_plugins
+from rlhf_plugin_doctor.examine import Request, examine, run_plugins
 
 
 @pytest.fixture

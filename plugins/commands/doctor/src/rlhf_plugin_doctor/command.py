@@ -17,7 +17,7 @@ from rlhf.interfaces.check import STATUSES
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 if TYPE_CHECKING:
-    from rlhf_plugin_doctor import Request
+    from rlhf_plugin_doctor.examine import Request
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
@@ -44,7 +44,7 @@ class Doctor(Command):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_plugin_doctor import Request, examine
+        from rlhf_plugin_doctor.examine import Request, examine
 
         if not args.timeout > 0:
             raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
@@ -63,7 +63,7 @@ def _watched(request: Request) -> list[Finding]:
     """On a terminal, with the name of what is being looked at: some of it takes seconds."""
     from rich.console import Console
 
-    from rlhf_plugin_doctor import examine
+    from rlhf_plugin_doctor.examine import examine
 
     console = Console(stderr=True)
     status = console.status("looking") if console.is_terminal else None
