@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 
-.PHONY: help install quickstart test lint docs wheels bench clean
+.PHONY: help install quickstart test test-all lint docs wheels bench clean
 
 help:
 	@echo "make quickstart  train a tiny model on this machine and watch it learn"
-	@echo "make test        every test"
+	@echo "make test        the tests, real Ray, vLLM and DeepSpeed among them"
+	@echo "make test-all    every test, those that take long too"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation as a site in site/; stops at a broken link"
 	@echo "make wheels      every distribution as a wheel in dist/"
@@ -45,6 +46,9 @@ quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/quickstart.py
 
 test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
+
+test-all: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install

@@ -15,7 +15,7 @@ from tests.runs import Workshop, merged
 from tests.test_average import told_of
 from tests.test_cluster_runs import Training
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")

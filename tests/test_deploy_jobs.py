@@ -17,6 +17,8 @@ import pytest
 
 from tests.members import ROOT
 
+pytestmark = pytest.mark.full
+
 DEPLOY = ROOT / "deploy"
 SUBMIT = DEPLOY / "ray" / "submit.sh"
 RUNTIME_ENV = DEPLOY / "ray" / "runtime-env.yaml"

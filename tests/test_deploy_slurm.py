@@ -16,6 +16,8 @@ from rlhf_testing.tiny import tiny_model
 
 from tests.members import ROOT
 
+pytestmark = pytest.mark.full
+
 DEPLOY = ROOT / "deploy"
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 

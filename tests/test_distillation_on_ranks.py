@@ -10,7 +10,7 @@ from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
 pytest.importorskip("ray")
 pytest.importorskip("deepspeed")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.runs import Finished, Workshop
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
 pytest.importorskip("ray")
 pytest.importorskip("deepspeed")

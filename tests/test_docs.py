@@ -115,12 +115,14 @@ def execute(page: Path, shell: Shell) -> str:
     return output
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["first-run", "first-reward", "from-python"])
 def test_the_tutorial_works_from_the_first_line_to_the_last(shell, page):
     execute(DOCS / f"tutorial/{page}.md", shell)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_tutorials_algorithm_works_and_its_wrong_options_are_refused(shell):
     execute(DOCS / "tutorial/first-algorithm.md", shell)

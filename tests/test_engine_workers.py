@@ -20,6 +20,8 @@ from rlhf_plugin_ray.launcher import RayLauncher
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import cores
 
+pytestmark = pytest.mark.full
+
 ASKED = [GenerationRequest((20, 21, 22 + n), n, Sampling(5 + 45 * n, ignore_eos=True)) for n in range(6)]
 """The first one ends when most of the others' tokens are still to come."""
 

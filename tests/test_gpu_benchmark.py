@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks/gpu"
 SCRIPT = str(FOLDER / "run.py")

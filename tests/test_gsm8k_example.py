@@ -14,6 +14,8 @@ from rlhf_cli.main import main as rlhf
 
 from examples.gsm8k import prepare, run
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("RLHF_DATA") or ROOT.parent / "shared" / "data")
 FILES = tuple(prepare.FILES.values())

@@ -13,6 +13,8 @@ import tomli_w
 from rlhf_testing.hub import LoopbackHub
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 
+pytestmark = pytest.mark.full
+
 CLI = "from rlhf_cli.main import main; raise SystemExit(main())"
 TOKEN = "hf_" + "Xw9" * 12
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(4)]

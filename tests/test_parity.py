@@ -19,7 +19,7 @@ RECORDED = json.loads((FOLDER / "trl-1.16.0.json").read_text())
 WITHIN = 1e-4
 """Of the loss, in fp32."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from rlhf_testing.tiny import tiny_model
 from tests.members import ROOT
 from tests.plan_memory_process import LENGTH, SAMPLES, TOKENS
 
+pytestmark = pytest.mark.full
+
 WITHIN = 0.25
 MODEL = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 4, "intermediate": 2048, "vocab_size": 32000}
 CASES = {

@@ -88,6 +88,7 @@ def test_a_reference_that_follows_the_policy_is_refused(shop, options):
     assert re.search(r"reference.precompute = true, but dpo\s+replaces its weights on the way", run.said)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_on_ray_the_reference_is_gone_before_the_policy_comes(shop, options):

@@ -19,6 +19,8 @@ from rlhf_cli.main import main as rlhf
 
 from examples.preferences import dialogues, marks, prepare, run, solutions, steps
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("RLHF_DATA") or ROOT.parent / "shared" / "data")
 FILES = tuple(prepare.FILES.values())

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from rlhf_runtime.config.load import load
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
 RUNS = Path("runs/recipes")

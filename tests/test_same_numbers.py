@@ -75,7 +75,12 @@ def embedded(shop, cases, recorded, tmp_path_factory) -> dict[str, Learnt]:
     return learn_everywhere(shop, cases, recorded, tmp_path_factory.mktemp("initial"), **RAGGED)
 
 
-@pytest.fixture(scope="module", params=list(RUNTIMES))
+ALWAYS = "ray, ZeRO-3, 2 ranks"
+"""The runtime that differs most from the embedded one; the others are for ``make test-all``."""
+PARAMS = [pytest.param(name, marks=() if name == ALWAYS else pytest.mark.full) for name in RUNTIMES]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def learnt(request, shop, cases, recorded, tmp_path_factory, two_cpus) -> dict[str, Learnt]:
     """Everything on one runtime: its processes are started once."""
     runtime = merged(RAGGED, RUNTIMES[request.param])

@@ -8,7 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.runs import Finished, Workshop, assert_same_run
+
+pytestmark = pytest.mark.full
 
 REWARD = """
 from pathlib import Path

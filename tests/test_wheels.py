@@ -16,6 +16,8 @@ from flit_core import buildapi
 
 from tests.members import MEMBERS, Member, name_of, required
 
+pytestmark = pytest.mark.full
+
 CODE = """
 import json, os, sys, traceback
 task = json.load(sys.stdin)

@@ -58,6 +58,7 @@ def run_file(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_this_machine_and_a_run(run_file):

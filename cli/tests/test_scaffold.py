@@ -156,6 +156,7 @@ def outcomes(workshop):
     return found, done.stdout[-6000:]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, name):

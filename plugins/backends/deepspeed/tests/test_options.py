@@ -17,6 +17,8 @@ from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
 from zero_cases import apart, batch, spec, trainer
 
+pytestmark = pytest.mark.full
+
 STEPS = 3
 SHARED = {
     "warmup": {"warmup_steps": 2},

@@ -79,6 +79,7 @@ def reference(ranks):
     return Reference(ranks.folder, TokenLoss(), STEPS, ema_decay=0.9, weight_decay=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_and_five_steps(ranks, reference, stage):
     found = ranks(f"equal-{stage}")

@@ -18,6 +18,8 @@ from rlhf_plugin_ray.checks.check import RayCheck, cluster, installation
 from rlhf_plugin_ray.checks.nodes import check_nodes, closed
 from rlhf_testing.check import CheckContract
 
+pytestmark = pytest.mark.full
+
 RAY = str(Path(sys.executable).parent / "ray")
 
 

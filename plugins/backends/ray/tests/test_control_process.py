@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 from rlhf_testing.tiny import tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
 COMPONENTS = Path(__file__).parent / "components.py"
 REWARD = "def score(prompt, completion, row):\n    {}\n    return sum(c in '0123456789' for c in completion) / 6\n"

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 START = {"by the launcher": "", "by the user": "import ray; ray.init('local', num_cpus=1, include_dashboard=False)\n"}
 
 

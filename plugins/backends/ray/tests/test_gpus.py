@@ -16,7 +16,7 @@ from rlhf_plugin_ray.cluster.connection import LoopbackOnly
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module", autouse=True)

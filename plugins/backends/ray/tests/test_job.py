@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from ray_nodes import ADDRESSES, RAY, NoRight, RayNodes
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 
 

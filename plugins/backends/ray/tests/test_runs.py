@@ -14,6 +14,8 @@ import tomli_w
 from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 
+pytestmark = pytest.mark.full
+
 COMPONENTS = Path(__file__).parent / "components.py"
 REWARD = """
 def score(prompt, completion, row):

@@ -15,7 +15,7 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.workers.node_tools import inspect_process
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture

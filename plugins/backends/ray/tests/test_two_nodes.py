@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from ray_nodes import ADDRESSES, INTERFACE, NoRight, RayNodes
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 
 

@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(
         len(cores()) < 2, reason="tensor parallelism on a CPU takes a core per worker, this machine has one"
     ),
+    pytest.mark.full,
 ]
 TWO = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel=2)
 KILLED = r"engine worker 1 \(process \d+\) was killed by SIGKILL"

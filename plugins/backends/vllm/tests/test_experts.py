@@ -21,6 +21,8 @@ from rlhf_plugin_vllm.engine import engine
 from rlhf_testing.models import model_path
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.full
+
 SIZES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

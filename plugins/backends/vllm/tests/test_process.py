@@ -16,6 +16,8 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
 
+pytestmark = pytest.mark.full
+
 GUEST = """
 import json, os, random, sys
 import numpy, psutil, torch

@@ -14,6 +14,8 @@ from rlhf_plugin_doctor.versions import Installed
 from rlhf_plugin_ray.checks.check import RayCheck
 from rlhf_plugin_vllm.checks import VllmCheck
 
+pytestmark = pytest.mark.full
+
 TRAP = """
 import torch
 @torch.library.register_fake("torchvision::nms")  # as the real package does; its compiled part is not here
