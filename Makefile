@@ -76,13 +76,15 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/requirements-peers.txt
 	@touch $@
 
+DIST ?= dist
+
 # Every distribution of this repository as a wheel in dist/: what is uploaded to a package index.
 wheels: install
-	@rm -rf dist
+	@rm -rf $(DIST)
 	@for folder in $(dir $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)); do \
-		$(BIN)/python -m flit_core.wheel --outdir $$PWD/dist $$folder > /dev/null || exit 1; done
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
-	@echo "dist/ holds $$(ls dist | wc -l) wheels"
+		$(BIN)/python -m flit_core.wheel --outdir $(abspath $(DIST)) $$folder > /dev/null || exit 1; done
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir $(DIST) .
+	@echo "$(DIST)/ holds $$(ls $(DIST) | wc -l) wheels"
 
 bench: install $(PEERS)/.installed
 	$(BIN)/python benchmarks/run.py

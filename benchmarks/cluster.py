@@ -1,6 +1,6 @@
 """GRPO steps of ours on Ray and vLLM against TRL's, natural lengths, in alternation: `python benchmarks/cluster.py`.
 
-That both compute the same gradients is the gate of run.py, that the runtimes of ours agree tests/test_same_numbers.py.
+run.py checks that both compute the same gradients; tests/test_same_numbers.py checks that our runtimes agree.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Make what the arms share: the model and tokenizer, its twins that end answers and that score, prompts, rows, pairs,
-and the batches of the correctness gate. Runs in our environment; both environments read the folder."""
+"""Make the files that all arms share: the model and tokenizer, a copy that ends answers, a copy that scores, prompts,
+rows, pairs, and the batches of the correctness gate. Runs in our environment; both environments read the folder."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CHARS = "0123456789+-*/=()<> abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'\n"
 MEAN_LENGTH = 22
-"""Of answers without a limit; with the limit of 64 tokens the mean is about 20."""
+"""Mean tokens of an answer without a limit; with the limit of 64 tokens the mean is about 20."""
 
 
 def make_model(path: Path, head: Literal["lm", "scalar"] = "lm") -> None:
-    """Qwen3 with random weights: 4.45 M parameters and a vocabulary of characters where nothing else is asked for.
+    """Qwen3 with random weights: by default 4.45 M parameters and a vocabulary of characters.
 
-    Further tokens are numbers behind a space. No text is encoded with them, but each can be sampled and reads as
-    something, so that rewards differ.
+    Additional tokens are numbers after a space. No text is encoded with them, but each can be sampled and decodes to
+    text, so that rewards differ.
     """
     more = (f" {n}" for n in range(VOCABULARY - 3 - len(CHARS)))
     tiny_model(path, std=0.02, chars=[*CHARS, *more], seed=0, head=head, **SIZES)
 
 
 def make_ending_model(source: Path, path: Path) -> None:
-    """The same model with an end token whose probability is about 1/22 wherever it stands.
+    """The same model with an end token whose probability is about 1/22 at every position.
 
-    All embeddings get a common component along one direction, so that every hidden state has one; the end token gets
-    more of it, and how much is found by bisection. With tied embeddings this is a bias on the end token's logit.
+    All embeddings get a common component along one direction, so that every hidden state has it. The end token gets
+    more of it; bisection finds how much. With tied embeddings this acts as a bias on the end token's logit.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(source))
     model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32).to(DEVICE)

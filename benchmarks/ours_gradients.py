@@ -1,4 +1,4 @@
-"""Gradients of ours on the batches of gate.json, through the algorithms grpo and sft as they are, in fp32."""
+"""Gradients of ours on the batches of gate.json, through the unchanged algorithms grpo and sft, in fp32."""
 
 from __future__ import annotations
 

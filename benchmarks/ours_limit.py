@@ -12,7 +12,7 @@ SIZE, REPEATS = 2048, 7
 
 
 def rate(dtype: torch.dtype) -> float:
-    """Best of several, as a limit should be."""
+    """The best of several repeats, because the result is used as an upper limit."""
     a, times = torch.ones(SIZE, SIZE, dtype=dtype), []
     for _ in range(REPEATS):
         start = time.perf_counter()

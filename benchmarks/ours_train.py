@@ -1,4 +1,4 @@
-"""Time whole training steps of ours, through the same controller as `rlhf train`, and say where the time goes."""
+"""Time whole training steps of ours, through the same controller as `rlhf train`, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Watch(Observer):
 
 
 class Phases:
-    """Seconds spent in the calls where a step's arithmetic happens, per step."""
+    """Seconds per step in the calls that do the arithmetic."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
 """Steps of DPO, of a reward model and of SFT, ours against TRL's, in alternation: `python benchmarks/preferences.py`.
 
-Before anything is timed, both sides' losses of 20 optimizer steps must be equal (parity/run.py), as speed may not be
-bought by another loss. An arm that other processes disturb is run again.
+Before anything is timed, the losses of both sides in 20 optimizer steps must be equal (parity/run.py): only equal work
+is compared. An arm that other processes disturb is run again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from run import HERE, circumstances, execute, parsed, parser_of
 from settings import PREFERENCES, write
 
 TARGETS = {"dpo": 2.0, "dpo-cached": 2.5, "dpo-prompts": 2.0, "reward": 1.6, "sft": 1.5}
-"""Throughput of ours over TRL's that this project asks of itself, in either precision."""
+"""The project's target in both precisions: throughput of ours divided by TRL's."""
 DISTURBED = 0.03
-"""Most of the processor's time that other processes may have while an arm runs."""
+"""Largest share of the processor's time that other processes may take while an arm runs."""
 GATE = ("dpo-sigmoid", "reward", "sft")
 
 
 def gate(trl: str, work: Path) -> list[dict[str, Any]]:
-    """The parity of the losses that are timed; ends the benchmark where they differ."""
+    """Check that the losses that are timed are equal on both sides; ends the benchmark if they differ."""
     result = work / "parity.json"
     execute(sys.executable, "parity/run.py", "--trl-python", trl, "--cases", *GATE, "--result", str(result))
     rows = json.loads(result.read_text())["table"]
@@ -39,7 +39,7 @@ def gate(trl: str, work: Path) -> list[dict[str, Any]]:
 
 
 def others() -> float:
-    """Seconds of processor time, of all cores, that went to anything but this benchmark and its finished processes."""
+    """Seconds of processor time, of all cores, that other processes than this benchmark and its children took."""
     fields = [int(x) / os.sysconf("SC_CLK_TCK") for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     idle, waiting = fields[3:5]
     own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -47,19 +47,19 @@ def others() -> float:
 
 
 def undisturbed(python: str, script: str, options: list[str], result: Path, tries: int) -> dict[str, Any]:
-    """One process of an arm; again where other processes took more than 3 % of the processor meanwhile."""
+    """Run one process of an arm. Repeat it if other processes took more than 3 % of the processor meanwhile."""
     for _ in range(tries):
         start, before = time.time(), others()
         execute(python, script, *options, "--result", str(result))
         share = (others() - before) / (time.time() - start) / (os.cpu_count() or 1)
         if share <= DISTURBED:
             return json.loads(result.read_text()) | {"others": share}
-        print(f"again, as other processes took {share:.0%} of the processor", flush=True)
+        print(f"repeating: other processes took {share:.0%} of the processor", flush=True)
     sys.exit(f"other processes disturb the machine: {tries} attempts at {script} {' '.join(options[:2])}")
 
 
 def comparison(arms: dict[str, list[dict[str, Any]]], precisions: list[str]) -> list[dict[str, Any]]:
-    """One row per workload and precision. Refuses where the two did not train on equally many tokens."""
+    """One row per workload and precision. Ends the benchmark if the two trained on different numbers of tokens."""
     rows = []
     for workload, target in TARGETS.items():
         for precision in precisions:

@@ -1,8 +1,8 @@
-"""What the launcher ``ray`` costs a step: everything but model work, on a policy-gradient step of 16 x 8 samples.
+"""Overhead of the launcher ``ray`` per step: all work except the models', in a policy-gradient step of 16 x 8 samples.
 
-The trainer and the generator of this file answer at once, with tensors and turns of the sizes that real ones give; all
-around them is the real thing: roles that split batches and join results, calls, the weight sync with its proof, and the
-engines' front. The same step runs in one process (launcher ``local``), so that the difference is Ray's.
+The trainer and the generator of this file return at once, with tensors and turns of realistic sizes. Everything else is
+the real code: roles that split batches and join results, calls, the weight sync with its proof, and the pool of
+engines. The same step runs in one process (launcher ``local``), so the difference is Ray's overhead.
 
     python benchmarks/ray_overhead.py [--steps 50] [--ranks 1] [--engines 1] [--output FILE.json]
 """
@@ -39,12 +39,12 @@ PROMPTS, SAMPLES, PROMPT, ANSWER = 16, 8, 6, 64
 BUDGET = 2048
 """Tokens of a micro-batch."""
 WEIGHTS = 1_000_000
-"""Parameters that are sent, in one bucket: the time of a bucket's bytes is model work, that of its calls is not."""
+"""Parameters that are sent, in one bucket. The time to send the bytes counts as model work; the calls do not."""
 WARM_UP = 5
 
 
 class EchoTrainer(CountingTrainer):
-    """Outputs of the right shapes, at once."""
+    """Returns outputs of the right shapes without computing."""
 
     def facts(self) -> TrainerFacts:
         return TrainerFacts((1,), 100)
@@ -60,7 +60,7 @@ class EchoTrainer(CountingTrainer):
 
 
 class EchoGenerator(Generator):
-    """The same answer to every request, at once."""
+    """Returns the same answer to every request without computing."""
 
     name = "echo"
     capabilities = frozenset({"accept:tensors", "logprobs", "seeds"})
@@ -86,7 +86,7 @@ class EchoGenerator(Generator):
 
 
 class PolicyLoss(Loss):
-    """Reads what a clipped policy loss with a reference reads."""
+    """Reads the same columns as a clipped policy loss with a reference."""
 
     name = "echo"
 
@@ -156,8 +156,8 @@ def measure(step: Step, steps: int) -> dict[str, float]:
 
 
 def round_trips(step: Step) -> dict[str, dict[str, int]]:
-    """For each part: calls of actors' methods, and how often the driver waits for an answer. Unlike times they are the
-    same on a machine that others use too."""
+    """For each part: calls of actors' methods, and how often the driver waits for an answer. Unlike times, these counts
+    do not depend on other load of the machine."""
     found: dict[str, dict[str, int]] = {}
     send, wait = ActorMethod._remote, Watchdog.wait
     for name, part in step.parts().items():

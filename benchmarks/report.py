@@ -1,4 +1,4 @@
-"""From the arms' results to the tables: ratios, where a step's time goes, cost against tokens."""
+"""Make tables from the results of the arms: ratios, time per phase of a step, cost against tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGETS = {
     ("sft", "fp32"): 1.5,
     ("sft", "bf16"): 1.5,
 }
-"""Throughput of ours over TRL's that this project asks of itself."""
+"""The project's target: throughput of ours divided by TRL's."""
 PHASES = ("generate", "score and hand over", "log-probs", "forward and backward", "optimizer")
 
 Runs = list[dict[str, Any]]
@@ -47,8 +47,8 @@ def comparison(arms: dict[str, Runs]) -> list[dict[str, Any]]:
 
 
 def phases(runs: Runs, rate: float) -> dict[str, float]:
-    """Median seconds per step of each phase, the rest, and the share of the limit that the update reaches with the
-    tokens that it really computes (shared prompts once)."""
+    """Median seconds per step of each phase, the rest, and the rate of the update as a share of the limit. The update
+    counts the tokens that it computes (shared prompts once)."""
     steps = [step for run in runs for step in run["phases"]]
     found = {name: median([step.get(name, 0.0) for step in steps]) for name in PHASES}
     found["rest"] = median([s["step"] - sum(s.get(name, 0.0) for name in PHASES) for s in steps])

@@ -1,6 +1,6 @@
-"""Benchmarks side by side with TRL, in one run: first that both compute the same gradients, then how fast.
+"""Benchmarks of ours and TRL: first check that both compute the same gradients, then time both.
 
-Each arm is a process of its own; arms alternate, repeat by repeat, so that a machine that slows down slows both. Prints
+Each arm is a separate process. Arms alternate, repeat by repeat, so that a machine that slows down slows both. Prints
 the tables and writes them with every step's time to results/<name>.json.
 """
 
@@ -28,7 +28,7 @@ PEERS = HERE.parent / ".venv-peers"
 
 
 def execute(python: str, script: str, *arguments: str) -> str:
-    """Standard output of a script of this folder; ends the benchmark with the script's own output where it fails."""
+    """Standard output of a script of this folder; ends the benchmark with the script's own output if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
@@ -40,7 +40,7 @@ def execute(python: str, script: str, *arguments: str) -> str:
 
 
 def gate(trl: str, work: Path) -> dict[str, float]:
-    """Relative L2 distance of the gradients of both on the same batches. Refuses to go on above 1e-5."""
+    """Relative L2 distance of the gradients of both on the same batches. Ends the benchmark above 1e-5."""
     from safetensors.torch import load_file
 
     execute(sys.executable, "ours_gradients.py", "--work", str(work))
@@ -73,7 +73,7 @@ def plan(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
 
 
 def parts_plan(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
-    """TRL once more with its GRPO batch cut into four: not its default, but kinder to a processor's caches."""
+    """TRL once more with its GRPO batch split into four: not its default, but faster with a processor's caches."""
     steps = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup), "--parts", "4"]
     return [
         (f"{workload}/{precision}/trl in 4 parts", "trl_train.py", [workload, precision, *steps])
@@ -106,7 +106,7 @@ def versions(python: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def circumstances(arguments: argparse.Namespace, load_before: float) -> dict[str, Any]:
-    """When, where and with what: the head of every file of results."""
+    """Time, machine, versions and settings: the head of every file of results."""
     return {
         "date": date.today().isoformat(),
         "machine": {
@@ -172,7 +172,7 @@ def parser_of(description: str, workloads: Sequence[str], name: str) -> argparse
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Ends the benchmark where there is no Python that has TRL."""
+    """Parse the arguments; end the benchmark if the Python with TRL does not exist."""
     arguments = parser.parse_args()
     if not arguments.trl_python.exists():
         sys.exit(
@@ -184,7 +184,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], WORKLOADS, date.today().isoformat())
-    parser.add_argument("--quick", action="store_true", help="one repeat of two steps: does it work, not how fast")
+    parser.add_argument("--quick", action="store_true", help="one repeat of two steps: tests the script only")
     arguments = parsed(parser)
     if arguments.quick:
         arguments.repeats, arguments.steps, arguments.warmup = 1, 2, 1

@@ -1,5 +1,5 @@
-"""What every arm shares: the workloads, the optimizer, and how a process is measured. Standard library only, as both
-Python environments import it."""
+"""Settings of all arms: the workloads, the optimizer, and how a process is measured. Standard library only: both Python
+environments import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = int(os.environ.get("BENCH_THREADS", "2"))
-"""torch threads of every arm; figures that are compared with stated ones need two."""
+"""torch threads of every arm; the published figures use two."""
 DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
 """``cpu``, or ``cuda`` for the first GPU (benchmarks/gpu)."""
 PROMPTS, SAMPLES, MAX_NEW_TOKENS = 16, 8, 64
@@ -24,9 +24,9 @@ SIZES: dict[str, int] = {"hidden": 256, "intermediate": 704, "layers": 6, "heads
 VOCABULARY = 0
 """Tokens of the model's tokenizer; 0: its characters and nothing more."""
 OURS: dict[str, dict[str, Any]] = {}
-"""Laid over our run file, section by section."""
+"""Overrides of our run file, section by section."""
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
-"""A rate so small that the weights, and so the lengths of answers, stay what they are while a step is timed."""
+"""Learning rate so small that the weights, and so the lengths of answers, do not change while steps are timed."""
 WORKLOADS = ("grpo-forced", "grpo-natural", "sft")
 """Of `make bench`."""
 PREFERENCES = ("dpo", "dpo-cached", "dpo-prompts", "reward")
@@ -37,7 +37,7 @@ LONG_PROMPT, ANSWERS = 200, (20, 64)
 _CHANGES: dict[str, Any] = json.loads(os.environ.get("BENCH_SETTINGS", "{}"))
 if unknown := sorted(_CHANGES.keys() - globals().keys()):
     raise SystemExit(f"BENCH_SETTINGS names {', '.join(unknown)}, which benchmarks/settings.py does not have")
-globals().update(_CHANGES)  # another shape, for every arm alike
+globals().update(_CHANGES)  # changes that hold for every arm
 
 
 def digits(text: str) -> float:
@@ -46,7 +46,7 @@ def digits(text: str) -> float:
 
 
 def memory_mib(field: str) -> float:
-    """``VmRSS`` (resident now) or ``VmHWM`` (the most that ever was) of this process, in MiB."""
+    """``VmRSS`` (resident now) or ``VmHWM`` (peak resident) of this process, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 1024
@@ -54,7 +54,7 @@ def memory_mib(field: str) -> float:
 
 
 def settle() -> None:
-    """Wait for what a GPU still computes, so that a time is of finished work."""
+    """Wait for a GPU to finish its work, so that a time includes it."""
     if DEVICE == "cuda":
         import torch
 
@@ -62,7 +62,7 @@ def settle() -> None:
 
 
 class Clock:
-    """Whole steps, end to end: from the end of one to the end of the next, so nothing between them is lost."""
+    """Times whole steps, from the end of one to the end of the next, so time between steps is included."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup, self.before_mib = warmup, memory_mib("VmRSS")
@@ -89,7 +89,7 @@ class Clock:
         }
 
     def _device(self) -> dict[str, float]:
-        """The most of a GPU that tensors took, and that torch held for them."""
+        """Peak GPU memory of tensors, and peak memory that torch reserved for them."""
         if DEVICE != "cuda":
             return {}
         import torch

@@ -26,7 +26,7 @@ def padded(rows: list[list[int]], value: int, left: bool = False) -> tuple[Tenso
 
 
 def grpo_inputs(groups: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
-    """Advantages as TRL computes them, but with our 1e-9 beside the standard deviation where it has 1e-4."""
+    """Advantages as TRL computes them, but with our 1e-9 added to the standard deviation in place of its 1e-4."""
     prompts = [g["prompt"] for g in groups for _ in g["answers"]]
     prompt_ids, prompt_mask = padded(prompts, pad, left=True)
     completion_ids, completion_mask = padded([a for g in groups for a in g["answers"]], pad)

@@ -1,10 +1,10 @@
-"""Time of a weight sync, trainer to one vLLM engine in this process, against what cannot be left out: one copy of the
+"""Time of a weight sync, trainer to one vLLM engine in this process, against the necessary minimum: one copy of the
 bytes and vLLM's own repacking.
 
     .venv/bin/python benchmarks/weight_sync.py [--layers 15] [--repeats 9] [--result FILE]
 
-All are timed in turn, in one process, on the same tensors; medians. Prints one JSON object. On a machine that does
-other things beside, only processor seconds with BENCH_THREADS=1 say something.
+All are timed in turn, in one process, on the same tensors; medians. Prints one JSON object. On a machine that other
+processes use too, only processor seconds with BENCH_THREADS=1 are meaningful.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compare(role: Role, generator: VllmGenerator, arguments: argparse.Namespace)
             mine.copy_(theirs)
 
     def repack() -> None:
-        """vLLM's own path for weights that lie ready, and the head that it forgets."""
+        """vLLM's own path for weights in memory, plus the head, which that path does not load."""
         from rlhf_plugin_vllm.worker.reload import repack_tied, tied_heads
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.inplace import reload_weights

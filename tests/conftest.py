@@ -1,4 +1,4 @@
-"""What the tests of whole runs share."""
+"""Fixtures of the tests of whole runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture
 def shop(tiny: Workshop, tmp_path) -> Workshop:
-    """The shared models, with a folder of the test's own for everything else."""
+    """The shared models, and a folder of one test for everything else."""
     return Workshop(tmp_path, tiny.model, tiny.data)
 
 
 @pytest.fixture(scope="module")
 def two_cpus() -> Iterator[None]:
-    """A Ray of two CPUs by its count, on this machine only, for all runs of a module in this process."""
+    """A Ray on this machine only, started with two CPUs, for all runs of a module in this process."""
     pytest.importorskip("ray")
     from rlhf_plugin_ray.cluster.connection import Cluster
     from rlhf_plugin_ray.config import RayConfig
@@ -40,6 +40,6 @@ def two_cpus() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Processes that run the command and can be killed."""
+    """Starts the command in processes that tests can kill."""
     with Forks(tmp_path_factory.mktemp("forks")) as server:
         yield server

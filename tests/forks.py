@@ -1,13 +1,13 @@
-"""The command `rlhf` in processes that can really be killed, without importing torch anew for each.
+"""The command `rlhf` in processes that tests can kill, without a new import of torch for each.
 
-A server process imports everything once, computes nothing (no threads are started), and forks a child per run::
+A server process imports everything once, starts no threads, and forks a child per run::
 
     with Forks(folder) as forks:
         process = forks.start(["train", "run.toml"])
         process.kill()
         assert process.wait() == -9
 
-Other programs in Python may run in such a child too, in a folder and an environment of their own::
+Other Python programs can also run in such a child, with their own folder and environment::
 
         process = forks.start(["script.py"], place=Place("python", folder, {**os.environ, "PYTHONPATH": "..."}))
 """
@@ -29,13 +29,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """What a child runs in place of ``rlhf`` here."""
+    """The program, folder and environment of a child that does not run ``rlhf``."""
 
     program: str
-    """``rlhf``; ``python``, whose first argument is a file; or a module that is run as ``python -m`` would."""
+    """``rlhf``; ``python``, whose first argument is a file; or the name of a module, run like ``python -m``."""
     folder: str
     environment: Mapping[str, str]
-    """The whole of it. Its ``PYTHONPATH`` is searched, and the folder of these tests is not."""
+    """The complete environment. Its ``PYTHONPATH`` is searched; the folder of these tests is not."""
 
 
 class Forks:
@@ -85,7 +85,7 @@ class Forks:
 
 @dataclass
 class Process:
-    """A run in a process of its own; ``wait`` must be called once."""
+    """A run in its own process. ``wait`` must be called once."""
 
     forks: Forks
     pid: int
@@ -99,7 +99,7 @@ class Process:
         return self.forks.ask({"wait": self.pid})
 
     def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Wait for ``condition``, looking every millisecond."""
+        """Wait until ``condition`` holds; it is checked every millisecond."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"waited {seconds} s in vain:\n{self.output}"
@@ -134,7 +134,7 @@ def serve() -> None:
         else:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         print(answer, flush=True)
-    os._exit(0)  # what is imported takes seconds to be taken down
+    os._exit(0)  # the normal exit of a process with these imports takes seconds
 
 
 def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> None:
@@ -183,7 +183,7 @@ def _move(place: Place) -> None:
 
 
 def _execute(program: str, words: Sequence[str]) -> None:
-    """As ``__main__``; raises SystemExit where the program does."""
+    """Run the program as ``__main__``. Raises SystemExit if the program does."""
     import runpy
 
     if program == "python":

@@ -1,4 +1,4 @@
-"""What a file imports, read from its source."""
+"""Reads the imports of a file from its source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.members import ROOT
 
 
 class Import:
-    """One imported module, with where and how."""
+    """One imported module, with its place."""
 
     def __init__(
         self, path: Path, node: ast.stmt, module: str, names: tuple[str, ...], typing: bool, top: bool
@@ -32,7 +32,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports(path: Path) -> Iterator[Import]:
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
     def walk(node: ast.AST, typing: bool, top: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -49,7 +50,7 @@ def imports(path: Path) -> Iterator[Import]:
                 function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 yield from walk(child, typing, top and not function)
 
-    yield from walk(tree(path), False, True)
+    return tuple(walk(tree(path), False, True))
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -57,6 +58,6 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def module_name(path: Path, source: Path) -> str:
-    """Of a file in a package's folder ``source``."""
+    """The imports of a file in a package's folder ``source``."""
     parts = path.relative_to(source.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -1,7 +1,7 @@
-"""Triton's interpreter, made fit for Liger's kernels: they then compute on CPU tensors, slowly, in fp32.
+"""Changes Triton's interpreter so that it can run Liger's kernels on CPU tensors, slowly, in fp32.
 
-In a process that was started with ``TRITON_INTERPRET=1``, as Triton reads it when kernels are defined. Not bf16: the
-interpreter computes with its bits as integers.
+The process must be started with ``TRITON_INTERPRET=1``, because Triton reads it when kernels are defined. bf16 does not
+work: the interpreter treats its bits as integers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def complete_the_interpreter() -> None:
-    """Three things that the compiler has and the interpreter (Triton 3.9) has not: arguments that are floats become
+    """Adds three features of the compiler that the interpreter (Triton 3.9) lacks: arguments that are floats become
     tensors, and libdevice's rsqrt and tanh."""
     import numpy as np
     import triton.language as tl

@@ -46,13 +46,13 @@ class Member:
 
     @property
     def optional(self) -> list[Requirement]:
-        """Of all extras."""
+        """Requirements of all extras."""
         extras = self.project.get("optional-dependencies", {})
         return [Requirement(text) for extra in extras.values() for text in extra]
 
     @property
     def ours(self) -> list[Member]:
-        """Those requirements that are distributions of this repository."""
+        """The requirements that are distributions of this repository."""
         return ours(self.requirements)
 
     @property
@@ -74,12 +74,12 @@ ROOT_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def name_of(member: Member) -> str:
-    """pytest id."""
+    """The id of a member for pytest."""
     return member.name
 
 
 def ours(requirements: list[Requirement]) -> list[Member]:
-    """Those requirements that are distributions of this repository."""
+    """The requirements that are distributions of this repository."""
     return [BY_NAME[n] for r in requirements if (n := canonicalize_name(r.name)) in BY_NAME]
 
 

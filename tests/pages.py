@@ -14,7 +14,7 @@ FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """Every hand-written or generated page that a reader meets."""
+    """Every page of the documentation, written by hand or generated."""
     outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     members = [path for folder in ("[!.]*", "libraries/*", "plugins/*/*") for path in ROOT.glob(f"{folder}/README.md")]
     others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
@@ -27,7 +27,7 @@ def name_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced code block; ``file`` is where a page that is executed puts it."""
+    """A fenced code block; ``file``: the file that an executed page writes it to."""
 
     page: Path
     language: str
@@ -44,7 +44,7 @@ def read(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The page's code blocks of these languages, in order; all where none is given."""
+    """The page's code blocks of these languages, in order; all blocks if no language is given."""
     found = [
         Block(page, m[1], (re.search(r"file=(\S+)", m[2]) or ["", ""])[1], m[3]) for m in FENCE.finditer(read(page))
     ]
@@ -53,7 +53,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the heading above it, the names of its columns, and rows by these."""
+    """A table: the heading above it, the names of its columns, and its rows by column name."""
 
     heading: str
     header: tuple[str, ...]
@@ -86,7 +86,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link's ``#...`` may name on a page, as GitHub makes it from the headings."""
+    """The anchors of a page, made from its headings like on GitHub."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
 

@@ -1,17 +1,20 @@
-"""Whole runs for tests: models and data of a few kilobytes, run files on them, and what a run directory holds."""
+"""Whole runs for tests: models and data of a few kilobytes, run files, and readers of run directories."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import tomli_w
+from pyarrow import feather
 from rlhf_cli.main import main
+from rlhf_runtime.checkpoint.saved_groups import recorded
 from rlhf_runtime.observe import read_metrics
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
@@ -22,16 +25,16 @@ async def score(prompt, completion, row):
     digits = sum(c in "0123456789" for c in completion)
     return digits / 6 + (row["answer"] in completion)
 """
-"""Varies between the answers of an untrained model, so that there is something to learn."""
+"""This reward differs between the answers of an untrained model, so a run can learn from it."""
 
 ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo")
-"""Those that sample and score."""
+"""Algorithms that sample and score."""
 ROWS = {"sft": PROMPTS, "dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}
-"""What those learn from that do not."""
+"""Algorithms that learn from data, with the form of their data."""
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` laid over ``base``, table by table; None removes a key."""
+    """``base`` with ``changes``, table by table; None removes a key."""
     result = dict(base)
     for key, value in changes.items():
         if value is None:
@@ -45,7 +48,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with tiny models, data and room for runs."""
+    """A folder with tiny models, data and runs."""
 
     folder: Path
     model: Path
@@ -76,7 +79,7 @@ class Workshop:
         return merged(base, changes)
 
     def arguments(self, config: Mapping[str, Any], *flags: str) -> list[str]:
-        """The command line that runs ``config``. Roles that it leaves to a measurement of this machine are fp32."""
+        """The command line that runs ``config``. Roles with ``dtype = "auto"`` are fp32, whatever the machine."""
         config = merged(config, {"roles": {role: {"dtype": "fp32"} for role in _frozen(config)}})
         output = Path(config["run"]["output"])
         path = output.parent / f"{output.name}.toml"
@@ -84,14 +87,14 @@ class Workshop:
         return ["train", str(path), *flags]
 
     def run(self, algo: str, output: str, *flags: str, **changes: Any) -> Finished:
-        """Run in this process and return what happened; it need not have succeeded."""
+        """Run in this process and return the result; the run may fail."""
         return self.run_config(self.config(algo, output, **changes), *flags)
 
     def run_config(self, config: Mapping[str, Any], *flags: str) -> Finished:
         return self.command(*self.arguments(config, *flags), output=config["run"]["output"])
 
     def command(self, *words: str, output: str | Path = "") -> Finished:
-        """``rlhf WORDS`` in this process. ``output``: the run directory, where it makes one."""
+        """``rlhf WORDS`` in this process. ``output``: its run directory, if it makes one."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(words)
@@ -143,12 +146,29 @@ class Finished:
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Every sample that a step was trained on, in order."""
-        for text in self.rollouts().values():
-            yield from map(json.loads, text.decode().splitlines())
+        for name in self.rollouts():
+            yield from self.samples_of(name)
+
+    def samples_of(self, name: str) -> Iterator[dict[str, Any]]:
+        """The samples of one file of ``rollouts/``."""
+        yield from read_rows(self.path / "rollouts" / name)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The samples in an Arrow file, as the JSON lines of `rlhf eval --save` have them."""
+    return json.loads(json.dumps([values for _, values in recorded(path)], default=lambda array: array.tolist()))
+
+
+def change_rows(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the rows of an Arrow file."""
+    table = feather.read_table(path, memory_map=False)
+    rows = table.to_pylist()
+    change(rows)
+    feather.write_feather(pa.Table.from_pylist(rows, table.schema), path, compression="uncompressed")
 
 
 def assert_same_run(a: Finished, b: Finished) -> None:
-    """Bit for bit the same, outside wall times and the folder's name."""
+    """Assert that two runs are bit-equal, except wall times and the folder's name."""
     assert [line["step"] for line in a.lines()] == [line["step"] for line in b.lines()]
     for one, other in zip(a.lines(), b.lines(), strict=True):
         assert one == other
@@ -158,7 +178,7 @@ def assert_same_run(a: Finished, b: Finished) -> None:
 
 
 def _frozen(config: Mapping[str, Any]) -> list[str]:
-    """The roles of rewards that have a model, where the run file says nothing of them."""
+    """The roles of rewards with a model that the run file does not configure."""
     usual = {"model": "reward_model", "prm": "process_reward_model"}
     used = [(usual.get(reward["use"].partition(":")[0]), reward) for reward in config.get("reward", [])]
     roles = [reward.get("role", role) for role, reward in used if role is not None]

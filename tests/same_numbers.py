@@ -1,4 +1,4 @@
-"""Recorded batches, learnt from wherever the models live: the first gradients, and the losses of every step."""
+"""Trains on recorded batches on any backend. Returns the first gradients, and the losses of all steps."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Gradients = dict[str, dict[str, Tensor]]
 
 @dataclass
 class Learnt:
-    """What one algorithm gave on one runtime."""
+    """The results of one algorithm on one backend."""
 
     gradients: Gradients
-    """Of the first optimizer step."""
+    """Gradients of the first optimizer step."""
     steps: list[dict[str, float]] = field(default_factory=list)
     """Metrics of each step."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm, and what its run file says besides."""
+    """An algorithm, and further options of its run file."""
 
     algo: str
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -53,13 +53,13 @@ def prepared(shop: Workshop, case: Case, output: str, **runtime: Any) -> Prepare
 def learn_everywhere(
     shop: Workshop, cases: Mapping[str, Case], recorded: Mapping[str, Finished], folder: Path, **runtime: Any
 ) -> dict[str, Learnt]:
-    """{case: what it learns from its recorded run}, all with one set of models, put back before each.
+    """{case: results of training on its recorded run}, all with one set of models, which are restored before each case.
 
-    The models are those of the case ``ppo``, with a critic and a reference. Where another trains a scalar head, the
-    critic is in the policy's place.
+    The models are those of the case ``ppo``, with a critic and a reference. For a case that trains a scalar head, the
+    critic takes the role of the policy.
     """
     with ExitStack() as closing:
-        replay = {"use": "replay", "path": str(recorded["ppo"].path / "rollouts")}  # so that no generator is asked for
+        replay = {"use": "replay", "path": str(recorded["ppo"].path / "rollouts")}  # so that no generator is needed
         host = prepared(shop, cases["ppo"], "roles", rollout=replay, **runtime)
         launcher = host.parts["launcher"].build()
         closing.callback(launcher.shutdown)
@@ -79,7 +79,7 @@ def learn_everywhere(
 
 
 def learn_recorded(run: Prepared, roles: Mapping[str, Role], first: Finished) -> Learnt:
-    """The steps of the recorded run once more."""
+    """Repeat the steps of the recorded run."""
     batches = recorded_batches(run, first)
     learnt = Learnt(first_gradients(run, roles, batches[0]))
     for step, batch in enumerate(batches):
@@ -89,8 +89,8 @@ def learn_recorded(run: Prepared, roles: Mapping[str, Role], first: Finished) ->
 
 
 def recorded_batches(run: Prepared, first: Finished) -> list[Batch]:
-    """What ``assemble`` makes of each step's rollouts, or rows."""
-    files = sorted((first.path / "rollouts").glob("*.jsonl")) if run.online else []
+    """The batches that ``assemble`` makes from each step's rollouts or rows."""
+    files = sorted((first.path / "rollouts").glob("*.arrow")) if run.online else []
     if files:
         found = [run.algorithm.assemble(read_groups(file, run.data.row))[0] for file in files]
     else:

@@ -60,17 +60,17 @@ def test_eval_takes_a_run_file_and_ignores_its_algorithm(shop: Workshop, say: Sa
     ],
     ids=["a critic", "a reference", "truncated samples", "a filter", "all tokens"],
 )
-def test_a_run_file_that_trains_is_one_that_evaluates(
+def test_a_run_file_for_training_can_be_evaluated(
     shop: Workshop, say: Say, algorithm: str, changes: dict[str, Any]
 ) -> None:
     _, path = shop.arguments(shop.config(algorithm, "unused", **changes))
     words = () if algorithm != "sft" else ("--reward", f"file:{shop.file('reward.py', REWARD)}")
     code, out, err = say("eval", path, "--eval.max_rows", "3", "--json", *words)
     assert code == 0, err
-    assert json.loads(out)["prompts"] == 3, "without data.eval and --data it is the training rows that are answered"
+    assert json.loads(out)["prompts"] == 3, "without data.eval and --data the training rows are answered"
 
 
-def test_a_run_file_on_pairs_evaluates_by_their_prompts_and_says_what_is_left_out(shop: Workshop, say: Say) -> None:
+def test_a_run_file_on_pairs_is_evaluated_by_its_prompts_with_a_note(shop: Workshop, say: Say) -> None:
     rows = [{"prompt": "1+" * n + "1=", "chosen": "2", "rejected": "3"} for n in (1, 2, 40)]
     columns = {"chosen": "chosen", "rejected": "rejected", "train": str(shop.rows("by_name.jsonl", rows))}
     _, path = shop.arguments(shop.config("dpo", "unused", data={**columns, "too_long": "drop"}))
@@ -113,7 +113,7 @@ def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str
     assert message in err
 
 
-def test_values_of_dotted_flags_are_never_taken_for_the_run_file() -> None:
+def test_values_of_dotted_flags_are_not_read_as_the_run_file() -> None:
     others, dotted = split_dotted(["run.toml", "--run.seed", "3", "--algo", "x", "--run.name=y", "--a.b", "--json"])
     assert others == ["run.toml", "--algo", "x", "--json"]
     assert dotted == ["--run.seed", "3", "--run.name=y", "--a.b"]

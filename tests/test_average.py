@@ -1,4 +1,4 @@
-"""Runs that keep a moving average of the weights: evaluated is what is exported, and training does not notice."""
+"""Runs with a moving average of the weights: the average is evaluated and exported, and does not change training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rlhf_cli.main import main
 
+from tests.continuous import simulated
 from tests.runs import Finished, Workshop, merged
 from tests.test_combinations import COPYING, TEXT, scores
 
@@ -25,7 +26,7 @@ def averaged(shop: Workshop, **changes: Any) -> dict[str, Any]:
 
 
 def told_of(shop: Workshop, run: Finished, config: dict[str, Any]) -> float:
-    """What `rlhf eval` says of the model that a run exported."""
+    """The metrics of `rlhf eval` for the model that a run exported."""
     out = io.StringIO()
     file = shop.arguments(merged(config, {"generator": None, "sync": None}))[1]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -35,7 +36,7 @@ def told_of(shop: Workshop, run: Finished, config: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("stream", [{}, {"staleness": 1}, {"round": 2}], ids=str)
 def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, stream: dict[str, int]) -> None:
-    """In the generator that samples from the trainer's module, and in one that tensors are sent to."""
+    """Tested with the generator that samples from the trainer's module, and with one that gets tensors."""
     given = averaged(shop, stream=stream)
     embedded = shop.train("rloo", "embedded", **given)
     generator = {"use": f"file:{shop.file('copying.py', COPYING)}"}
@@ -49,7 +50,7 @@ def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, strea
     assert live.weights == embedded.weights
 
 
-def test_training_does_not_notice(shop: Workshop) -> None:
+def test_evaluations_with_the_average_do_not_change_training(shop: Workshop) -> None:
     evaluated = shop.train("rloo", "evaluated", **averaged(shop))
     alone = shop.train("rloo", "alone", **averaged(shop, data={"eval": None}, eval=None))
     assert evaluated.weights == alone.weights
@@ -115,3 +116,27 @@ def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_fi
     assert refused.code == 2
     assert "trainer 'unable' keeps an average that it cannot be evaluated with. Set --eval.weights live" in refused.said
     shop.train("rloo", "live", **averaged(shop, trainer=trainer, eval={"weights": "live"}))
+
+
+AVERAGED = """
+import dataclasses
+from rlhf_plugin_simulated.trainer import SimulatedTrainer
+
+
+class Averaged(SimulatedTrainer):
+    name = "averaged"
+
+    def facts(self):
+        return dataclasses.replace(super().facts(), views=("live", "ema"))
+
+    def use_view(self, view):
+        pass
+"""
+
+
+def test_an_average_is_not_evaluated_while_training_samples_go_on(shop: Workshop) -> None:
+    trainer = {"use": f"file:{shop.file('averaged.py', AVERAGED)}"}
+    config = simulated(shop, "run", data={"eval": [{"path": str(shop.data)}]})
+    refused = shop.run_config({**config, "trainer": trainer})
+    assert "training samples go on during an evaluation" in refused.said
+    assert shop.run_config({**config, "trainer": trainer, "eval": {"weights": "live"}}).code == 0

@@ -1,4 +1,4 @@
-"""Bad input through the command: each a clear error or the configured policy, and nothing is lost."""
+"""Bad input to the command: each is a clear error or handled by the configured policy, and no finished step is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run
 
 
 def refused(run: Finished, *parts: str, code: int = 2) -> str:
-    """The run ended with ``code`` and one error that says all of ``parts``; no traceback. Returns the error."""
+    """The run must end with ``code`` and one error with all ``parts``, without traceback. Returns the error."""
     assert run.code == code, run.said
     assert "Traceback" not in run.said
     error = run.err[run.err.index("rlhf: ") :]
@@ -133,7 +133,7 @@ def test_a_prompt_longer_than_allowed(shop: Workshop, algorithm: str) -> None:
 # ------------------------------------------------------------------------------------------ configuration
 
 
-def test_one_sample_where_a_group_is_needed(shop: Workshop) -> None:
+def test_one_sample_per_prompt_is_refused_where_a_group_is_needed(shop: Workshop) -> None:
     run = shop.run("rloo", "run", sampling={"samples_per_prompt": 1})
     refused(run, "rloo needs at least 2 samples per prompt, got 1", "--sampling.samples_per_prompt 2")
     assert nothing_written(run)
@@ -179,7 +179,7 @@ TOO_LONG = "a" * 300
         ("observer.0.tracking_uri", TOO_LONG),
     ],
 )
-def test_a_path_that_cannot_be(shop: Workshop, flag: str, value: str) -> None:
+def test_an_invalid_path_is_refused(shop: Workshop, flag: str, value: str) -> None:
     chosen: dict[str, dict[str, Any]] = {
         "reward.0.model": {"reward": [{"use": "prm"}]},
         "rollout.path": {"rollout": {"use": "replay"}},
@@ -212,7 +212,7 @@ def test_a_path_that_cannot_be(shop: Workshop, flag: str, value: str) -> None:
         ("run.steps", "10000001", "should be less than or equal to 10000000, got integer 10000001"),
     ],
 )
-def test_a_number_or_depth_that_cannot_be(shop: Workshop, flag: str, value: str, says: str) -> None:
+def test_invalid_numbers_and_depths_are_refused(shop: Workshop, flag: str, value: str, says: str) -> None:
     refused(shop.run("rloo", "run", "--dry-run", f"--{flag}", value), says)
 
 
@@ -225,7 +225,7 @@ def test_a_number_or_depth_that_cannot_be(shop: Workshop, flag: str, value: str,
     ],
     ids=["digits", "brackets", "header"],
 )
-def test_a_run_file_that_no_parser_ends(shop: Workshop, text: str, says: str, capsys) -> None:
+def test_a_run_file_that_a_parser_never_finishes_is_refused(shop: Workshop, text: str, says: str, capsys) -> None:
     path = shop.file("run.toml", f"[run]\n{text}\n")
     assert main(["train", str(path), "--dry-run"]) == 2
     assert says in capsys.readouterr().err
@@ -260,7 +260,7 @@ def test_a_checkpoint_from_another_config(shop: Workshop, monkeypatch: pytest.Mo
         refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
     running = set(threading.enumerate())
     refused(shop.run("grpo", "run", "--resume"), "algorithm", code=1)
-    assert set(threading.enumerate()) <= running, "what had been started is closed again"
+    assert set(threading.enumerate()) <= running, "everything that was started is closed again"
 
 
 def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:
@@ -356,7 +356,7 @@ ENVS = {
     "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
     "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 1 s"),
     "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is asked for at temperature 0.0"),
-    "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, and [sampling] has top_k = 0"),
+    "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, but [sampling] has top_k = 0"),
 }
 ENV = """
 import asyncio
@@ -410,8 +410,8 @@ def test_an_environment_that_never_ends(shop: Workshop) -> None:
 # ------------------------------------------------------------------------------------------ nothing is lost
 
 
-def test_what_was_learnt_before_an_evaluation_that_fails_is_saved(shop: Workshop) -> None:
-    """Whether a reward gives a score of its own shows when the metric is first looked for, after two steps of work."""
+def test_finished_steps_are_saved_when_an_evaluation_fails(shop: Workshop) -> None:
+    """Only an evaluation shows whether a reward gives a score. The first evaluation is after two steps."""
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
     wrong = {**evaluated, "eval": {"every": 2, "metric": "score"}}
     broken = shop.run("rloo", "broken", **wrong)
@@ -437,7 +437,7 @@ class Broken(Advantage):
 """
 
 
-def test_what_was_learnt_before_a_step_breaks_ahead_of_its_update_is_saved(shop: Workshop) -> None:
+def test_finished_steps_are_saved_when_a_step_fails_before_its_update(shop: Workshop) -> None:
     marker = shop.folder / "broken"
     advantage = shop.file("broken.py", BROKEN.format(marker=str(marker)))
     algorithm = {"algorithm": {"advantage": {"use": f"file:{advantage}"}}}
@@ -457,8 +457,8 @@ def test_a_resume_may_add_an_evaluation(shop: Workshop) -> None:
     assert "eval/loss" in longer.lines()[-1]
 
 
-def test_what_was_learnt_before_a_failure_is_saved(shop: Workshop) -> None:
-    """A reward that fails in the third step, with no checkpoint asked for before the end."""
+def test_finished_steps_are_saved_after_a_failure(shop: Workshop) -> None:
+    """A reward fails in the third step of a run that saves its only checkpoint at the end."""
     marker = shop.folder / "down"
     text = REWARD.replace("async def", "import os\nasync def").replace(
         "    digits",
@@ -476,10 +476,15 @@ def test_what_was_learnt_before_a_failure_is_saved(shop: Workshop) -> None:
     assert_same_run(shop.train("rloo", "broken", "--resume", **reward), whole)
 
 
+@pytest.fixture(scope="module")
+def whole(tiny: Workshop) -> Finished:
+    """What a run with a full disk must end as, when it goes on."""
+    return tiny.train("rloo", "whole", run={"steps": 4}, checkpoint={"every": 2})
+
+
 @pytest.mark.parametrize("kilobytes", [1, 5, 12])
-def test_a_full_disk(forks: Forks, shop: Workshop, kilobytes: int) -> None:
+def test_a_full_disk(forks: Forks, shop: Workshop, whole: Finished, kilobytes: int) -> None:
     """No file can grow beyond a size that a checkpoint, the samples of a step or the metrics exceed."""
-    whole = shop.train("rloo", "whole", run={"steps": 4}, checkpoint={"every": 2})
     run = shop.config("rloo", "run", run={"steps": 2}, checkpoint={"every": 2})
     first = forks.start(shop.arguments(run))
     assert first.wait() == 0
@@ -525,11 +530,30 @@ class Undeclared(Algorithm):
 """
 
 
+BATCH_ALONE = """
+from rlhf_plugin_BASE import MODULE as Base
+
+class BatchAlone(Base):
+    name = "batch_alone"
+
+    def assemble(self, examples):
+        return super().assemble(examples)[0]
+"""
+
+
+@pytest.mark.parametrize(("base", "cls"), [("sft", "SFT"), ("rloo", "RLOO")])
+def test_a_batch_without_metrics_is_an_error_with_a_message(shop: Workshop, base: str, cls: str) -> None:
+    path = shop.file("batch_alone.py", BATCH_ALONE.replace("BASE", base).replace("MODULE", cls))
+    run = shop.run(base, "run", algorithm={"use": f"file:{path}"})
+    message = "assemble() of algorithm 'batch_alone' returned Batch"
+    refused(run, message, "It must return a tuple of two", "write `return batch, {}`", code=1)
+
+
 @pytest.mark.parametrize(
     ("first", "who"), [(0, "annotations() of algorithm 'undeclared'"), (1, "annotations() of 'undeclared'")]
 )
-def test_an_undeclared_role_is_an_error_in_words(shop: Workshop, first: int, who: str) -> None:
+def test_an_undeclared_role_is_an_error_with_a_message(shop: Workshop, first: int, who: str) -> None:
     path = shop.file("undeclared.py", UNDECLARED.replace("FROM", str(first)))
     run = shop.run("sft", "run", algorithm={"use": f"file:{path}"})
-    refused(run, f"{who} names the role 'reference'", "holds policy", "RoleSpec('reference')", code=1)
+    refused(run, f"{who} names the role 'reference'", "policy. ", "RoleSpec('reference')", code=1)
     assert nothing_written(run) == (first == 0)

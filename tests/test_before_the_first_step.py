@@ -1,5 +1,5 @@
-"""What a run would find at its end is found before its first step: a metric that no evaluation has, rows of a wrong
-type. ``--dry-run`` finds what shows without a model."""
+"""Mistakes that appear late in a run are found before its first step: a metric that no evaluation has, rows of a wrong
+type. ``--dry-run`` finds those that need no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import PAIRS, PROMPTS, Finished, Workshop
 def refused(
     shop: Workshop, algorithm: str, says: str, monkeypatch: pytest.MonkeyPatch, dry: bool = True, **changes: Any
 ):
-    """By a dry run, before a model is loaded; else before a step begins."""
+    """Assert that a dry run refuses it before a model is loaded, or that a run refuses it before its first step."""
     with monkeypatch.context() as patch:
         patch.setattr(Run, "steps", lambda _: pytest.fail("a step begins"))
         if dry:
@@ -38,7 +38,7 @@ def refused(
 # ---------------------------------------------------------------------------------------- eval.metric
 
 
-def test_a_metric_of_answers_is_known_by_its_name(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_of_answers_is_recognised_by_its_name(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shop.rows("other.jsonl", PROMPTS[:3])
     one, both = {"eval": str(shop.data)}, {"eval": [str(shop.data), str(other)]}
     cases: list[tuple[dict[str, Any], str, str]] = [
@@ -69,7 +69,7 @@ def test_a_metric_of_a_loss_is_computed_before_the_first_step(shop: Workshop, mo
     assert best["metric"] == f"eval/{own}"
 
 
-def test_a_run_file_is_evaluated_whatever_its_metric_is(shop: Workshop) -> None:
+def test_a_run_file_can_be_evaluated_with_any_metric(shop: Workshop) -> None:
     from rlhf_cli.main import main
 
     config = shop.config("sft", "sft", data={"eval": str(shop.data)}, eval={"metric": "loss"})
@@ -99,7 +99,7 @@ def test_a_row_of_a_wrong_type_is_found_before_the_first_step(
     assert dropped.lines()[-1]["data/bad_rows"] == 1.0 or algorithm == "rloo"
 
 
-def test_rows_that_the_run_does_not_reach_are_no_reason(shop: Workshop) -> None:
+def test_rows_that_the_run_does_not_reach_are_not_checked(shop: Workshop) -> None:
     rows = [*PROMPTS, {"prompt": 7, "answer": "1"}]
     data = {"data": {"train": str(shop.rows("far.jsonl", rows)), "shuffle": False}}
     assert shop.train("rloo", "short", run={"steps": 3}, **data).code == 0
@@ -114,7 +114,7 @@ def test_roles_that_are_precomputed_wait_for_the_check(shop: Workshop) -> None:
 
 
 class Slow(TrainData):
-    """Its first row is held back until it may be looked at."""
+    """The first row waits until the test releases it."""
 
     gate = threading.Event()
 
@@ -132,7 +132,7 @@ def data(shop: Workshop) -> TrainData:
     return Slow(section, load_tokenizer(str(shop.model), False), "prompts", 0)
 
 
-def test_the_check_looks_at_as_many_rows_as_are_asked_for(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_reads_the_configured_number_of_rows(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.gate.set()
     for rows, wrong in ((12, False), (13, True), (10**9, True)):
         check = RowCheck(data, rows)
@@ -155,14 +155,14 @@ def raised(check: RowCheck) -> str:
     return str(error.value)
 
 
-def test_waiting_waits_and_stopping_does_not(data: TrainData) -> None:
+def test_waiting_for_the_check_blocks_and_stopping_does_not(data: TrainData) -> None:
     Slow.gate.clear()
     check, refusals = RowCheck(data, 13), list[str]()
     check.start()
     waiting = threading.Thread(target=lambda: refusals.append(raised(check)))
     waiting.start()
     waiting.join(0.2)
-    assert waiting.is_alive(), "the first row has not been looked at"
+    assert waiting.is_alive(), "the first row has not been checked"
     Slow.gate.set()
     waiting.join(60)
     assert "must be text" in refusals[0]

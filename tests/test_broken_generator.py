@@ -1,4 +1,4 @@
-"""A generator that breaks ends the run, whatever is to happen to failed samples."""
+"""An error of the generator ends the run, with any policy for failed samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_plugin_local.generator import TransformersGenerator
 
 @pytest.mark.parametrize("policy", ["abort", "drop_sample", "drop_group"])
 @pytest.mark.parametrize("error", [WorkerError, SyncError])
-def test_it_is_not_a_failed_sample(shop, monkeypatch, policy, error):
+def test_an_error_of_a_generator_is_not_a_failed_sample(shop, monkeypatch, policy, error):
     def generate(self, requests):
         raise error("engine 0 is gone")
 

@@ -1,4 +1,4 @@
-"""`rlhf plugins check NAME` passes for what is shipped: the suites with what a class itself supplies, no test file."""
+"""`rlhf plugins check NAME` passes for the plugins of this repository, which supply the inputs in their classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLUGINS = Plugins.discover()
 
 
 @pytest.mark.parametrize("entry", [e for kind in LIGHT for e in PLUGINS.list(kind)], ids=lambda e: f"{e.kind}-{e.name}")
-def test_what_is_shipped_passes_its_check(entry: Entry) -> None:
+def test_every_shipped_plugin_passes_its_check(entry: Entry) -> None:
     results = conformance.run(PLUGINS.resolve(entry.kind, f"{entry.distribution}/{entry.name}"))
     assert [(r.name, r.detail) for r in results if not r.passed] == []
     assert sum(not r.skipped for r in results) >= 2

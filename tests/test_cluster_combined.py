@@ -1,6 +1,5 @@
-"""Parts of a cluster run that meet rarely: adapters whose base is the reference, their average, which is evaluated, a
-reward model on several ranks, evaluation beside stale batches, phases, and a resume in another place, with another
-division."""
+"""Rare combinations in a cluster run: adapters whose base is the reference, evaluation of their moving average, a
+reward model on several ranks, evaluation with stale batches, phases, and a resume with another placement."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from rlhf_testing.tiny import tiny_model
 
+from tests.forks import Forks
 from tests.runs import Workshop, merged
 from tests.test_average import told_of
 from tests.test_cluster_runs import Training
@@ -25,7 +25,7 @@ pytest.importorskip("peft")
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32}
 
 
-def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, tmp_path: Path) -> None:
+def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, tmp_path: Path, forks: Forks) -> None:
     place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", **SIZES), tiny.data)
     judge = tiny_model(tmp_path / "judge", head="scalar", seed=5, **SIZES)
     config = place.config(
@@ -48,32 +48,32 @@ def test_adapters_scores_evaluation_and_stale_batches_together(tiny: Workshop, t
         checkpoint={"every": 1, "keep": 9},
     )
     config["reward"] = [*config["reward"], {"use": f"model:{judge}", "name": "reward_model"}]
-    first = Training(place, config).finish()
+    first = Training(forks, place, config).finish()
     assert first.code == 0, first.said
     lines = first.lines()
     assert [line["stream/version"] for line in lines] == [0, 0, 1]
     assert all(math.isfinite(line["eval/reward"]) for line in lines)
     assert all(line["sync/canary"] < 1e-4 for line in lines)
-    assert lines[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6), "adapters start as nothing"
+    assert lines[0]["policy/kl_reference"] == pytest.approx(0, abs=1e-6), "adapters start without effect"
     assert lines[2]["policy/kl_reference"] > 0
     embedded = dict.fromkeys(("launcher", "trainer", "generator", "placement"))
     told = told_of(place, first, merged(config, embedded))
-    assert lines[2]["eval/reward"] == pytest.approx(told, rel=1e-5), "evaluated is the average, which is exported"
+    assert lines[2]["eval/reward"] == pytest.approx(told, rel=1e-5), "the average is evaluated and exported"
 
     apart = {"policy": {"ranks": 1}, "reference": None, "generator": {"share": None}, "reward_model": {"ranks": 1}}
     other = merged(config, {"placement": apart, "trainer": {"stage": 2}, "run": {"steps": 4}})
-    resumed = Training(place, other, "--resume").finish()
+    resumed = Training(forks, place, other, "--resume").finish()
     assert resumed.code == 0, resumed.said
     assert "continues as a different run" in resumed.said
     assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4]
-    assert resumed.lines()[3]["stream/version"] == 3, "generated when the run was told of a further step"
+    assert resumed.lines()[3]["stream/version"] == 3, "generated after the run got a further step"
 
 
-def test_roles_apart_and_a_resume_on_fewer_of_everything_compute_what_one_process_does(
-    tiny: Workshop, tmp_path: Path
+def test_separate_roles_and_a_resume_on_fewer_ranks_give_the_numbers_of_one_process(
+    tiny: Workshop, tmp_path: Path, forks: Forks
 ) -> None:
-    """PPO: critic and reference on devices of their own, a reward model on those of two engines, stale batches; told to
-    stop, and resumed with one rank and one engine on one device. What was sampled, one process learns again."""
+    """PPO with critic and reference on their own devices, a reward model on those of two engines, and stale batches. It
+    is stopped, and resumed with one rank and one engine on one device. One process then trains on the same samples."""
     place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", **SIZES), tiny.data)
     critic = tiny_model(tmp_path / "critic", head="scalar", seed=7, **SIZES)
     judge = tiny_model(tmp_path / "judge", head="scalar", seed=5, **SIZES)
@@ -96,15 +96,17 @@ def test_roles_apart_and_a_resume_on_fewer_of_everything_compute_what_one_proces
         checkpoint={"every": 1},
     )
     config["reward"] = [*config["reward"], {"use": f"model:{judge}", "name": "reward_model"}]
-    first = Training(place, config)
+    first = Training(forks, place, config)
     with first.held_after(1):
-        first.process.send_signal(signal.SIGTERM)
+        first.process.kill(signal.SIGTERM)
     stopped = first.finish()
     assert stopped.code == 128 + signal.SIGTERM, stopped.said
     assert len(stopped.lines()) in (1, 2)
     roles = ("critic", "reference", "generator", "reward_model")
     together = {"policy": {"ranks": 1}} | {role: {"ranks": 1, "share": "policy"} for role in roles}
-    resumed = Training(place, merged(config, {"placement": together, "trainer": {"stage": 2}}), "--resume").finish()
+    resumed = Training(
+        forks, place, merged(config, {"placement": together, "trainer": {"stage": 2}}), "--resume"
+    ).finish()
     assert resumed.code == 0, resumed.said
 
     alone = dict.fromkeys(("launcher", "generator", "placement")) | {"trainer": {"use": "torch", "stage": None}}

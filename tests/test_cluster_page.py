@@ -1,4 +1,4 @@
-"""The placements that `docs/how-to/cluster.md` shows can be had, on as many devices as it says."""
+"""The placements in `docs/how-to/cluster.md` are valid and fit on the stated number of devices."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_the_options_shown_with_them_are_allowed(example):
         select(plugins, kind, getattr(config, kind))
 
 
-def test_every_placement_of_the_page_was_looked_at():
+def test_every_placement_of_the_page_is_tested():
     assert len(EXAMPLES) == 3

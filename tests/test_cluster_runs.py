@@ -1,14 +1,11 @@
-"""Whole runs on Ray with vLLM and DeepSpeed: they learn, survive what dies, and go on exactly where they stood.
+"""Whole runs on Ray with vLLM and DeepSpeed: they learn, survive killed workers, and resume exactly.
 
-Nothing is a stand-in here: engines and ranks are processes that are really killed.
+There are no stand-ins: engines and ranks are real processes, and some are killed.
 """
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +17,7 @@ import pytest
 from rlhf_runtime.observe import read_metrics
 from rlhf_testing.tiny import tiny_model
 
+from tests.forks import Forks
 from tests.runs import Finished, Workshop
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -40,36 +38,38 @@ CLUSTER: dict[str, Any] = {
 
 
 class Training:
-    """``rlhf train`` in a process of its own, with everything that it starts."""
+    """``rlhf train`` in its own process, with all processes that it starts."""
 
-    def __init__(self, shop: Workshop, config: dict[str, Any], *flags: str) -> None:
+    def __init__(self, forks: Forks, shop: Workshop, config: dict[str, Any], *flags: str) -> None:
         self.output = Path(config["run"]["output"])
-        self.log = shop.folder / f"{self.output.name}.log"
-        arguments = shop.arguments(config, *flags)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf_cli.main", *arguments], stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = forks.start(shop.arguments(config, *flags))
+        self.started: set[psutil.Process] = set()
+        """All processes of the run that were observed, with the run itself."""
 
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.said()
+            assert self.lives(), self.said()
             path = self.output / "metrics.jsonl"
             if path.exists() and len(read_metrics(path)) >= step:
                 return
-            time.sleep(0.05)
+            time.sleep(0.1)
         raise AssertionError(f"no step {step} in {seconds} s:\n{self.said()}")
+
+    def lives(self) -> bool:
+        run = psutil.Process(self.process.pid)
+        self.started |= {run, *run.children(recursive=True)}
+        return run.status() != psutil.STATUS_ZOMBIE
 
     @contextmanager
     def held_after(self, step: int) -> Iterator[None]:
-        """Inside, the run stands still after ``step``, or soon: it cannot finish before it is interfered with."""
+        """A context in which the run is stopped (SIGSTOP) soon after ``step``, so that it cannot finish meanwhile."""
         self.wait_for_step(step)
-        self.process.send_signal(signal.SIGSTOP)
+        self.process.kill(signal.SIGSTOP)
         try:
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            self.process.kill(signal.SIGCONT)
 
     def workers(self, engines: bool) -> list[psutil.Process]:
         """The processes of this run that hold models: engines, which have vLLM's library loaded, or ranks."""
@@ -82,36 +82,42 @@ class Training:
         return found
 
     def finish(self, seconds: float = 600) -> Finished:
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            raise AssertionError(f"still running after {seconds} s:\n{self.said()}") from None
-        return Finished(self.output, code, self.said())
+        deadline = time.monotonic() + seconds
+        while self.lives():
+            if time.monotonic() > deadline:
+                self.process.kill(signal.SIGABRT)
+                raise AssertionError(f"still running after {seconds} s:\n{self.said()}")
+            time.sleep(0.2)
+        return Finished(self.output, self.process.wait(), self.said())
 
     def said(self) -> str:
-        return self.log.read_text()[-6000:]
+        return self.process.output[-6000:]
 
 
 @pytest.fixture(scope="module")
 def place(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """vLLM's attention on a CPU wants heads of 32 or more."""
+    """vLLM's attention on a CPU needs heads of size 32 or more."""
     folder = tmp_path_factory.mktemp("cluster")
     return Workshop(folder, tiny_model(folder / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
 
 
 @pytest.fixture(scope="module")
-def whole(place: Workshop) -> Finished:
-    """The run that nothing happens to."""
-    finished = Training(place, place.config("grpo", "whole", **CLUSTER)).finish()
+def undisturbed(forks: Forks, place: Workshop) -> Training:
+    """A finished run without failures."""
+    run = Training(forks, place, place.config("grpo", "whole", **CLUSTER))
+    finished = run.finish()
     assert finished.code == 0, finished.said
-    return finished
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(undisturbed: Training) -> Finished:
+    return Finished(undisturbed.output, 0)
 
 
 def indices(run: Finished) -> list[tuple[int, int]]:
-    """(group, sample) of every sample that was trained on, in order."""
-    lines = (line for file in sorted((run.path / "rollouts").glob("*.jsonl")) for line in file.read_text().splitlines())
-    return [tuple(json.loads(line)["index"]) for line in lines]
+    """(group, sample) of every sample in training, in order."""
+    return [tuple(sample["index"]) for sample in run.samples()]
 
 
 def test_a_run_learns_and_proves_every_sync(whole):
@@ -123,11 +129,11 @@ def test_a_run_learns_and_proves_every_sync(whole):
     assert (whole.path / "model" / "config.json").exists()
 
 
-def test_what_is_killed_changes_nothing(place, whole):
-    """An engine, which is replaced, and later a rank, which ends the run with its cause; it resumes exactly. Nor does
-    the way of the weights: a collective at first, then memory that both sides map."""
+def test_killed_workers_change_no_number(forks, place, whole):
+    """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly. Two
+    transports of weights are used: first a collective, then shared memory."""
     config = place.config("grpo", "killed", **CLUSTER, sync={"transport": "broadcast"})
-    run = Training(place, config)
+    run = Training(forks, place, config)
     with run.held_after(2):
         [engine] = run.workers(engines=True)
         engine.kill()
@@ -141,21 +147,21 @@ def test_what_is_killed_changes_nothing(place, whole):
     assert "The engine is replaced" in failed.said
     assert "policy rank" in failed.said
     assert "Traceback" not in failed.said
-    resumed = Training(place, config, "--resume", "--sync.transport", "shared").finish()
+    resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
     assert resumed.code == 0, resumed.said
     assert indices(resumed) == indices(whole)
     assert resumed.rollouts() == whole.rollouts()
     assert resumed.weights == whole.weights
 
 
-def test_nothing_of_a_run_is_left(place, whole):
-    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(place.folder) in str(p.info["cmdline"])]
-    assert left == []
+def test_no_process_and_file_of_a_run_is_left(undisturbed):
+    assert len(undisturbed.started) > 5, "the command, Ray's own processes, an engine and two ranks"
+    assert psutil.wait_procs(undisturbed.started, timeout=10)[1] == []
 
 
-def test_vllm_and_deepspeed_work_without_ray(place):
+def test_vllm_and_deepspeed_work_without_ray(forks, place):
     embedded = {"launcher": None, "placement": None, "trainer": {"use": "deepspeed", "stage": 2, "lr": 1e-3}}
     config = place.config("grpo", "embedded", **{**CLUSTER, **embedded, "run": {"steps": 2}})
-    finished = Training(place, config).finish()
+    finished = Training(forks, place, config).finish()
     assert finished.code == 0, finished.said
     assert all(line["sync/canary"] < 1e-5 for line in finished.lines())

@@ -1,4 +1,4 @@
-"""Parts of a run that meet rarely: each works alone, and together they must give the same run."""
+"""Rare combinations of options: each works alone, and together they must give the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhf_plugin_local.trainer import TorchTrainer
 
 
 class Copying(Generator):
-    '''An engine without an engine: samples from a copy of the policy that tensors are sent to.'''
+    '''Samples from a copy of the policy that gets its weights as tensors, like an engine.'''
 
     name = "copying"
     capabilities = frozenset({"accept:tensors", "logprobs", "seeds"})
@@ -57,15 +57,15 @@ TEXT = """
 async def score(prompt, completion, row):
     return sum(ord(c) * n for n, c in enumerate(completion, 1)) % 97 / 97
 """
-"""Differs wherever the answer does."""
+"""This reward differs for different answers."""
 
 
 def scores(run: Finished) -> list[float]:
     return [line["eval/reward"] for line in run.lines() if "eval/reward" in line]
 
 
-def test_answers_of_an_offline_run_are_those_of_the_policy_of_now(shop: Workshop) -> None:
-    """Also where the generator holds a copy of the weights."""
+def test_answers_of_an_offline_run_use_the_current_weights(shop: Workshop) -> None:
+    """Also if the generator holds a copy of the weights."""
     changes: dict[str, Any] = {
         "trainer": {"lr": 3e-2},
         "reward": [{"use": f"file:{shop.file('text.py', TEXT)}"}],
@@ -78,10 +78,10 @@ def test_answers_of_an_offline_run_are_those_of_the_policy_of_now(shop: Workshop
     copying = {"use": f"file:{shop.file('copying.py', COPYING)}"}
     copied = shop.train("sft", "copied", generator=copying, **changes | {"sync": {"canaries": 0}})
     assert len(scores(embedded)) == 3
-    assert len(set(scores(embedded))) > 1, "it learns something, so its answers change"
+    assert len(set(scores(embedded))) > 1, "the run learns, so its answers change"
     assert scores(copied) == scores(embedded)
     assert [line.get("sync/version") for line in copied.lines()] == [None, None, 2, 3], (
-        "sent where answers are asked for"
+        "weights are sent before answers are sampled"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_ends_before_its_policy_is_trained_is_refused(shop: Workshop)
     assert shop.train("ppo", "run", **warm_up, run={"steps": 4}).lines()[3]["policy/grad_norm"] > 0
 
 
-def test_an_export_that_a_kill_came_before_is_made_by_the_resume(shop: Workshop) -> None:
+def test_a_resume_makes_an_export_that_a_kill_prevented(shop: Workshop) -> None:
     """The process died between the checkpoint of a step and the export of it."""
     config = {"run": {"steps": 5}, "checkpoint": {"every": 2, "export_every": 2}}
     whole = shop.train("sft", "whole", **config)
@@ -175,8 +175,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts": ("kto", "qwen3_moe", {"trainer": {"aux_loss_coef": 0.02, "ema_decay": 0.7}, "eval": {"every": 2}}),
     "scores": ("reward_model", "mixtral", {"trainer": {"lora": LORA}, "eval": {"every": 2, "at_start": True}}),
 }
-"""{what meets: (algorithm, family, changes)}. Each case also computes layers again, in micro-batches of two or three
-sequences, and passes over its rows more than once, with a batch that does not divide them."""
+"""{combination: (algorithm, family, changes)}. Each case also uses gradient checkpointing, micro-batches of two or
+three sequences, and several passes over its rows with a batch size that does not divide their number."""
 
 STOPPING = """
 from rlhf.interfaces import Observer
@@ -187,13 +187,13 @@ class Stopping(Observer):
 
     def step_finished(self, step, metrics):
         if step == 3:
-            raise KeyboardInterrupt  # nothing is saved: as if it had been killed
+            raise KeyboardInterrupt  # nothing is saved, like after a kill
 """
 PROBES = [[5, 9, 20, 31, 7, 8], [70, 71], [12, 40, 3, 3, 17, 18, 19, 50, 61, 4, 33]]
 
 
 def case(shop: Workshop, folder: Path, name: str) -> tuple[str, dict[str, Any]]:
-    """(algorithm, its run file's changes), on a model of its own."""
+    """(algorithm, changes of its run file), with its own model."""
     algorithm, family, changes = CASES[name]
     model = tiny_model(folder / family, architecture=family, hidden=16, heads=4, kv_heads=2, **FAMILIES[family])
     rows = {"dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}.get(algorithm)
@@ -216,7 +216,7 @@ def case(shop: Workshop, folder: Path, name: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the run's own policy gives on the probes, each time it is exported."""
+    """The outputs of the run's policy for the probes, at each export."""
     said: list[Tensor] = []
     write_model = Saves.write_model
     units = [
@@ -241,8 +241,8 @@ def _as_they_are(outputs_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any
 
 @pytest.mark.parametrize("name", CASES)
 def test_many_options_at_once(shop: Workshop, live: list[Tensor], name: str) -> None:
-    """Stopped and resumed at an uneven step it is the same run; the export is the model that was trained, as
-    transformers computes it, in one sequence after another; everything that is trained moved, and nothing else."""
+    """A run that was stopped and resumed equals an uninterrupted one. transformers computes the same from the export,
+    one sequence at a time. All trained parameters changed, and no others."""
     algorithm, changes = case(shop, shop.folder, name)
     whole = shop.train(algorithm, "whole", **changes)
     stopping = {"observer": [{"use": f"file:{shop.file('stopping.py', STOPPING)}"}]}
@@ -270,7 +270,7 @@ def test_many_options_at_once(shop: Workshop, live: list[Tensor], name: str) -> 
 
 
 def outputs(folder: Path) -> Tensor:
-    """What transformers computes from an export, sequence by sequence, with its own attention."""
+    """The results of transformers for an export, sequence by sequence, with its own attention."""
     config = AutoConfig.from_pretrained(folder)
     scores = "SequenceClassification" in config.architectures[0]
     auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM

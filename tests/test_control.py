@@ -1,20 +1,20 @@
-"""Observers stop a run, save it and change its learning rate, through the control that they are given."""
+"""Observers stop a run, save it and change its learning rate through the control object."""
 
 from __future__ import annotations
 
 import pytest
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RolloutError
 from rlhf.interfaces import Observer
 
 from tests.runs import Workshop
-from tests.test_python import OPTIONS, finished, train
+from tests.test_python import OPTIONS, finished, score, train
 
 
 def steps_saved(result) -> list[str]:
     return sorted(path.name for path in (result.output / "checkpoints").glob("step-*"))
 
 
-def test_a_function_stops_the_run_after_the_step_under_way(shop: Workshop):
+def test_a_function_stops_the_run_after_the_current_step(shop: Workshop):
     def watch(step, metrics, control):
         assert "reward/mean" in metrics
         if step == 2:
@@ -38,7 +38,7 @@ def test_a_stop_before_the_first_step_trains_nothing(shop: Workshop):
     assert (result.status, result.reason, result.metrics) == ("stopped", "not today", [])
 
 
-def test_a_checkpoint_is_saved_when_it_is_asked_for(shop: Workshop):
+def test_a_checkpoint_is_saved_on_request(shop: Workshop):
     def watch(step, metrics, control):
         if step in (1, 3):
             control.save()
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_saved_when_it_is_asked_for(shop: Workshop):
 
 
 def lower(step, metrics, control):
-    """A tenth of the learning rate after the second step."""
+    """The observer divides the learning rate by ten after the second step."""
     if step == 2:
         assert control.changeable == {"trainer.lr": 1e-3}
         control.change("trainer.lr", 1e-4)
@@ -67,7 +67,7 @@ def test_the_learning_rate_changes_from_the_next_step_on(shop: Workshop, optimiz
     assert norms[0][3] != norms[1][3]  # and moves them less
 
 
-def test_a_resume_goes_on_with_the_changed_learning_rate(shop: Workshop):
+def test_a_resume_continues_with_the_changed_learning_rate(shop: Workshop):
     whole = train(shop, "whole", steps=4, observers=[lower])
     train(shop, "parts", steps=2, observers=[lower])
     resumed = train(shop, "parts", steps=4, observers=[lower], resume=True)
@@ -75,15 +75,37 @@ def test_a_resume_goes_on_with_the_changed_learning_rate(shop: Workshop):
     assert finished(resumed).weights == finished(whole).weights
 
 
-def test_roles_with_a_rate_of_their_own_are_changed_by_their_own_name(shop: Workshop):
+def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):
+    """What is saved after the failure holds the options as they were changed between the two steps."""
+    down = shop.folder / "down"
+
+    async def judge(prompt, completion, row):
+        if down.exists():
+            raise ConnectionError("the judge is down")
+        return await score(prompt, completion, row)
+
+    def watch(step, metrics, control):
+        lower(step, metrics, control)
+        if step == 2:
+            down.touch()
+
+    with pytest.raises(RolloutError, match="the judge is down"):
+        train(shop, "out", steps=4, reward=judge, observers=[watch])
+    down.unlink()
+    resumed = train(shop, "out", steps=4, reward=judge, observers=[lower], resume=True)
+    assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-4, 1e-4]
+
+
+def test_a_role_with_its_own_learning_rate_is_changed_by_its_name(shop: Workshop):
     def watch(step, metrics, control):
         if step == 1:
             assert control.changeable == {"trainer.lr": 1e-3, "critic.trainer.lr": 2e-3}
+            control.change("trainer.lr", 5e-4)
             control.change("critic.trainer.lr", 5e-3)
 
     result = train(shop, "out", algorithm="ppo", observers=[watch], options={**OPTIONS, "critic.trainer.lr": 2e-3})
     rates = [(row["policy/lr"], row["critic/lr"]) for row in result.metrics]
-    assert rates == [(1e-3, 2e-3), (1e-3, 5e-3), (1e-3, 5e-3)]
+    assert rates == [(1e-3, 2e-3), (5e-4, 5e-3), (5e-4, 5e-3)]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +121,17 @@ def test_roles_with_a_rate_of_their_own_are_changed_by_their_own_name(shop: Work
         ("trainer.lr", "1e-4", r"trainer\.lr: .*got"),
     ],
 )
-def test_what_cannot_be_changed_is_refused_with_what_can(shop: Workshop, option, value, problem):
+def test_other_options_cannot_be_changed_and_the_error_lists_those_that_can(shop: Workshop, option, value, problem):
     def watch(step, metrics, control):
-        control.change(option, value)
+        with pytest.raises(ConfigError, match=problem) as refused:  # where it is asked, before the run changes anything
+            control.change(option, value)
+        raise refused.value
 
     with pytest.raises(ConfigError, match=problem):
         train(shop, "out", observers=[watch])
 
 
-def test_an_instance_hears_the_run_itself(shop: Workshop):
+def test_an_observer_instance_gets_the_events_of_the_run(shop: Workshop):
     class Heard(Observer):
         def __init__(self, config=None):
             super().__init__(config)
@@ -141,5 +165,5 @@ def test_an_async_function_is_refused(shop: Workshop):
     async def watch(step, metrics, control):
         pass
 
-    with pytest.raises(ConfigError, match=r"observer 'watch' is `async def`, and nobody awaits it"):
+    with pytest.raises(ConfigError, match=r"observer 'watch' is `async def`, which is never awaited"):
         train(shop, "out", observers=watch)

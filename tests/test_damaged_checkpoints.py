@@ -1,4 +1,4 @@
-"""Checkpoints that were edited, with their checksums made anew: each a clear error before a step is trained."""
+"""Checkpoints that were edited, with new checksums: each is a clear error before the first step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from rlhf_runtime.checkpoint.manifest import MANIFEST, seal
 from safetensors.torch import load_file, save_file
 
-from tests.runs import Finished, Workshop
+from tests.runs import Finished, Workshop, change_rows
 
 Change = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
 def trained(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Runs that were killed in the third of three steps, each by its algorithm's name."""
+    """Runs that were killed in the third of three steps, by the name of the algorithm."""
     shop = Workshop(tmp_path_factory.mktemp("trained"), tiny.model, tiny.data)
     for algo, changes in RUNS.items():
         run = shop.train(algo, algo, checkpoint={"every": 2}, **changes)
@@ -53,7 +53,7 @@ def put(path: str, value: Any = None) -> Change:
 
 
 def resumed(trained: Workshop, shop: Workshop, algo: str, damage: Callable[[Path], None]) -> Finished:
-    """What a resume says about a copy of the run whose newest checkpoint went through ``damage``."""
+    """Resume a copy of the run whose newest checkpoint was changed by ``damage``."""
     config = trained.config(algo, algo, checkpoint={"every": 2}, **RUNS[algo])
     copy = shutil.copytree(trained.folder / algo, shop.folder / "run")
     folder = Finished(copy, 0).last_checkpoint
@@ -67,8 +67,10 @@ def resumed(trained: Workshop, shop: Workshop, algo: str, damage: Callable[[Path
 def edit(name: str, change: Change) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / name
-        *lines, last = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-        path.write_text("".join(f"{line}\n" for line in [*lines, json.dumps(change(json.loads(last)))]))
+        if path.suffix == ".arrow":
+            change_rows(path, lambda rows: change(rows[-1]))
+        else:
+            path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
     return damage
 
@@ -136,16 +138,16 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     ),
     "no beta": ("rloo", "state.json", put("components/algorithm/kl/beta"), "raised KeyError: 'beta'"),
     "reward": ("rloo", "state.json", put("components/reward.reward", {"a": 1}), "load_state_dict() of reward.reward"),
-    "ids": ("rloo", "ready.jsonl", put("turns/0/ids", ["a"]), "ids.0: should be a valid integer, got str 'a'"),
-    "negative": ("rloo", "ready.jsonl", put("turns/0/ids", [-1]), "with the tokens list [-1]; allowed"),
-    "turns": ("rloo", "ready.jsonl", put("turns", 1), "is not a sample: TypeError"),
+    "ids": ("rloo", "ready.arrow", put("turns/0/ids"), "is not a sample: TypeError: Turn.ids is None; allowed: a"),
+    "negative": ("rloo", "ready.arrow", put("turns/0/ids", [-1]), "with the token -1; allowed: integers >= 0"),
+    "turns": ("rloo", "ready.arrow", put("turns"), "is not a sample: TypeError"),
     "status": (
         "rloo",
-        "ready.jsonl",
+        "ready.arrow",
         put("status", "x"),
         "status: should be 'ok', 'truncated' or 'failed', got str 'x'",
     ),
-    "row": ("rloo", "ready.jsonl", put("row/index", -1), "is of another row than the samples before it"),
+    "row": ("rloo", "ready.arrow", put("row", -1), "is of another row of the data than the samples before it"),
     "trainer": (
         "sft",
         "roles/policy/trainer.json",
@@ -208,7 +210,7 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
         ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
     ],
 )
-def test_a_pointer_to_the_best_that_is_none(trained: Workshop, shop: Workshop, text: str, says: str) -> None:
+def test_a_damaged_pointer_to_the_best_is_refused(trained: Workshop, shop: Workshop, text: str, says: str) -> None:
     refused(resumed(trained, shop, "sft", lambda folder: void((folder.parent / "best.json").write_text(text))), says)
 
 
@@ -219,7 +221,7 @@ def test_a_pointer_to_the_best_that_is_none(trained: Workshop, shop: Workshop, t
         ('{"starts": [{"hub": {"a": 1}}]}', "starts.0.hub.a: should be a valid string, got int 1."),
     ],
 )
-def test_a_manifest_of_no_run(trained: Workshop, shop: Workshop, text: str, says: str) -> None:
+def test_a_manifest_that_is_not_of_a_run_is_refused(trained: Workshop, shop: Workshop, text: str, says: str) -> None:
     refused(resumed(trained, shop, "sft", lambda folder: void((folder.parents[1] / MANIFEST).write_text(text))), says)
 
 
@@ -227,7 +229,7 @@ def void(_: object) -> None:
     return
 
 
-def test_metrics_that_are_gone_are_said_to_be(trained: Workshop, shop: Workshop) -> None:
+def test_missing_metrics_are_reported_on_resume(trained: Workshop, shop: Workshop) -> None:
     run = resumed(trained, shop, "sft", lambda folder: void((folder.parents[1] / "metrics.jsonl").write_text("")))
     assert run.code == 0, run.said
     assert (

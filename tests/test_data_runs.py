@@ -1,5 +1,5 @@
-"""Supervised runs on data as it comes: the first step's loss and gradient against transformers, one row at a time, with
-the trained texts written down by hand; recognised columns; rows that are left out and counted."""
+"""Supervised runs on several data formats. The first step's loss and gradient equal those of transformers, one row at a
+time, for trained texts written by hand. Also recognised columns, and rows that are left out and counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THINKING = (
     "{% if loop.last %}{{ '<think>' + r + '</think>' }}{% endif %}{% endif %}{{ c + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Qwen3's ways: earlier answers lose their reasoning, the last one has a block, if an empty one."""
+"""Like Qwen3's template: earlier answers lose their reasoning; the last one has a block, which may be empty."""
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
@@ -70,7 +70,7 @@ def models(tmp_path_factory):
 
 
 def plain_statement(path, rows: Sequence[Sequence[str]]) -> tuple[float, float]:
-    """(mean negative log-likelihood of the trained tokens, norm of its gradient), each row in a pass of its own."""
+    """(mean negative log-likelihood of the trained tokens, norm of its gradient), with one forward pass per row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path))
@@ -103,7 +103,7 @@ def test_the_first_step_is_that_of_rows_one_at_a_time(shop: Workshop, models, ca
     assert line["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_recognised_columns_are_said_and_bad_rows_counted(shop: Workshop) -> None:
+def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> None:
     rows = [{"question": f"{i}+1=", "answer": str(i + 1) if i != 2 else ""} for i in range(6)]
     data = {"train": str(shop.rows("rows.jsonl", rows)), "eval": str(shop.rows("held.jsonl", rows[3:]))}
     data |= {"batch_size": 5, "shuffle": False}
@@ -140,7 +140,7 @@ STEPS = {"prompt": "1+1=", "completions": ["add", "2"], "labels": [True, False]}
         ("prm", STEPS, {**STEPS, "labels": [True]}, "2 steps in column 'completions', but 1 labels in column 'labels'"),
     ],
 )
-def test_rows_of_which_nothing_can_be_learnt(shop: Workshop, algo: str, good: dict, bad: dict, says: str) -> None:
+def test_rows_with_nothing_to_learn_are_refused(shop: Workshop, algo: str, good: dict, bad: dict, says: str) -> None:
     path = shop.rows("rows.jsonl", [good, good, bad, good])
     data = {"train": str(path), "batch_size": 3, "shuffle": False}
     run = shop.run(algo, "refused", data=data, **OFFLINE)
@@ -171,7 +171,7 @@ def test_labels_of_one_kind_stop_a_run_before_it_starts(shop: Workshop) -> None:
 
 @pytest.mark.parametrize("algo", ["dpo", "kto"])
 def test_a_reference_with_another_vocabulary_is_refused_before_anything_starts(shop: Workshop, algo: str) -> None:
-    """Whether its tokens are others, or its embedding has too few rows for them."""
+    """The reference has another tokenizer, or too few rows in its embedding."""
     rows = [{**PAIR, "response": "2", "label": label} for label in (True, False)]
     data = {"train": str(shop.rows("rows.jsonl", rows)), "batch_size": 2}
     tiny_tokenizer(shop.folder / "other", chars="0123456789+= abc")

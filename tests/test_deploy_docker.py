@@ -1,4 +1,4 @@
-"""`deploy/Dockerfile`, word by word against the repository. No docker engine takes part: the image was not built."""
+"""The instructions of `deploy/Dockerfile` fit the repository. The image is not built, because no docker is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def execute_runs(tmp_path: Path, runtime: str) -> list[str]:
-    """Execute the RUN lines under stand-ins of pip, apt-get and the like; the words of each call of pip."""
+    """Execute the RUN lines with stand-ins for pip, apt-get and others. Returns the arguments of each call of pip."""
     tools, source = tmp_path / "tools", tmp_path / "src"
     tools.mkdir()
     source.mkdir()

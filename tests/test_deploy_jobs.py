@@ -1,5 +1,5 @@
-"""`deploy/ray/submit.sh`: its words, and a job that is really submitted where Ray's job server can be had. And what
-holds for every script of `deploy/`."""
+"""`deploy/ray/submit.sh`: its arguments, and a real job if Ray's job server is installed. Also checks of all scripts in
+`deploy/`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ray_standin(tmp_path):
     return tools
 
 
-def test_the_words_of_a_submission(ray_standin, tmp_path):
+def test_the_command_line_of_a_submission(ray_standin, tmp_path):
     done = submit("run.toml", "--run.name", "two words", path=ray_standin, cwd=tmp_path, RLHF_OUTPUT="/shared/a b")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -91,8 +91,8 @@ trap 'sleep 5; echo saved >{saved}; exit 0' TERM
 
 @pytest.fixture
 def job_server(tmp_path):
-    """(address, environment) of a Ray on this machine with its job server, behind a token. Its jobs find the
-    stand-in of ``rlhf``."""
+    """(address, environment) of a Ray on this machine with a job server and a token. Its jobs use the stand-in for
+    ``rlhf``."""
     if missing := [m for m in ("aiohttp_cors", "opencensus", "smart_open") if importlib.util.find_spec(m) is None]:
         pytest.skip(f"needs ray[default]: {', '.join(missing)} are not installed")
     ports = []
@@ -141,7 +141,7 @@ def job_server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_job_that_is_really_submitted_and_stopped(job_server, tmp_path):
+def test_a_real_job_is_submitted_and_stopped(job_server, tmp_path):
     address, environment = job_server
     environment = {**environment, "RAY_API_SERVER_ADDRESS": address, "RLHF_OUTPUT": "/shared/one"}
     work = tmp_path / "work"
@@ -172,4 +172,4 @@ def test_a_job_that_is_really_submitted_and_stopped(job_server, tmp_path):
         assert time.monotonic() < until
         time.sleep(0.5)
     job("stop")
-    assert (tmp_path / "saved").read_text() == "saved\n", "it had more than Ray's 3 seconds"
+    assert (tmp_path / "saved").read_text() == "saved\n", "the job got more time than Ray's default of 3 seconds"

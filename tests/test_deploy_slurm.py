@@ -1,4 +1,4 @@
-"""`deploy/slurm/train.sbatch`, executed over stand-ins of SLURM's programs. No SLURM takes part."""
+"""`deploy/slurm/train.sbatch`, executed with stand-ins for SLURM's programs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ STANDINS = {
 
 
 class Slurm:
-    """Runs the script as SLURM does the batch step; ``log`` is what the stand-ins were called with."""
+    """Runs the script like SLURM's batch step. ``log``: the calls of the stand-ins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -267,7 +267,7 @@ def test_nodes_that_never_join_end_the_job(slurm):
 
 
 @pytest.mark.parametrize("words", [[], ["run.toml", "--output", "x"], ["run.toml", "--resume"]])
-def test_what_the_slurm_script_sets_itself_is_refused(slurm, words):
+def test_options_that_the_slurm_script_sets_are_refused_as_flags(slurm, words):
     code, _, err = slurm.run(*words)
     assert code == 2
     assert "train.sbatch: " in err
@@ -323,7 +323,7 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
     done = steps()
     assert done == list(range(1, len(done) + 1))
     [saved] = (slurm.output / "checkpoints").glob("step-*")
-    assert saved.name == f"step-{done[-1]:06d}", "the step that was under way, saved"
+    assert saved.name == f"step-{done[-1]:06d}", "the current step was finished and saved"
 
     code, out, err = slurm.run("run.toml", "--run.steps", str(done[-1] + 3), SLURM_RESTART_COUNT="1", **more)
     assert code == 0, err

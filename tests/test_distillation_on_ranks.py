@@ -35,8 +35,8 @@ def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], steps: int =
 
 
 def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
-    """On answers of the student, with a teacher whose head is its embedding, divided over the ranks, and whose
-    vocabulary is padded further."""
+    """On answers of the student. The teacher's head is tied, divided over the ranks, and has a larger padded
+    vocabulary."""
     padded = tiny_model(shop.folder / "padded", seed=6, std=0.2, vocab_size=112)
     given = {**changes(padded), "algorithm": {"loss": {"divergence": "jsd"}}}
     sampled = shop.train("distill_on_policy", "sampled", **given)
@@ -46,8 +46,8 @@ def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
 
 
 def test_two_ranks_on_given_answers(shop: Workshop) -> None:
-    """Offline, ZeRO-2: rows in place of samples, three to a step, so that one rank has one and a filler, and a teacher
-    whose head is not its embedding."""
+    """Offline with ZeRO-2. A step has three rows, so that one rank has one row and a filler. The teacher's head is not
+    tied."""
     teacher = tiny_model(shop.folder / "teacher", seed=5, std=0.2, tied=False)
     given = {**changes(teacher), "run": {"steps": 3}, "data": {"batch_size": 3}, "sampling": None}
     given["algorithm"] = {"loss": {"divergence": "reverse_kl", "alpha": 0.7}}

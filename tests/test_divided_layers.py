@@ -1,4 +1,4 @@
-"""Whole runs whose two ranks divide every layer among them: the embedded run's losses, norms and final model."""
+"""Whole runs with two ranks that divide every layer give the losses, norms and final model of the embedded run."""
 
 from __future__ import annotations
 

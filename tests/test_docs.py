@@ -1,7 +1,8 @@
-"""The documentation is true: code runs, generated pages equal the code, commands, flags, files and links exist."""
+"""Checks of the documentation: code runs, generated pages equal the code, commands, flags, files and links exist."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -15,31 +16,25 @@ from pathlib import Path
 
 import pytest
 from rlhf.plugins import Plugins
+from rlhf_cli import completion
 from rlhf_cli.describe import options
-from rlhf_cli.main import command_names
 from rlhf_cli.words import split_dotted
 from rlhf_runtime.config.flag_values import item_of, model_of
-from rlhf_runtime.config.load import short_flags
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_testing import conformance
 
 from tests.forks import Forks, Place
 from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, pages, prose, read, tables
 
-COMMANDS = command_names(Plugins.discover())
+PLUGINS = Plugins.discover()
+whole_parser = cache(completion.whole_parser)
 
 every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
-
-OWN_FLAGS = {"help", "version", "traceback", "dry-run", "json", "check", "kind", "output", "prompt", "save"}
-OWN_FLAGS |= {"rows", "start", "timeout", "device", "device-memory", "host-memory", "devices-per-node"}
-OWN_FLAGS |= {"form", "like", "force", "truncated", "min-gap", "keep", "min-reward", "threshold", "condition"}
-OWN_FLAGS |= {"metric", "step", "worst", "best", "random", "sort-by", "source", "group", "full"}
-"""Flags of commands besides those of the run file."""
 
 # ----------------------------------------------------------------------------------------- executed
 
 PIP = """#!{bash}
-# Stands for pip, offline: installs into a folder of the test's and links the sources, as -e does.
+# An offline stand-in for pip: installs into a folder of the test and links the sources, like -e.
 set -e
 [ "$1 $2" = "install -e" ] || {{ echo "only 'pip install -e FOLDER' is known here, got: $*"; exit 1; }}
 {python} -m pip install -q --no-index --no-deps --no-build-isolation --upgrade --target "{target}" "./$3"
@@ -50,9 +45,9 @@ done
 
 
 class Shell:
-    """Runs shell blocks in a folder of its own; ``pip install -e`` needs no network and changes no environment.
+    """Runs shell blocks in its own folder. ``pip install -e`` needs no network and changes no environment.
 
-    A line is one command with plain words. Those of Python run in children of a process that has imported torch.
+    A line is one command with plain words. Python programs run in children of a process that has imported torch.
     """
 
     def __init__(self, base: Path, forks: Forks) -> None:
@@ -72,7 +67,7 @@ class Shell:
         }
 
     def __call__(self, text: str) -> str:
-        """What was printed. Every line must succeed."""
+        """Run the lines and return their output. Every line must succeed."""
         said = ""
         for line in text.splitlines():
             code, output = self.line(line)
@@ -81,7 +76,7 @@ class Shell:
         return said
 
     def line(self, line: str) -> tuple[int, str]:
-        """(exit code, what was printed)."""
+        """(exit code, output)."""
         program, *words = shlex.split(line, comments=True)
         if program == "pip":
             command, where = ["bash", "-c", line], {"cwd": self.folder, "env": self.environment}
@@ -99,8 +94,8 @@ def shell(tmp_path: Path, forks: Forks) -> Shell:
 
 
 def execute(page: Path, shell: Shell) -> str:
-    """Files are written, shell blocks run, and each line of a ``text`` block is in what the last command printed, which
-    is given back."""
+    """Write the files, run the shell blocks, and check that each line of a ``text`` block is in the output of the last
+    command. Returns that output."""
     output = ""
     for block in blocks(page):
         if block.file:
@@ -133,7 +128,7 @@ def test_the_tutorials_algorithm_works_and_its_wrong_options_are_refused(shell):
 
 
 @pytest.mark.slow
-def test_what_an_author_supplies_to_the_suites_works_as_its_page_says(shell):
+def test_the_inputs_from_the_author_work_as_the_conformance_page_says(shell):
     output = execute(DOCS / "reference/conformance.md", shell)
     assert output.count("0 failed and 0 were left out.") == 4, output
 
@@ -150,7 +145,7 @@ def test_the_attributes_of_the_conformance_page_are_those_of_the_suites():
 
 @every_page
 def test_the_file_of_a_block_is_named_above_it(page):
-    """What stands behind the fence is not shown to a reader."""
+    """A reader does not see the text after the fence."""
     for block in blocks(page):
         if block.file:
             opening = f"```{block.language} file={block.file}\n"
@@ -170,7 +165,8 @@ def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path)
 
 def test_the_readmes_plugin_passes_the_suites_of_its_kinds():
     module: dict[str, object] = {"__name__": "readme"}
-    exec(blocks(ROOT / "README.md", "python")[0].text, module)
+    [plugin] = [b.text for b in blocks(ROOT / "README.md", "python") if "hookimpl" in b.text]
+    exec(plugin, module)
     [declared] = [tomllib.loads(b.text) for b in blocks(ROOT / "README.md", "toml")]
     plugins = Plugins.discover()
     for kind in ("advantage", "algorithm"):
@@ -193,7 +189,7 @@ def test_python_blocks_compile(page):
 
 
 @pytest.mark.parametrize("name", ["run_file", "plugins"])
-def test_generated_pages_are_what_the_code_says(name):
+def test_generated_pages_equal_the_code(name):
     spec = importlib.util.spec_from_file_location(f"docs_reference_{name}", DOCS / f"reference/{name}.py")
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
@@ -265,13 +261,15 @@ def test_commands_and_their_flags_exist(page):
         (["trian", "run.toml"], "no command 'trian'"),
         (["plugins", "lst"], "no action 'lst'"),
         (["train", "--alog", "x"], "no flag --alog"),
+        (["runs", "--algo", "x"], "no flag --algo"),
+        (["plugins", "list", "--kind", "x"], "no flag --kind"),
         (["train", "--data.batchsize", "3"], "no field data.batchsize"),
         (["train", "--algorithm.loss.clip_hihg", "3"], "no field algorithm.loss.clip_hihg"),
         (["train", "--reward.math.wieght", "3"], "no field reward.math.wieght"),
         (["train", "--trainer.learning_rate", "3"], "no field trainer.learning_rate"),
     ],
 )
-def test_a_wrong_command_is_noticed(line, problem):
+def test_a_wrong_command_is_detected(line, problem):
     assert wrong(line).startswith(problem)
 
 
@@ -290,18 +288,24 @@ def test_run_files_shown_have_only_fields_that_exist(page):
 
 
 def wrong(words: list[str]) -> str:
-    """What is wrong with a command line that a page shows; empty where nothing is."""
+    """The mistake in a command line of a page; empty if there is none."""
     command, *rest = words
+    top = whole_parser(PLUGINS)
     if command.startswith("--"):
-        return "" if command[2:] in OWN_FLAGS else f"no flag {command}"
-    if command not in COMMANDS and command not in ("COMMAND", "NAME", "X"):
-        return f"no command {command!r}"
-    if command == "plugins" and rest and rest[0].islower() and rest[0] not in ("list", "show", "check", "new"):
-        return f"no action {rest[0]!r}"
+        return "" if command in {*flags_of(top), "--traceback"} else f"no flag {command}"
+    parser = top
+    if command not in ("COMMAND", "NAME", "X"):
+        if command not in inner(top):
+            return f"no command {command!r}"
+        parser = inner(top)[command]
+        if inner(parser) and rest and rest[0].islower():
+            if rest[0] not in inner(parser):
+                return f"no action {rest[0]!r}"
+            parser = inner(parser)[rest[0]]
     others, dotted = split_dotted(rest)
     for word in [w.strip("[]") for w in others]:
-        name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name not in OWN_FLAGS | set(short_flags()):
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in flags_of(parser) | {"--traceback"}:
             return f"no flag {word}"
     for word in dotted:
         path = word.removeprefix("--").partition("=")[0]
@@ -310,8 +314,18 @@ def wrong(words: list[str]) -> str:
     return ""
 
 
+def inner(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of the program, or the actions of a command."""
+    return next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of a command and of its actions."""
+    return {*parser._option_string_actions}.union(*(flags_of(p) for p in inner(parser).values()))
+
+
 def leaves(table: object, path: tuple[str, ...] = ()) -> list[list[str]]:
-    """Paths of all values; entries of lists of tables by their index. Options of a file are the file's business."""
+    """Paths of all values; entries of lists of tables by their index. Options of plugins from files are left out."""
     if isinstance(table, dict) and str(table.get("use", "")).startswith("file:"):
         return [[*path, "use"]]
     if isinstance(table, dict) and table:
@@ -355,18 +369,18 @@ EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
 
 @cache
 def plugin_options(kind: str) -> set[str]:
-    """Option paths of all installed plugins of a kind; of algorithms also those of whatever fits their slots."""
+    """Option paths of all installed plugins of a kind; for algorithms also those of the parts in their slots."""
     plugins = Plugins.discover()
     found = set(EXAMPLES.get(kind, ()))
     for entry in plugins.list(kind):
         cls = plugins.resolve(kind, f"{entry.distribution}/{entry.name}").cls
-        found |= paths(cls.Config)
+        found |= paths(cls.Config) if hasattr(cls, "Config") else set()
         for name, slot in getattr(cls, "slots", {}).items() if kind == "algorithm" else ():
             found |= {f"{name}.{option}" for option in {"use"} | plugin_options(slot.kind)}
     return found
 
 
 def paths(config: type) -> set[str]:
-    """Option paths, and those of the tables on the way."""
+    """Option paths, and the paths of the tables that contain them."""
     names = {option["name"] for option in options(config)}
     return names | {name.rpartition(".")[0] for name in names if "." in name}

@@ -1,4 +1,4 @@
-"""Commands of the documentation: whole ones can be configured; scripts, extras and checks that it names are there."""
+"""Commands of the documentation: complete ones can be configured; named scripts, extras and checks exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_runtime.setup.plugins import run_plugins
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 
 WHOLE = {"--algo", "--model", "--data"}
-"""A command that names all of these says what the run is; others are shown to be completed."""
+"""A command with all of these flags is complete; other commands are fragments."""
 
 
 def whole(words: list[str]) -> bool:
@@ -27,7 +27,7 @@ def whole(words: list[str]) -> bool:
 
 
 def configure(words: list[str]) -> None:
-    """As the command does before it reads data or a model. Raises ConfigError."""
+    """Configure the run like the command, before it reads data or a model. Raises ConfigError."""
     command, *rest = words
     parser = argparse.ArgumentParser()
     plugins = Plugins.discover()
@@ -57,7 +57,7 @@ def test_the_page_of_the_command_has_all_of_it():
 
 def test_extras_that_pages_install_exist():
     declared = {"rlhf-kit": tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]}
-    for member in ROOT.glob("plugins/*/*/pyproject.toml"):
+    for member in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")]:
         project = tomllib.loads(read(member))["project"]
         declared[project["name"]] = project.get("optional-dependencies", {})
     shown = {
@@ -108,6 +108,6 @@ def test_the_command_can_be_configured(words):
     configure(words)
 
 
-def test_a_command_that_lacks_something_is_noticed():
+def test_an_incomplete_command_is_detected():
     with pytest.raises(ConfigError, match="at least 2 samples per prompt"):
         configure(["train", "--algo", "grpo", "--reward", "plugin:math", "--model", "PATH", "--data", "FILE"])

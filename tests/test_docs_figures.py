@@ -1,4 +1,4 @@
-"""Figures in the documentation's tables of benchmarks are those of the results that the repository keeps."""
+"""Figures in the documentation's tables of benchmarks equal the results in the repository."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = {path.name: json.loads(path.read_text()) for path in sorted((BENCHMARK
 
 @pytest.fixture
 def script(monkeypatch):
-    """A script of benchmarks/, imported as the others of that folder import it."""
+    """A script of benchmarks/, imported like the other scripts of that folder import it."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module
@@ -31,12 +31,12 @@ def script(monkeypatch):
 
 
 def written(page: Path) -> list[str]:
-    """Rows of all tables, as the page has them."""
+    """The rows of all tables of the page."""
     return [f"| {' | '.join(row.values())} |" for table in tables(page) for row in table.rows]
 
 
 def made(report: Any, preferences: Any) -> set[str]:
-    """Every row that the scripts make of a kept result."""
+    """The rows that the scripts make from each result."""
     shown = []
     for result in RESULTS.values():
         if "scaling" in result:

@@ -1,4 +1,4 @@
-"""The pages in docs/reference/hooks say what the code says."""
+"""The pages in docs/reference/hooks equal the code."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def test_there_is_a_page_for_every_hook_and_for_nothing_else():
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
-def test_the_page_is_what_the_code_says(name):
+def test_the_page_equals_the_code(name):
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert text == reference.page(name), "run: python docs/reference/hooks.py"
 
@@ -44,13 +44,13 @@ def test_the_page_has_the_hook_every_member_and_a_way_to_start(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_written_part_is_there(kind):
+def test_the_written_part_is_present(kind):
     written = (FOLDER / f"{kind}.md").read_text(encoding="utf-8").partition(reference.MARKER)[0]
     assert written.startswith(f"# `rlhf_register_{kind}`\n")
     assert len(written.split()) > 40
 
 
-def test_the_page_of_types_has_every_one_that_plugins_meet():
+def test_the_page_of_types_has_every_type_of_the_interfaces():
     text = (FOLDER / "types.md").read_text(encoding="utf-8")
     classes = {f"rlhf.types.{n}": c for n, c in vars(types).items() if isinstance(c, type)}
     assert len(classes) > 15
@@ -96,7 +96,7 @@ def imported(source: str) -> set[tuple[str, str]]:
     return {(m, n.split("#")[0].strip()) for m, a, b in lines for n in (a or b).split(",") if n.strip()}
 
 
-def test_what_algorithms_are_built_from_has_all_that_authors_import():
+def test_the_page_of_building_blocks_has_every_name_that_authors_import():
     text = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^##+ `([\w.]+)`$", text, re.MULTILINE))
     sources = [*ROOT.glob("plugins/algorithms/*/src/**/*.py"), *ROOT.glob("cli/**/*.template"), *DOCS.rglob("*.md")]
@@ -108,15 +108,15 @@ def test_what_algorithms_are_built_from_has_all_that_authors_import():
 
 
 @pytest.mark.parametrize("page", sorted(p.relative_to(DOCS) for p in DOCS.rglob("*.md")), ids=str)
-def test_links_to_the_types_lead_somewhere(page):
+def test_links_to_types_resolve(page):
     headings = re.findall(r"^#+ (.*)$", (FOLDER / "types.md").read_text(encoding="utf-8"), re.MULTILINE)
     anchors = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in headings}
     wanted = re.findall(r"types\.md#([a-z0-9_-]+)\)", (DOCS / page).read_text(encoding="utf-8"))
     assert [anchor for anchor in wanted if anchor not in anchors] == []
 
 
-def test_examples_in_the_pages_are_whole():
-    """A code block that ends too early would leave a class outside of it."""
+def test_examples_in_the_pages_are_complete():
+    """No class may be outside of a code block, which would mean that the block ends too early."""
     for path in FOLDER.glob("*.md"):
         outside = re.sub(r"```.*?```", "", reference.page(path.stem), flags=re.DOTALL)
         assert not re.search(r"^(class|    def|async def) ", outside, re.MULTILINE), path.name

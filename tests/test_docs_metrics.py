@@ -23,9 +23,9 @@ WORDS = {
     "KEY": r"[\w.-]+",
     "K": r"\d+",
 }
-"""What stands for each word in capitals, as a pattern; METRIC is any part after ``ROLE/`` or ``eval/`` of the page."""
+"""The pattern for each word in capitals. METRIC is any name after ``ROLE/`` or ``eval/`` on the page."""
 LEVELS = {"token", "sequence", "unit"}
-FAMILIES = "reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time"
+FAMILIES = "curriculum|reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time"
 SOURCES = ("core/src", "runtime/src", "libraries/*/src", "plugins/*/*/src")
 
 
@@ -71,28 +71,28 @@ def reported_by_losses(tree: ast.AST) -> Iterator[str]:
                         yield name
 
 
-def test_no_metric_stands_twice_and_each_says_what_to_do():
+def test_every_metric_is_listed_once_with_what_to_do():
     assert len(names()) == len(set(names())) > 100
     for table in tables(PAGE):
         if "metric" in table.header:
             assert [row for row in table.rows if not all(row.values())] == []
 
 
-def test_what_losses_report_is_on_the_page():
+def test_metrics_of_losses_are_on_the_page():
     found = {(name, path.name) for path, tree in trees().items() for name in reported_by_losses(tree)}
     assert len(found) > 30
     assert sorted((name, file) for name, file in found if not on_the_page(f"policy/{name}")) == []
 
 
-def test_every_name_that_is_written_out_in_the_code_is_on_the_page():
+def test_every_literal_metric_name_of_the_code_is_on_the_page():
     keys = {key for tree in trees().values() for key in constants(tree) if re.fullmatch(rf"({FAMILIES})/[\w@]+", key)}
     assert len(keys) > 40
     unnamed = sorted(key for key in keys if not on_the_page(key))
     assert unnamed == []
 
 
-def test_every_name_of_the_page_is_known_to_the_code():
-    """Each part of a name that is no word in capitals stands in a text of the code."""
+def test_every_metric_of_the_page_exists_in_the_code():
+    """Each part of a name, except words in capitals, must occur in a string of the code."""
     texts = {text for tree in trees().values() for text in constants(tree)}
     known = {word for text in texts if len(text) < 60 for word in re.findall(r"\w+", text)}
     known |= {
@@ -102,7 +102,7 @@ def test_every_name_of_the_page_is_known_to_the_code():
     assert sorted(name for name, piece in pieces if piece not in known) == []
 
 
-def test_what_the_console_shows_is_on_the_page():
+def test_metrics_of_the_console_are_on_the_page():
     section = read(PAGE).partition("The console shows")[2].partition("\n\n")[0]
     for label, shown in HEADLINE.items():
         assert f"`{label}` (`{shown[0]}`" in " ".join(section.split())
@@ -124,6 +124,7 @@ RUNS = {
     "kto": {},
     "reward_model": {},
     "rejection_sampling": {},
+    "rloo": {"curriculum": {"use": "pass_rate"}},
     "online_dpo": {},
 }
 
@@ -140,8 +141,9 @@ def test_every_metric_of_a_run_is_on_the_page(shop, algorithm):
     assert sorted(key for key in keys if not on_the_page(key)) == []
 
 
-def test_a_metric_that_is_not_on_the_page_is_noticed():
+def test_a_metric_that_is_not_on_the_page_is_detected():
     assert not on_the_page("policy/unheard_of")
     assert not on_the_page("stream/other")
     assert on_the_page("eval/one/pass@2")
     assert on_the_page("reward/math/info/steps")
+    assert on_the_page("curriculum/share/gsm8k")

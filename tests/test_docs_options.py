@@ -1,4 +1,4 @@
-"""Tables of options in the plugins' own pages: every option is there, each exists, with the default that is stated."""
+"""Tables of options in the plugins' pages: every option is listed and exists, and has the stated default."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.pages import ROOT, Table, name_of, prose, read, tables
 
 PAGES = sorted(ROOT.glob("plugins/*/*/README.md"))
 MADE_FROM_FILES = "plugins/adapters/openrlhf/README.md"
-"""Its options are those of what it makes of files; its own tests have them."""
+"""Its options belong to the plugins that it makes from files; its own tests check them."""
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @dataclass(frozen=True)
 class Stated:
-    """One option in a table: whose it may be, and its default as the page writes it."""
+    """One option in a table: the plugins that may have it, and its default as written on the page."""
 
     name: str
     default: str
@@ -40,9 +40,8 @@ def configs(distribution: str) -> dict[tuple[str, str], dict[str, Any]]:
         for entry in plugins.list(kind):
             if entry.distribution == distribution:
                 cls = plugins.resolve(kind, f"{distribution}/{entry.name}").cls
-                found[kind, entry.name] = {
-                    o["name"]: ... if o["required"] else o["default"] for o in options(cls.Config)
-                }
+                own = options(cls.Config) if hasattr(cls, "Config") else []
+                found[kind, entry.name] = {o["name"]: ... if o["required"] else o["default"] for o in own}
     return found
 
 
@@ -108,11 +107,11 @@ def apart(cell: str, count: int) -> list[str]:
 
 
 WORDS = {"all four": ["boxed", "hash", "answer_is", "last_number"]}
-"""Defaults that a page says in words, where they are not absent."""
+"""Defaults that a page states in words."""
 
 
 def meant(text: str, plugin: str) -> tuple[Any, ...]:
-    """The defaults that a cell can stand for. Words say what is done where the option is absent."""
+    """The defaults that a cell can mean. Words describe the behaviour if the option is absent."""
     usual, *others = text.split("; ")
     for other in others:  # token_mean; gspo, sapo: seq_mean_token_mean
         names, colon, default = other.partition(": ")
@@ -140,7 +139,7 @@ def wrong(page) -> list[str]:
     problems = []
     for option in stated(page):
         if not option.plugins:
-            problems.append(f"{option.name} is no option of any of {list(own)}")
+            problems.append(f"{option.name} is not an option of any of {list(own)}")
         for key in option.plugins:
             default = own[key].get(option.name, "no such option")
             if not any(
@@ -190,14 +189,14 @@ def test_every_option_is_on_its_plugins_page(page):
 
 
 @every_page
-def test_no_option_and_no_paragraph_stands_twice(page):
+def test_no_option_and_no_paragraph_is_repeated(page):
     rows = [(o.name, o.plugins) for o in stated(page)]
     assert sorted({str(row) for row in rows if rows.count(row) > 1}) == []
     paragraphs = [p[:60] for p in prose(page).split("\n\n") if len(p) > 120]
     assert [p for p in paragraphs if paragraphs.count(p) > 1] == []
 
 
-def test_what_is_wrong_in_a_table_is_noticed(tmp_path):
+def test_a_mistake_in_a_table_is_detected(tmp_path):
     page = tmp_path / "README.md"
     head = "# rlhf-plugin-length\n\n| option | default | |\n|---|---|---|\n"
     page.write_text(head + "| `low`, `high` | | |\n| `per_token` | 0.1 | |\n| `at_mots`, `inside` | 1.0, 0.0 | |\n")

@@ -20,7 +20,7 @@ def test_the_file_example_works(tmp_path):
     assert Plugins.discover().resolve("reward", f"file:{tmp_path / 'brevity.py'}").name == "brevity"
 
 
-def test_what_is_shown_of_a_new_plugin_is_what_the_command_writes(tmp_path):
+def test_the_shown_parts_of_a_new_plugin_equal_what_the_command_writes(tmp_path):
     folder = write_plugin("brevity", "reward", tmp_path)
     for shown, file in (
         (blocks("toml")[0], "pyproject.toml"),

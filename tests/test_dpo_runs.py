@@ -86,7 +86,7 @@ def test_micro_batches_change_nothing_for_losses_of_the_whole_batch(shop):
         assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
 
 
-def test_the_running_shift_resumes_and_ignores_evaluations(runs: Runs) -> None:
+def test_the_running_shift_is_resumed_and_ignores_evaluations(runs: Runs) -> None:
     loss = {"loss_type": "bco_pair", "bco_shift": "running"}
     killer = [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]
     held_out = [{"path": str(runs.shop.rows("held_out.jsonl", PAIRS[:3])), "name": "held_out"}]
@@ -115,7 +115,14 @@ ITERATIVE = {
 }
 
 
-@pytest.mark.parametrize("event", ["saved 2", "step 4", "rollouts 3"], ids=["at a snapshot", "behind it", "in a round"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param("saved 2", id="at a snapshot"),
+        pytest.param("step 4", id="behind it", marks=pytest.mark.full),
+        pytest.param("rollouts 3", id="in a round", marks=pytest.mark.full),
+    ],
+)
 def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None:
     killer = {"observer": [{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}]}
     whole = runs.end(online(runs.shop, "whole", **ITERATIVE, **killer))
@@ -172,7 +179,7 @@ def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: 
     assert_same_run(runs.resume(broken), whole)
 
 
-def test_online_dpo_learns_what_is_rewarded_and_counts_ties(shop):
+def test_online_dpo_raises_the_reward_and_counts_ties(shop):
     run = online(shop, "run", run={"steps": 24}, trainer={"lr": 1e-2}, algorithm={"loss": {"beta": 0.5}})
     finished = train(shop, run)
     lines = [line for line in finished.lines() if "empty" not in line]
@@ -185,7 +192,7 @@ def test_online_dpo_learns_what_is_rewarded_and_counts_ties(shop):
     assert sum(rewards[-quarter:]) / quarter > sum(rewards[:quarter]) / quarter + 0.3
 
 
-def test_online_dpo_samples_from_less_than_everything(shop):
+def test_online_dpo_allows_truncated_sampling(shop):
     """No importance weight enters a loss of pairs, wherever they come from."""
     assert train(shop, online(shop, "run", run={"steps": 1}, sampling={"top_p": 0.9})).code == 0
 

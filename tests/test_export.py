@@ -54,7 +54,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["plain_run", "chat_run"])
 @pytest.mark.parametrize(("form", "read_as"), FORMS.items())
-def test_what_was_sampled_is_read_back_as_it_was(
+def test_exported_prompts_are_read_back_as_the_sampled_tokens(
     request: pytest.FixtureRequest, say: Say, tmp_path: Path, kind: str, form: str, read_as: str
 ) -> None:
     """Each exported row has the prompt's tokens as they were sampled from, and an answer that was given to them."""
@@ -100,7 +100,7 @@ def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say)
     assert len(rows(out)) > 12, "a failed export leaves what was there"
 
 
-def test_wrong_usage_says_what_to_do(plain_run: Finished, say: Say, tmp_path: Path) -> None:
+def test_wrong_usage_is_refused_with_what_to_do(plain_run: Finished, say: Say, tmp_path: Path) -> None:
     there = tmp_path / "there.jsonl"
     there.write_text("")
     export = ("data", "export", plain_run.path, "-o")

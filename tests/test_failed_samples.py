@@ -47,14 +47,14 @@ def test_an_environment_that_always_hangs_ends_the_run_at_once(shop: Workshop, p
     assert not run.lines(), "no step was made of nothing"
 
 
-def test_an_environment_that_hangs_for_most_rows_is_no_reward_of_one(shop: Workshop) -> None:
+def test_too_many_hanging_environments_end_the_run(shop: Workshop) -> None:
     """The samples that are left have the reward 1 each: a run that finishes with them tells nothing."""
     changes = hanging(shop, "% 4 != 3")
     refused(shop.run("rloo", "run", stream={"on_failed_sample": "drop_sample"}, **changes), "stream.max_failed", code=1)
 
 
 @pytest.mark.parametrize("policy", SAMPLED)
-def test_what_failed_is_said_at_the_first_failure_and_in_the_last_line(shop: Workshop, policy: str) -> None:
+def test_failures_are_printed_at_the_first_one_and_in_the_last_line(shop: Workshop, policy: str) -> None:
     changes = hanging(shop, "== 1") | {"stream": {"on_failed_sample": policy}}
     reward = shop.file("length.py", "def score(prompt, completion, row):\n    return len(completion) / 7\n")
     run = shop.train("rloo", "run", **changes | {"reward": [{"use": f"file:{reward}"}]})
@@ -66,7 +66,7 @@ def test_what_failed_is_said_at_the_first_failure_and_in_the_last_line(shop: Wor
 
 
 @pytest.mark.parametrize("form", ["async def", "def"])
-def test_a_reward_that_is_never_in_time_is_no_success(shop: Workshop, form: str) -> None:
+def test_a_run_whose_reward_always_times_out_fails(shop: Workshop, form: str) -> None:
     wait = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
     text = f"import asyncio, time\n{form} score(prompt, completion, row):\n    {wait}\n    return 1.0\n"
     judge = {"use": f"file:{shop.file('judge.py', text)}", "deadline": 0.2}
@@ -74,9 +74,9 @@ def test_a_reward_that_is_never_in_time_is_no_success(shop: Workshop, form: str)
     refused(run, "samples failed, and stream.max_failed", "score() took longer than its deadline of 0.2 s", code=1)
 
 
-def test_a_share_of_one_goes_on_and_the_end_names_the_first_cause(shop: Workshop) -> None:
+def test_a_run_with_max_failed_1_continues_and_names_the_first_cause_at_its_end(shop: Workshop) -> None:
     stream = {"on_failed_sample": "drop_sample", "max_failed": 1.0}
-    run = shop.run("rloo", "run", stream=stream, **hanging(shop, ">= 0"))
+    run = shop.run("rloo", "run", stream=stream, **hanging(shop, ">= 0") | {"run": {"steps": 1}})
     refused(run, "not one update", "samples failed (100 %); the first: 0 of row 0", "deadline of 0.2 s", code=1)
 
 
@@ -99,20 +99,20 @@ async def score(prompt, completion, row):
     return {"data": {"eval": str(held)}, "reward": [{"use": f"file:{shop.file('judge.py', text)}"}]}
 
 
-def test_an_evaluation_of_which_too_much_fails_ends_the_run_and_keeps_its_steps(shop: Workshop) -> None:
+def test_an_evaluation_with_too_many_failures_ends_the_run_and_keeps_its_steps(shop: Workshop) -> None:
     run = shop.run("rloo", "run", run={"steps": 2}, eval={"every": 1}, **judged(shop, "> 0"))
     refused(run, "3 of the latest 4 evaluation samples failed", "ConnectionError: the judge is down", code=1)
     assert run.last_checkpoint.name.endswith("1")
 
 
-def test_an_evaluation_of_which_little_fails_says_so(shop: Workshop) -> None:
+def test_an_evaluation_with_few_failures_reports_them(shop: Workshop) -> None:
     run = shop.train("rloo", "run", run={"steps": 2}, eval={"every": 1}, **judged(shop, "== 0"))
     assert [line["eval/failed"] for line in run.lines()] == [0.25, 0.25]
     assert run.out.count("the judge is down") == 1
     assert run.out.splitlines()[-1] == f"finished, 2 of 8 evaluation samples failed (25 %): {run.path}"
 
 
-def test_rlhf_eval_says_what_failed_and_stops_where_too_much_does(
+def test_rlhf_eval_reports_failures_and_stops_after_too_many(
     shop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluate(rows: str, *flags: str) -> tuple[int, str, str]:

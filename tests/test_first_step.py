@@ -3,7 +3,6 @@ plain loops, with nothing of the framework. Gradient norms and metrics must be t
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from pathlib import Path
@@ -51,8 +50,7 @@ class Sample:
 
 
 def first_step(run: Finished) -> tuple[dict[str, Any], list[Sample]]:
-    lines = (run.path / "rollouts/step-000001.jsonl").read_text().splitlines()
-    return run.lines()[0], [Sample(json.loads(line)) for line in lines]
+    return run.lines()[0], [Sample(line) for line in run.samples_of("step-000001.arrow")]
 
 
 def norm(model: torch.nn.Module) -> float:
@@ -235,7 +233,7 @@ def test_several_passes_clip_the_policy_and_the_values(shop: Workshop) -> None:
     assert apart < 0.01 * moved
 
 
-def test_the_saved_samples_hold_what_this_page_reads(shop: Workshop) -> None:
+def test_saved_samples_have_the_fields_that_these_tests_read(shop: Workshop) -> None:
     run = shop.train("rloo", "run", run={"steps": 1})
     _, samples = first_step(run)
     model = AutoModelForCausalLM.from_pretrained(Path(shop.model))

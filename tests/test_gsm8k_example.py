@@ -52,7 +52,7 @@ def test_its_commands_are_processes_of_this_python(capfd):
     assert run.execute(["rlhf", "no_such_command"]) == 2
 
 
-def test_data_that_is_not_there_is_named_with_what_to_give_instead(tmp_path):
+def test_missing_data_is_an_error_that_names_the_flag(tmp_path):
     command = [sys.executable, str(run.HERE / "run.py"), "--data", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1

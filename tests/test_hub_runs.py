@@ -62,7 +62,7 @@ def start(hub, home: Path, config, *flags: str, **environment: str):
     )
 
 
-def test_a_run_keeps_to_the_commits_it_started_with(folders, tmp_path):
+def test_a_run_reads_the_commits_of_its_start(folders, tmp_path):
     with LoopbackHub() as hub:
         commits = {
             "dataset owner/sums@main": hub.publish("dataset", "owner/sums", {"train.jsonl": lines(ROWS)}, token=TOKEN),

@@ -1,4 +1,4 @@
-"""An option that is set and that nothing would read is refused before a model is loaded."""
+"""An option without effect is refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "margin": ("dpo", {"data": {"margin": "gap"}}, "data.margin = 'gap': the loss of dpo reads no margins"),
     "response": (
         "rloo", {"data": {"response": "answer"}},
-        "data.response: read of demonstrations and labels only; rloo learns from prompts",
+        "data.response: used for demonstrations and labels only, but rloo learns from prompts",
     ),
-    "end": ("rloo", {"data": {"add_eos": False}}, "data.add_eos: read of demonstrations and pairs and labels only"),
+    "end": ("rloo", {"data": {"add_eos": False}}, "data.add_eos: used for demonstrations and pairs and labels only"),
     "messages": (
         "dpo", {"data": {"messages": "m"}},
-        "data.messages: read of demonstrations and labels and prompts only",
+        "data.messages: used for demonstrations and labels and prompts only",
     ),
     "prompt": (
         "rloo", {"data": {"prompt": "answer", "input_template": "{prompt}"}},
@@ -51,19 +51,19 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "grpo", {"algorithm": {"value_loss": {"clip": 0.1}}},
         "algorithm.value_loss.clip = 0.1 is of a critic",
     ),
-    "KL": ("grpo", {"algorithm": {"kl": {"where": "loss"}}}, "where set, and coef = 0 turns the KL off"),
+    "KL": ("grpo", {"algorithm": {"kl": {"where": "loss"}}}, "where set, but coef = 0 turns the KL off"),
     "credit": (
         "sft", {"data": {"eval": "TRAIN"}, "reward": [{"use": "REWARD", "credit": "step"}]},
         "credit = 'step' is of training, and sft learns from demonstrations",
     ),
     "samples": ("sft", {"run": {"show_samples": 1}}, "run.show_samples = 1: sft learns from demonstrations and"),
-    "tolerance": ("grpo", {"sync": {"canaries": 0, "tolerance": 0.1}}, "sync.tolerance = 0.1 is of the canaries"),
+    "tolerance": ("grpo", {"sync": {"canaries": 0, "tolerance": 0.1}}, "sync.tolerance = 0.1 is for the canaries"),
 }  # fmt: skip
-"""{case: (algorithm, changes, what is said)}."""
+"""{case: (algorithm, changes, message)}."""
 
 
 def given(tiny: Workshop, changes: Any) -> Any:
-    """``changes`` with the workshop's files in place of their names."""
+    """``changes`` with paths of the workshop's files instead of their names."""
     files = {"TRAIN": str(tiny.data), "REWARD": f"file:{tiny.file('digits.py', DIGITS)}"}
     if isinstance(changes, dict):
         return {key: given(tiny, value) for key, value in changes.items()}
@@ -76,7 +76,7 @@ DIGITS = "def score(prompt, completion, row):\n    return float(completion.isdig
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_by_a_dry_run(tiny: Workshop, name: str) -> None:
+def test_a_dry_run_refuses_options_that_do_nothing(tiny: Workshop, name: str) -> None:
     algorithm, changes, why = CASES[name]
     run = tiny.run(algorithm, f"idle {name}", "--dry-run", **given(tiny, changes))
     assert run.code != 0
@@ -166,5 +166,6 @@ def test_an_algorithm_that_drops_the_column_is_refused(tiny: Workshop) -> None:
     run = tiny.run("dpo", "dropped margins", "--dry-run", algorithm=own(tiny, "ByHand"), data=rows)
     assert run.code != 0
     assert (
-        "data.margin = 'gap': the loss reads the column 'margin', and assemble() of by_hand does not lay it" in run.said
+        "data.margin = 'gap': the loss reads the column 'margin', and assemble() of by_hand does not create it"
+        in run.said
     )

@@ -1,4 +1,4 @@
-"""Whole runs on labelled answers: they learn, state the numbers of the definition, ignore splits, and resume."""
+"""Whole runs on labelled answers: they learn, give the numbers of the definition for any split, and resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(shop: Workshop, run: dict[str, Any]) -> Finished:
 
 @pytest.mark.parametrize("algo", ["kto", "kto_pair"])
 @pytest.mark.parametrize("loss_type", ["kto", "vanilla", "apo_zero_unpaired"])
-def test_labels_are_learnt(shop: Workshop, algo: str, loss_type: str) -> None:
+def test_kto_learns_from_labels(shop: Workshop, algo: str, loss_type: str) -> None:
     loss = {"loss_type": loss_type, "beta": 0.5}
     lines = train(shop, config(shop, "run", algo, algorithm={"loss": loss}, run={"steps": 16})).lines()
     first, last = lines[0], lines[-1]
@@ -47,7 +47,7 @@ def test_labels_are_learnt(shop: Workshop, algo: str, loss_type: str) -> None:
 
 
 def test_mismatched_answers_keep_to_the_longest_sequence_allowed(shop: Workshop) -> None:
-    """Prompts of 3 and 9 tokens, answers of 2 and 8 with their end: behind the long prompt the long one is cut."""
+    """Prompts have 3 and 9 tokens, answers 2 and 8 with their end. After the long prompt the long answer is cut."""
     rows = [
         {"prompt": prompt, "response": answer, "label": n % 2 == 0}
         for n, (prompt, answer) in enumerate([("1+1+1+1+=", "4"), ("1+=", "1234567"), ("2+=", "2"), ("3+=", "3")])
@@ -71,12 +71,12 @@ def logprob(model: Any, ids: list[int], start: int) -> float:
 
 
 def far_reference(shop: Workshop) -> Path:
-    """Surer than the policy, and wrong: the policy is above it on most answers, so z is not 0."""
+    """A reference with lower log-probs than the policy for most answers, so that z is not 0."""
     return tiny_model(shop.folder / "other", hidden=16, heads=2, kv_heads=1, std=0.4)
 
 
 def test_the_first_step_is_the_definition(shop: Workshop) -> None:
-    """Against transformers, one sequence at a time, with a reference that is another model."""
+    """Compared with transformers, one sequence at a time. The reference is another model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     other = far_reference(shop)
@@ -142,7 +142,7 @@ def test_the_reference_is_precomputed_only_where_it_can_be(shop: Workshop) -> No
     ahead = {"reference": {"precompute": True}}
     refused = shop.run_config(config(shop, "run", **ahead))
     assert refused.code == 2
-    assert "'twin_ref_logprobs' on rows put together" in refused.said
+    assert "'twin_ref_logprobs' on combinations of rows" in refused.said
     apo = {"algorithm": {"loss": {"loss_type": "apo_zero_unpaired"}}}
     along, cached = (train(shop, config(shop, name, **apo, **more)).lines() for name, more in (("a", {}), ("b", ahead)))
     for one, two in zip(along, cached, strict=True):
@@ -150,7 +150,7 @@ def test_the_reference_is_precomputed_only_where_it_can_be(shop: Workshop) -> No
 
 
 def test_adapters_take_their_base_as_reference(shop: Workshop) -> None:
-    """Undesirable answers count for nothing here, so that the policy rises on all."""
+    """Undesirable answers have weight 0, so that the log-probs of all answers rise."""
     raise_all = {"loss": {"undesirable_weight": 0.0}}
     adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}, "algorithm": raise_all}
     alone = train(shop, config(shop, "base", **adapters)).lines()
@@ -161,7 +161,7 @@ def test_adapters_take_their_base_as_reference(shop: Workshop) -> None:
         assert one["policy/kl"] == pytest.approx(two["policy/kl"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("event", ["saved 2", "step 4"])
+@pytest.mark.parametrize("event", [pytest.param("saved 2", marks=pytest.mark.full), "step 4"])
 def test_a_killed_run_resumes_exactly(forks: Forks, shop: Workshop, event: str) -> None:
     runs = Runs(forks, shop)
     more = {

@@ -18,7 +18,7 @@ from rlhf_cli.main import main
 from rlhf_plugin_runs import output
 from rlhf_runtime.observe import RunDirectory
 
-from tests.runs import REWARD, Finished, Workshop
+from tests.runs import REWARD, Finished, Workshop, change_rows
 
 FAILS = """
 from pathlib import Path
@@ -51,7 +51,7 @@ def offline(shop: Workshop) -> Finished:
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> str:
-    """What a command prints. Its exit code must be ``code``."""
+    """The output of a command. Its exit code must be ``code``."""
     got = main([str(word) for word in words])
     captured = capsys.readouterr()
     assert got == code, captured.err
@@ -64,7 +64,7 @@ def copied(run: Finished, to: Path) -> Path:
 
 
 def edit_start(run: Path, *gone: str) -> None:
-    """Take keys from the last start of the manifest: as of a killed run, or of an earlier release."""
+    """Remove keys from the last start in the manifest, like in that of a killed run or of an earlier release."""
     manifest = json.loads((run / "manifest.json").read_text())
     for key in gone:
         del manifest["starts"][-1][key]
@@ -90,7 +90,7 @@ def test_runs_are_listed_newest_first(whole, offline, shop, capsys):
     assert older["run"] == "whole"
 
 
-def test_links_and_what_is_in_a_run_are_no_further_runs(whole, tmp_path, capsys):
+def test_links_and_folders_inside_a_run_are_not_listed(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "a" / "1")
     (tmp_path / "a" / "latest").symlink_to("1")
     (row,) = json.loads(called(capsys, "runs", tmp_path, "--json"))
@@ -98,7 +98,7 @@ def test_links_and_what_is_in_a_run_are_no_further_runs(whole, tmp_path, capsys)
     assert [row["run"] for row in json.loads(called(capsys, "runs", run, "--json"))] == ["1"]
 
 
-def test_a_folder_without_runs_is_said(tmp_path, capsys):
+def test_a_folder_without_runs_is_an_error(tmp_path, capsys):
     assert "there is no run in" in called(capsys, "runs", tmp_path, code=2)
     assert "does not exist" in called(capsys, "runs", tmp_path / "x", code=2)
     assert "is a file" in called(capsys, "runs", __file__, code=2)
@@ -108,7 +108,7 @@ def test_a_folder_without_runs_is_said(tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------- states
 
 
-def test_a_run_that_is_written_is_running(whole, tmp_path, capsys):
+def test_a_run_whose_process_works_is_shown_as_running(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     edit_start(run, "ended")
     with (run / "metrics.jsonl").open("a") as file:
@@ -119,7 +119,7 @@ def test_a_run_that_is_written_is_running(whole, tmp_path, capsys):
     assert (row["state"], row["step"], row["problems"]) == ("running", 3, [])
 
 
-def test_a_killed_run_is_failed_and_says_so(whole, tmp_path, capsys):
+def test_a_killed_run_is_shown_as_failed_with_the_reason(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     edit_start(run, "ended")
     text = called(capsys, "show", run)
@@ -177,7 +177,7 @@ def test_a_run_of_an_earlier_release_is_shown_with_what_it_lacks(whole, tmp_path
 
 
 @pytest.mark.parametrize("name", ["config.toml", "manifest.json"])
-def test_what_is_missing_or_damaged_is_said_and_the_rest_is_shown(whole, tmp_path, capsys, name):
+def test_missing_and_damaged_files_are_named_and_the_rest_is_shown(whole, tmp_path, capsys, name):
     run = copied(whole, tmp_path / "run")
     (run / name).write_text("{")
     assert f"note: {run / name}" in called(capsys, "show", run)
@@ -188,7 +188,7 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_shown(whole, tmp_pat
     assert "3 of " in text
 
 
-def test_a_metric_that_is_no_number_is_left_out(whole, tmp_path, capsys):
+def test_a_metric_that_is_not_a_number_is_left_out(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[1]["reward/mean"], lines[2]["reward/mean"] = [], "x"
@@ -199,7 +199,7 @@ def test_a_metric_that_is_no_number_is_left_out(whole, tmp_path, capsys):
     assert row["last"]["name"] == "loss"
 
 
-def test_damaged_metrics_are_said_once(whole, tmp_path, capsys):
+def test_damaged_metrics_are_reported_once(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([lines[0], "{", lines[2], ""]))
@@ -226,7 +226,7 @@ def test_a_run_is_shown(whole, capsys):
     assert "\n  finished\n  Try the model:\n" in text
 
 
-def test_curves_are_drawn_of_the_metrics_that_are_asked_for(whole, capsys):
+def test_curves_of_the_named_metrics_are_drawn(whole, capsys):
     text = called(capsys, "show", whole.path, "--metric", "policy/grad_norm")
     values = [line["policy/grad_norm"] for line in whole.lines()]
     assert f"{max(values):.4g} │" in text
@@ -250,7 +250,7 @@ def test_two_runs_are_compared(whole, offline, capsys):
     assert called(capsys, "show", whole.path, whole.path, code=2).endswith("are one run. Name two, or only one.\n")
 
 
-def test_two_equal_runs_differ_in_nothing(whole, tmp_path, capsys):
+def test_two_equal_runs_have_no_differences(whole, tmp_path, capsys):
     text = called(capsys, "show", whole.path, copied(whole, tmp_path / "other"))
     assert "Options that differ: none" in text
     assert "Plugins that differ: none" in text
@@ -269,7 +269,7 @@ def test_in_a_terminal_two_curves_share_a_picture(whole, offline, capsys, monkey
     assert "\x1b[35m" in text  # magenta
 
 
-def test_a_wrong_folder_is_said(whole, tmp_path, capsys):
+def test_a_wrong_folder_is_an_error(whole, tmp_path, capsys):
     error = called(capsys, "show", whole.path.with_name("whle"), code=2)
     assert f"there is no folder {whole.path.with_name('whle')}. Did you mean '{whole.path}'?" in error
     error = called(capsys, "show", whole.path.parent, code=2)
@@ -282,7 +282,7 @@ def test_a_wrong_folder_is_said(whole, tmp_path, capsys):
 
 
 def recorded(run: Finished, step: int) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in run.rollouts()[f"step-{step:06d}.jsonl"].decode().splitlines()]
+    return list(run.samples_of(f"step-{step:06d}.arrow"))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
@@ -304,7 +304,7 @@ def test_the_worst_and_the_best_samples_of_a_step(whole, capsys):
     assert worst["group_mean"] == pytest.approx(sum(group) / len(group))
 
     text = called(capsys, "samples", whole.path, "--step", 2, "--worst", 3)
-    assert text.startswith(f"{whole.path / 'rollouts' / 'step-000002.jsonl'}: 12 samples of 4 prompts\n")
+    assert text.startswith(f"{whole.path / 'rollouts' / 'step-000002.arrow'}: 12 samples of 4 prompts\n")
     assert f"worst 1 of 3: group {worst['group']}, sample {worst['sample']}, row {worst['row']} of 'data'" in text
     assert f"  reward {worst['reward']:.4g} (mean of its group {worst['group_mean']:.4g}): reward " in text
     assert f"  prompt\n    {worst['prompt']}\n  completion\n" in text
@@ -350,11 +350,14 @@ def test_turns_in_an_environment_are_shown_with_their_rewards(shop, capsys):
 
 def test_a_failed_sample_is_shown_with_its_error_and_not_compared(whole, tmp_path, capsys):
     run = copied(whole, tmp_path / "run")
-    file = run / "rollouts" / "step-000003.jsonl"
-    lines = [json.loads(text) for text in file.read_text().splitlines()]
-    lines[0] |= {"status": "failed", "error": "RolloutError: \x1b[31mdown", "reward": None, "turns": [], "rewards": {}}
-    lines[1]["turns"][1]["text"] = "x" * 5000
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = run / "rollouts" / "step-000003.arrow"
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[0] |= {"status": "failed", "error": "RolloutError: \x1b[31mdown", "reward": None}
+        rows[0] |= {"turns": [], "rewards": []}
+        rows[1]["turns"][1]["text"] = "x" * 5000
+
+    change_rows(file, change)
     text = called(capsys, "samples", run)
     assert "  reward none" in text
     assert "  error: RolloutError: \\x1b[31mdown" in text
@@ -364,12 +367,12 @@ def test_a_failed_sample_is_shown_with_its_error_and_not_compared(whole, tmp_pat
     assert len(shown(capsys, run, "--worst", 99)) == 11
 
 
-def test_a_step_that_is_not_there_is_said(whole, capsys):
+def test_a_missing_step_is_an_error(whole, capsys):
     error = called(capsys, "samples", whole.path, "--step", 7, code=2)
     assert f"--step 7: {whole.path} holds no samples of it. It holds samples of the steps 1 to 3." in error
 
 
-def test_a_run_without_samples_says_why(offline, whole, shop, tmp_path, capsys):
+def test_a_run_without_samples_is_refused_with_the_reason(offline, whole, shop, tmp_path, capsys):
     assert "dpo learns from data and samples nothing." in called(capsys, "samples", offline.path, code=2)
     unsaved = shop.train("rloo", "unsaved", run={"steps": 1}, checkpoint={"save_rollouts": False})
     assert "checkpoint.save_rollouts = false" in called(capsys, "samples", unsaved.path, code=2)
@@ -381,7 +384,7 @@ def test_a_run_without_samples_says_why(offline, whole, shop, tmp_path, capsys):
 
 
 def test_a_file_of_samples_can_be_named(whole, tmp_path, capsys):
-    file = whole.path / "rollouts" / "step-000001.jsonl"
+    file = whole.path / "rollouts" / "step-000001.arrow"
     assert len(shown(capsys, file, "--worst", 2)) == 2
     assert "is one file of samples, without steps" in called(capsys, "samples", file, "--step", 1, code=2)
     damaged = tmp_path / "damaged.jsonl"

@@ -1,4 +1,4 @@
-"""Reinforcement learning with adapters: the reference is the policy's own base, and needs no second model."""
+"""Reinforcement learning with adapters: the reference is the base of the policy and needs no second model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlhf_plugin_local.launcher import LocalLauncher
 KL = {"kl": {"coef": 0.1, "where": "loss", "estimator": "k3"}}
 
 
-def test_the_base_view_is_the_reference_that_a_second_model_would_be(shop, monkeypatch):
+def test_the_base_view_gives_the_numbers_of_a_second_reference_model(shop, monkeypatch):
     launch, loaded = LocalLauncher.launch_trainer, []
 
     def launch_trainer(self, trainer, config, spec):
@@ -25,8 +25,8 @@ def test_the_base_view_is_the_reference_that_a_second_model_would_be(shop, monke
         for name, value in one.items():
             assert abs(value - two[name]) <= 1e-4 * max(1.0, abs(value)), name
     shop.train("grpo", "same_place", placement={"reference": {"share": "policy"}}, **changes)
-    assert loaded[3:] == ["policy"], "that is where the base view is, and no devices are kept for a model of its own"
+    assert loaded[3:] == ["policy"], "the base view is in the policy's process, and no devices are reserved"
     del loaded[3:]
     shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
-    assert loaded[3:] == ["policy", "reference"], "what is said about the reference is not ignored"
+    assert loaded[3:] == ["policy", "reference"], "options of the reference are not ignored"
     assert any(value > 0 for name, value in alone[-1].items() if "kl" in name), sorted(alone[-1])

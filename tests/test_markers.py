@@ -1,4 +1,4 @@
-"""Whatever starts the cluster runtime carries the marker ``cluster``, so that it can be left out."""
+"""Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from tests.members import ROOT
 
 STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
-"""Words of tests that start it."""
+"""Words in the sources of tests that start it."""
 FILES = sorted(
     p
     for folder in ("core", "libraries", "runtime", "testing", "cli", "plugins/commands", "tests")
@@ -17,7 +17,7 @@ FILES = sorted(
 )
 
 
-def test_a_file_that_starts_it_says_so():
+def test_files_that_start_a_cluster_have_the_marker():
     asking = [
         path for path in FILES if re.search("|".join(STARTS), path.read_text()) and path.name != "test_markers.py"
     ]
@@ -25,7 +25,7 @@ def test_a_file_that_starts_it_says_so():
     assert [str(path) for path in asking if "pytest.mark.cluster" not in path.read_text()] == []
 
 
-def test_it_can_be_left_out():
+def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
     by_its_folder = "plugins/backends/ray/tests/test_placement.py"
     paths = [by_its_folder, "tests/test_divided_layers.py", "tests/test_precompute.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not cluster"]

@@ -1,5 +1,4 @@
-"""A failed start is in nobody's way: its folder is replaced, unnamed folders are numbered, and a run is deleted where
-that is asked for."""
+"""Output folders: that of a failed start is replaced, unnamed ones are numbered, and ``--overwrite`` deletes a run."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def test_a_failed_first_run_does_not_block_the_next(shop: Workshop) -> None:
     assert "already holds a run" in refused.said
 
 
-def test_a_run_is_overwritten_once_where_that_is_asked_for(shop: Workshop) -> None:
+def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     first = shop.train("sft", "run", run={"steps": 3})
     dry = shop.run("sft", "run", "--dry-run", "--overwrite")
     assert dry.code == 0, dry.said
@@ -41,7 +40,7 @@ def test_a_run_is_overwritten_once_where_that_is_asked_for(shop: Workshop) -> No
     assert "a run is either continued or deleted" in both.said
 
 
-def test_runs_that_name_no_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shop.folder)
     config = shop.config("sft", "unnamed", run={"steps": 1})
     del config["run"]["output"]

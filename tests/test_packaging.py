@@ -1,9 +1,9 @@
-"""Every member distribution is small, of one version, complete and listed where installs look for it."""
+"""Every distribution is complete, has the common version, and is listed in the installations."""
 
+import importlib.metadata
 import re
 from collections import Counter
 
-import importlib_metadata
 import pytest
 import rlhf
 from packaging.requirements import Requirement
@@ -84,8 +84,8 @@ def test_entry_points_are_of_known_kinds(member):
 
 @every_plugin
 def test_the_installed_metadata_are_those_of_the_folder(member):
-    """A stale editable install hides a new entry point: install the folder again."""
-    installed = importlib_metadata.distribution(member.name)
+    """With an old editable install a new entry point is not found: install the folder again."""
+    installed = importlib.metadata.distribution(member.name)
     points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in installed.entry_points]
     assert sorted(points) == sorted(member.entry_points)
     assert installed.version == member.project["version"]
@@ -131,7 +131,7 @@ def test_the_root_requires_every_member_by_default_or_in_an_extra():
 
 
 def test_the_default_run_file_works_with_the_default_install():
-    """The names that core falls back to are offered by distributions that the root requires."""
+    """The default names of the run file belong to distributions that the root requires."""
     from rlhf_runtime.config.runfile import RunFile
 
     default = {Requirement(text).name for text in ROOT_PROJECT["dependencies"]}

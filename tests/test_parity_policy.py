@@ -1,4 +1,4 @@
-"""Policy losses against TRL 1.16.0's own code: its recorded losses and gradients on random tokens, seed by seed."""
+"""Policy losses equal recorded losses and gradients of TRL 1.16.0's code on random tokens, for each seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OURS = {
 
 
 def one_batch(found):
-    """A sequence for each row, behind one token of a prompt."""
+    """A sequence for each row, after a prompt of one token."""
     names = ("old_logprobs", "ref_logprobs", "gen_logprobs")
     units = []
     for b, advantage in enumerate(found["advantages"]):

@@ -1,5 +1,5 @@
-"""Rows become the tokens, masks and labels that TRL makes of them, or differ in a stated way: ``benchmarks/parity``,
-against what TRL 1.16.0 once said.
+"""Tokens, masks and labels of rows equal those recorded from TRL 1.16.0, or differ as documented
+(``benchmarks/parity``).
 
 TRL itself is not needed. `python benchmarks/parity/rows.py --record` records again, with TRL.
 """
@@ -56,7 +56,7 @@ def test_every_case_was_recorded(verdicts):
 
 
 @pytest.mark.parametrize("case", RECORDED["cases"])
-def test_the_rows_are_those_of_trl_or_differ_as_stated(verdicts, case):
+def test_the_rows_equal_those_of_trl_or_differ_as_documented(verdicts, case):
     assert verdicts[case]["wrong"] == ""
 
 
@@ -67,7 +67,7 @@ def test_every_difference_has_its_number_in_the_documentation(verdicts):
     assert stated == {v["differs"] for v in verdicts.values()} - {0}
 
 
-def test_another_token_mask_label_or_row_is_seen(compared, tmp_path):
+def test_another_token_mask_label_or_row_is_detected(compared, tmp_path):
     changed = json.loads(FILE.read_text())
     cases = changed["cases"]
     cases["sft-plain"][1]["sequences"][0][0][-2] += 1

@@ -1,4 +1,4 @@
-"""The hybrid engine in whole runs: who has the devices when, from the first step to the last."""
+"""The hybrid engine in whole runs: the order in which roles and engines use the devices."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Engine(Copying):
         note(self, "wake")
 """
 BEGINNING = ["sleep", "offload", "load"]
-"""The engine is there before the first weights."""
+"""The calls before the first weights."""
 BACK = ["sleep", "reload"]
 TRAINED = [*BACK, "update"]
 EVALUATED = [*BACK, "use_view", "offload", "load", "wake", "generate", *BACK, "use_view"]
-"""With the average, after which the live weights are used again."""
+"""The calls of an evaluation with the average, after which the live weights are used again."""
 STEP = ["wake", "generate", *TRAINED]
 ENDS = [*EVALUATED, "save"]
 ORDERS = {
@@ -76,9 +76,9 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("round_", [1, 2])
-def test_nobody_computes_without_devices_nor_keeps_them_from_others(shop: Workshop, round_: int) -> None:
-    """Weights travel once the optimizer's state is aside, and stay for what is generated next; learning, exchanging
-    weights and saving begin once the engine sleeps."""
+def test_roles_compute_only_with_devices_and_release_them(shop: Workshop, round_: int) -> None:
+    """Weights are sent after the optimizer's state was offloaded, and are used until the next phase. Training,
+    switching between weights and average, and saving start after the engine was put to sleep."""
     notes = shop.folder / "notes"
     parts = shop.file("parts.py", COPYING + TAKING_TURNS)
     shop.train(
@@ -98,5 +98,5 @@ def test_nobody_computes_without_devices_nor_keeps_them_from_others(shop: Worksh
 
 
 def turns(notes: Path) -> list[str]:
-    """What was done, without repetitions: a batch is generated in several waves."""
+    """The recorded calls, without repetitions, because a batch is generated in several waves."""
     return [word for word, _ in groupby(notes.read_text().split())]

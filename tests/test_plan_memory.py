@@ -1,4 +1,4 @@
-"""`rlhf plan` against the memory that processes of 100 M parameters take on this machine, within 25 %."""
+"""The estimates of `rlhf plan` are within 25 % of the memory of processes with 100 M parameters on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = {
 
 
 def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
-    """Bytes of one rank in the phase, without its process."""
+    """Planned bytes of one rank in the phase, without those of the process."""
     half = str(LENGTH // 2)
     flags = {
         "algorithm.use": "grpo", "reward": "math", "data.train": "unread.jsonl", "policy.model": path,
@@ -62,7 +62,7 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
 
 
 def measured(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
-    """Bytes of the rank that takes most."""
+    """Measured bytes of the rank that takes most."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,6 +91,6 @@ def path(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.cluster] if case[1] > 1 else []) for name, case in CASES.items()]
 )
-def test_a_phase_takes_what_is_planned(path, name):
+def test_a_phase_takes_the_planned_memory(path, name):
     said, took = planned(path, *CASES[name]), measured(path, *CASES[name])
     assert said == pytest.approx(took, rel=WITHIN), f"planned {said / 2**20:.0f} MiB, measured {took / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""``dtype = "auto"`` rests on a measurement: one is made for a whole run, every role, rank and resume of it."""
+"""``dtype = "auto"`` depends on a measurement. One measurement serves all roles, ranks and resumes of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runs import Workshop
 
 @pytest.fixture
 def gain(monkeypatch):
-    """Set what the processor's bf16 seems to be worth, measured anew each time it is asked."""
+    """Set the results of successive measurements of the processor's bf16."""
     gains = []
     monkeypatch.setattr(precision, "bf16_flags", lambda: ("amx_bf16",))
     monkeypatch.setattr(precision, "measured_gain", lambda: gains.pop(0))

@@ -1,4 +1,4 @@
-"""A frozen role whose columns are computed before the first step: the run is the one that computes them along."""
+"""A run that computes the columns of a frozen role before the first step equals one that computes them in each step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbers(run: Finished) -> list[dict[str, float]]:
 
 
 def alike(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
-    """Equal but for rounding: the reference computes other micro-batches (1e-6 in a log-prob of a few nats)."""
+    """Equal up to rounding: the reference computes other micro-batches (1e-6 in a log-prob of a few nats)."""
     assert [line.keys() for line in a] == [line.keys() for line in b]
     for one, other in zip(a, b, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
@@ -60,10 +60,10 @@ def test_a_resumed_run_loads_no_reference(shop, options):
 
 
 @pytest.mark.parametrize(("bytes_", "kept"), [(700, False), (1300, True)], ids=["the first part", "the second part"])
-def test_a_full_disk_is_told_as_the_runs_own_error(
+def test_a_full_disk_is_an_error_of_the_run(
     forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, kept: bool
 ) -> None:
-    """No file can grow beyond what the table needs; what was written of it before serves the resumed run."""
+    """The size of files is limited below the size of the table. The resumed run uses the part that was written."""
     options = {**options, "data": {**options["data"], "batch_size": 1}}
     whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
     run = shop.config("dpo", "full", **options, reference={"precompute": True})
@@ -85,7 +85,7 @@ def test_a_reference_that_follows_the_policy_is_refused(shop, options):
     options = {**options, "algorithm": {"snapshot_every": 2}}
     run = shop.run("dpo", "follows", "--reference.precompute", "true", **options)
     assert run.code == 2
-    assert re.search(r"reference.precompute = true, but dpo\s+replaces its weights on the way", run.said)
+    assert re.search(r"reference.precompute = true, but dpo\s+replaces its weights during the run", run.said)
 
 
 @pytest.mark.full

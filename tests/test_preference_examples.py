@@ -53,7 +53,7 @@ def test_expressions_have_their_exact_value(expression, value):
     "expression",
     ["", "x+1", "2(3)", "5%", "7//2", "2**9", "1/0", "(1", "1)", "1 2", "1,23", "9" + "(" * 60, "__import__"],
 )
-def test_what_is_no_arithmetic_is_refused(expression):
+def test_texts_that_are_not_arithmetic_are_refused(expression):
     with pytest.raises(marks.Unreadable):
         marks.evaluate(expression)
 
@@ -108,7 +108,7 @@ def test_a_step_is_a_line_with_a_mark_and_the_lines_before_it():
         ("<<x+56=86>>86", None),
     ],
 )
-def test_a_step_is_right_where_its_marks_and_the_numbers_behind_them_are(step, expected):
+def test_a_step_is_right_if_its_marks_and_its_numbers_are(step, expected):
     assert steps.label(step) is expected
 
 
@@ -126,8 +126,8 @@ def test_corrupting_changes_one_digit_of_a_result_and_nothing_else(step):
         assert not re.search(r"(?<![\d.,])0[\d,]", text), "no number is written 07"
 
 
-def test_every_label_is_what_the_marks_say(monkeypatch):
-    """The rows are made again with their marks kept, and those are evaluated."""
+def test_every_label_follows_from_the_marks(monkeypatch):
+    """The rows are made again without removing their marks, and the marks are evaluated."""
     solution = "a {0}*3=<<{0}*3={1}>>{1} b\nc {0}+10=<<{0}+10={2}>>{2}\n#### 1"
     worked = [(f"q{i}", solution.format(i, 3 * i, i + 10)) for i in range(200)]
     counts = steps.Counts()
@@ -146,7 +146,7 @@ def test_every_label_is_what_the_marks_say(monkeypatch):
     assert 160 < wrong < 240
 
 
-def test_what_is_corrupted_depends_on_the_seed_and_the_row_alone():
+def test_corruption_depends_only_on_the_seed_and_the_row():
     worked = [(f"q{i}", WORKED) for i in range(20)]
     first = list(steps.rows(worked, 0, steps.Counts()))
     assert list(steps.rows(worked[::-1], 0, steps.Counts())) == first[::-1]
@@ -216,7 +216,7 @@ def test_dialogues_become_a_prompt_and_two_answers():
 
 
 def in_this_process(command: Sequence[str]) -> int:
-    """What the runner would start as a process."""
+    """Runs in this process what the runner starts as a process."""
     if command[0] == "rlhf":
         return rlhf(command[1:])
     assert command[:2] == ["python", str(run.HERE / "prepare.py")]
@@ -226,7 +226,7 @@ def in_this_process(command: Sequence[str]) -> int:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Path:
-    """Where the whole runner ran on the real files, small."""
+    """The folder in which the whole runner ran on a small part of the real files."""
     missing = [name for name in FILES if not (DATA / name).exists()]
     if missing:
         pytest.skip(f"{', '.join(missing)} not in {DATA}; set RLHF_DATA to the folder that holds them")
@@ -270,7 +270,7 @@ def test_no_question_and_no_opening_is_on_both_sides(ran):
             assert not {dialogues.opening(p) for p in train} & {dialogues.opening(p) for p in held}
 
 
-def test_data_that_is_not_there_is_named_with_what_to_give_instead(tmp_path):
+def test_missing_data_is_an_error_that_names_the_flag(tmp_path):
     command = [sys.executable, str(run.HERE / "prepare.py"), str(tmp_path / "task"), "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,5 +1,5 @@
-"""What a started run would refuse is refused by ``--dry-run`` and, where it does not depend on the machine, by ``rlhf
-plan``, before anything is started."""
+"""``--dry-run`` refuses what a run would refuse, before anything is started. So does ``rlhf plan``, except for
+checks of the machine."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "roles.reward_model.trainer.ema_decay ... : reward_model is not trained, so",
     ),
 }  # fmt: skip
-"""{case: (algorithm, changes, what is said, in parts)}."""
+"""{case: (algorithm, changes, parts of the message)}."""
 HERE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "flash": ("sft", {"trainer": {"attention": "flash"}}, "trainer.attention = 'flash' cannot be had: "),
-    "liger": ("sft", {"trainer": {"kernels": "liger"}}, "trainer.kernels = 'liger' cannot be had: Liger's kernels "),
+    "flash": ("sft", {"trainer": {"attention": "flash"}}, "trainer.attention = 'flash' is not available: "),
+    "liger": ("sft", {"trainer": {"kernels": "liger"}}, "trainer.kernels = 'liger' is not available: Liger's kernels "),
     "liger on ranks": (
         "sft", ON_RAY | {"trainer": {"use": "deepspeed", "kernels": "liger"}},
-        "trainer.kernels = 'liger' cannot be had",
+        "trainer.kernels = 'liger' is not available",
     ),
     "cuda": ("sft", {"trainer": {"device": "cuda"}}, "device = 'cuda' but torch"),
     "memory share": ("grpo", VLLM | {"generator": {"use": "vllm", "memory_share": 0.5}}, "cannot do memory_share = "),
@@ -90,7 +90,7 @@ HERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "max_batched_tokens = 8 does not hold a sequence of 65 tokens",
     ),
 }  # fmt: skip
-"""What a CPU cannot do; ``rlhf plan`` may be for another machine."""
+"""Options that a CPU does not support; ``rlhf plan`` accepts them, because it may plan for another machine."""
 
 
 JUDGE = """
@@ -113,7 +113,7 @@ class Judge(Reward):
 
 
 def said(*words: str) -> tuple[int, str]:
-    """Exit code and everything that a command printed."""
+    """Exit code and output of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(words))
@@ -155,7 +155,7 @@ def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):
         ({"data": {"eval": long}}, "the prompt has 80 tokens; data.max_tokens = 64 leaves no room to answer"),
         (
             {"rollout": {"use": "replay", "path": str(shop.folder / "no")}},
-            "neither a file nor a folder with step-*.jsonl",
+            "neither a file nor a folder with step-*.arrow",
         ),
         ({"rollout": {"use": "replay", "path": long}}, "long.jsonl:1 is not a recorded sample"),
         ({"reward": [scaled]}, "normalise = true needs the numbers `mean` and `std` > 0"),
@@ -168,7 +168,7 @@ def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):
 
 
 @pytest.mark.parametrize(("use", "option"), [("tensorboard", "folder"), ("mlflow", "tracking_uri")])
-def test_an_observer_whose_folder_cannot_be_is_refused_before_models_are_loaded(shop, use, option, monkeypatch):
+def test_an_observer_with_an_impossible_folder_is_refused_before_models_are_loaded(shop, use, option, monkeypatch):
     if find_spec(use) is None:
         pytest.skip(f"{use} is not installed")
     observer = [{"use": use, option: str(shop.data / "below")}]
@@ -180,7 +180,7 @@ def test_an_observer_whose_folder_cannot_be_is_refused_before_models_are_loaded(
         assert f"observer '{use}', {option}: {shop.data / 'below'} cannot be a folder, as {shop.data} is a file" in text
 
 
-def test_a_login_that_is_not_there_is_missed_before_models_are_loaded(shop, tmp_path, monkeypatch):
+def test_a_missing_login_is_refused_before_models_are_loaded(shop, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -214,7 +214,7 @@ def test_a_policy_that_cannot_be_sampled_from_is_refused_by_its_config(shop):
 
 
 def without(name: str) -> Callable[[Path], object]:
-    """What takes a tensor out of a model's file."""
+    """A function that removes a tensor from a model's file."""
 
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -287,7 +287,7 @@ def test_a_reward_model_that_cannot_be_loaded_is_refused_by_its_headers(shop):
 
 
 @pytest.mark.parametrize("reward", ["model", "file"])
-def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch):
+def test_a_run_refuses_a_language_model_as_reward_model(shop, reward, monkeypatch):
     """Its head would be random, and nothing trains it."""
     changes: dict[str, Any] = {"reward": [{"use": "model", "model": str(shop.model)}]}
     if reward == "file":
@@ -302,7 +302,7 @@ def test_a_language_model_is_no_reward_model_of_a_run(shop, reward, monkeypatch)
         assert "Name a sequence-classification model with 1 label" in text
 
 
-def test_a_language_model_is_no_reward_model_of_score_and_eval(shop, monkeypatch):
+def test_score_and_eval_refuse_a_language_model_as_reward_model(shop, monkeypatch):
     monkeypatch.setattr("rlhf_plugin_jobs.score_answers.launch_roles", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr("rlhf_runtime.jobs.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
@@ -319,7 +319,7 @@ def test_a_role_that_is_trained_may_start_from_a_language_model(shop):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma2"])
-def test_what_loads_is_not_refused(tmp_path, architecture):
+def test_models_that_can_be_loaded_are_not_refused(tmp_path, architecture):
     """Converted, fused and shared weights included."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     path = tiny_model(tmp_path, architecture=architecture, **(experts if "moe" in architecture else {}))
@@ -342,20 +342,20 @@ def test_refused_by_a_dry_run_for_this_machine(tiny, name, monkeypatch):
     assert why in text
 
 
-def test_a_frozen_role_takes_over_what_others_learn_with(tiny):
+def test_a_frozen_role_ignores_options_of_training(tiny):
     changes = {"trainer": {"lr": 1e-3, "ema_decay": 0.9}, "reference": {"trainer": {"logits_chunk": 4096}}}
     code, text = said("train", run_file(tiny, "inherits", "dpo", changes), "--dry-run")
     assert code == 0, text
 
 
-def test_a_policy_that_only_answers_keeps_the_section_of_its_training(tiny):
+def test_commands_that_only_sample_accept_a_section_for_training(tiny):
     path = run_file(tiny, "answers", "grpo", {"policy": {"trainer": {"lr": 1e-3}}})
     code, text = said("eval", path, "--eval.max_rows", "1", "--eval.max_new_tokens", "2")
     assert code == 0, text
 
 
-def test_every_option_of_training_is_known_to_be_one():
-    """A new one is of training, and refused for a frozen role, or stands here."""
+def test_every_option_of_training_is_classified():
+    """A new option is one of training, which a frozen role refuses, or must be listed here."""
     computing = {"shared_prefixes", "attention", "kernels", "logits_chunk", "head_fp32"}
     assert LEARNING | computing == TrainingConfig.model_fields.keys()
     assert not LEARNING & computing

@@ -1,4 +1,4 @@
-"""Process reward models, and their credit in reinforcement learning: on the tokens that end the policy's own steps."""
+"""Process reward models, and their credit in reinforcement learning at the tokens that end the policy's steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOLUTIONS = [
     for b in range(3)
 ]
 CHARS = "0123456789+=x-\n"
-"""Few, so that an untrained policy often ends a line."""
+"""A small vocabulary, so that an untrained policy often ends a line."""
 OFFLINE = {"sampling": None, "reward": None}
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 LABELS = {"head": "lm", "label_tokens": ["+", "-"]}
@@ -60,7 +60,7 @@ def loaded(path: Path) -> tuple[Any, list[int]]:
 
 
 def probabilities(path: Path, ids: list[int]) -> torch.Tensor:
-    """[tokens]: that a step ending there is right, as transformers computes it."""
+    """[tokens]: probability, computed by transformers, that a step that ends there is right."""
     module, outputs = loaded(path)
     with torch.no_grad():
         return torch.softmax(module(torch.tensor([ids])).logits[0][:, outputs], 1)[:, 0]
@@ -74,7 +74,7 @@ def tokenizer(path: Path) -> Any:
 
 
 def ends(path: Path, ids: Iterable[int]) -> list[int]:
-    """Where lines that are not blank end, with tokens that are characters."""
+    """The ends of lines that are not blank; each token is one character."""
     found, line = [], ""
     for i, token in enumerate(ids):
         c = tokenizer(path).decode([token])
@@ -88,7 +88,7 @@ def ends(path: Path, ids: Iterable[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["classes", "lm"])
-def test_transformers_says_of_the_steps_what_the_run_reported(trained: dict[str, Finished], kind: str) -> None:
+def test_transformers_gives_the_step_scores_that_the_run_reported(trained: dict[str, Finished], kind: str) -> None:
     path, last = trained[kind].path / "model", trained[kind].lines()[-1]
     encode = tokenizer(path)
     losses, same, said, labels = [], [], [], []
@@ -128,7 +128,7 @@ def test_the_export_of_two_classes_names_them(trained: dict[str, Finished]) -> N
     assert float(whole) == pytest.approx(float(probabilities(path, tokenizer(path)(text)["input_ids"])[-1]), rel=1e-4)
 
 
-def test_training_goes_on_from_either_export(shop: Workshop, trained: dict[str, Finished]) -> None:
+def test_training_continues_from_either_export(shop: Workshop, trained: dict[str, Finished]) -> None:
     for kind, algorithm in (("classes", {}), ("lm", LABELS)):
         more = train(shop, trained[kind].path / "model", kind, algorithm, run={"steps": 1}, eval={"at_start": True})
         before = more.lines()[0]
@@ -158,7 +158,7 @@ def test_a_label_of_several_tokens_is_refused_before_a_model_is_loaded(shop: Wor
 
 
 class Credits:
-    """What :func:`rlhf_algorithms.pipeline.credit` made of every batch."""
+    """The results of :func:`rlhf_algorithms.pipeline.credit` for every batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[Any] = []
@@ -182,8 +182,8 @@ def test_each_step_is_credited_at_the_token_that_ends_it(
     algorithm: str,
     kind: str,
 ) -> None:
-    """Against the steps found in decoded text and transformers' own probabilities: token rewards, and what gae (lambda
-    1) and reinforce make of them, the return from each token on."""
+    """Token rewards equal transformers' probabilities at the steps that are found in decoded text. The credit of gae
+    (lambda 1) and reinforce is the return from each token on."""
     credits, path = Credits(monkeypatch), trained[kind].path / "model"
     reward = [{"use": "prm", "model": str(path), "credit": "step", "weight": 0.5, "without_steps": "last_token"}]
     run = shop.train(
@@ -235,7 +235,7 @@ def test_the_aggregate_is_an_answers_value(shop: Workshop, model: Path, trained:
     assert 0 < len(samples) < 12
 
 
-def test_the_export_says_what_ends_a_step_and_the_reward_follows_it(shop: Workshop, model: Path) -> None:
+def test_the_export_records_the_step_separator_and_the_reward_uses_it(shop: Workshop, model: Path) -> None:
     steps = str(shop.rows("steps.jsonl", SOLUTIONS))
     data = {"train": steps, "batch_size": 3, "eval": [], "step_separator": "-"}
     path = train(shop, model, "dashes", {}, run={"steps": 1}, data=data).path / "model"
@@ -277,7 +277,7 @@ def test_a_token_classification_model_is_read_with_its_bias(shop: Workshop, mode
 def test_evaluations_report_the_aggregate_beside_the_reward(
     shop: Workshop, model: Path, trained: dict[str, Finished]
 ) -> None:
-    """With credit at tokens nothing is in an answer's reward, which alone would say that nothing is learnt."""
+    """With credit at tokens the reward of an answer is 0. The run must not report that nothing was learnt."""
     path = trained["classes"].path / "model"
     reward = [{"use": "prm", "model": str(path), "credit": "step", "without_steps": "last_token"}]
     data = {"eval": [{"path": str(shop.data), "name": "held_out", "max_rows": 3}]}

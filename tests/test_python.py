@@ -1,4 +1,4 @@
-"""``rlhf.train``: the same run as by the command, from objects."""
+"""``rlhf.train`` with objects gives the same run as the command."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def finished(result) -> Finished:
     return Finished(result.output, 0)
 
 
-def test_it_computes_what_the_run_file_computes(shop):
-    """From rows and a function of either form: metrics and weights to the bit."""
+def test_rlhf_train_gives_the_numbers_of_the_run_file(shop):
+    """Rows and functions of both forms give bit-equal metrics and weights."""
     command = shop.train("rloo", "command")
     for name, reward in {"by_sample": score, "by_group": digits}.items():
         result = train(shop, name, reward={"reward": reward})
@@ -55,8 +55,8 @@ def test_it_computes_what_the_run_file_computes(shop):
     assert result.metrics == read_metrics(command.path.parent / "by_group" / "metrics.jsonl")
 
 
-def test_the_folder_is_that_of_the_run_file_that_it_holds(shop):
-    """What ``rlhf train OUTPUT/config.toml`` makes elsewhere is the same run, checkpoints included."""
+def test_the_run_folder_equals_that_of_its_run_file(shop):
+    """``rlhf train OUTPUT/config.toml`` in another folder gives the same run, with the same checkpoints."""
     file = shop.file("reward.py", "async def score(prompt, completion, row): return len(set(completion)) / 9")
     result = train(shop, "python", data=iter(PROMPTS), reward=f"file:{file}", eval_data=PROMPTS[:2])
     config = result.output / "config.toml"
@@ -76,7 +76,7 @@ def test_the_manifest_holds_hashes_of_rows_and_functions(shop):
     assert start["ended"]["status"] == "finished"
 
 
-def test_a_resume_with_the_same_objects_is_the_run_that_was_not_interrupted(shop):
+def test_a_resume_with_the_same_objects_equals_an_uninterrupted_run(shop):
     whole = train(shop, "whole", steps=4, options={**OPTIONS, "checkpoint.every": 2})
     train(shop, "parts", steps=2, data=iter(PROMPTS))
     again = train(shop, "parts", steps=4, data=iter(PROMPTS), resume=True, options={**OPTIONS, "checkpoint.every": 2})
@@ -112,7 +112,7 @@ def test_an_offline_algorithm_needs_no_reward(shop):
     assert finished(result).weights == command.weights
 
 
-def test_a_run_file_is_laid_under_the_arguments(shop):
+def test_arguments_override_the_run_file(shop):
     words = shop.arguments(shop.config("rloo", "command"))
     result = rlhf.train(run_file=words[1], output=shop.folder / "out", steps=2, options={"trainer.lr": 2e-3})
     assert [row["policy/lr"] for row in result.metrics] == [2e-3, 2e-3]
@@ -164,7 +164,7 @@ def test_metrics_are_a_table_in_a_notebook(shop):
         ({"observers": [3]}, ConfigError, r"observers: got int 3\. An observer is a function `def f\(step, metrics, c"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_is_made(shop, changes, error, problem):
+def test_wrong_arguments_are_refused_before_any_file_is_written(shop, changes, error, problem):
     before = sorted(shop.folder.rglob("*"))
     with pytest.raises(error, match=problem):
         train(shop, "out", **changes)
@@ -176,7 +176,9 @@ def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):
     with pytest.raises(ConfigError, match=r"already holds a run"):
         train(shop, "out", data=PROMPTS[:3])
     assert len(list((first.output / "given").iterdir())) == 1
-    assert train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True).metrics[0]["epoch"] == pytest.approx(4 / 6)
+    again = train(shop, "out", data=PROMPTS[:6], steps=1, overwrite=True)
+    assert again.metrics[0]["epoch"] == pytest.approx(4 / 6)
+    assert [str(path) for path in (again.output / "given").iterdir()] == [again.config.data.train[0].path]
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
@@ -188,9 +190,10 @@ def test_a_reward_that_fails_ends_the_run_with_its_error(shop):
     lock = threading.Lock()
     with pytest.raises(RewardError, match=r"cannot be copied"):
         train(shop, "copied", reward=lambda completions: [float(lock.locked())])
+    assert not (shop.folder / "copied").exists(), "the run has not started"
 
 
-def test_the_command_says_where_a_function_of_python_is(shop):
+def test_the_command_names_the_place_of_a_python_function(shop):
     result = train(shop, "out", steps=1)
     said = shop.command("train", str(result.output / "config.toml"), "--output", str(shop.folder / "again"))
     assert said.code == 2
@@ -198,7 +201,7 @@ def test_the_command_says_where_a_function_of_python_is(shop):
     assert "'file:PATH.py'" in said.err
 
 
-def test_rlhf_is_light_until_train_is_asked_for():
+def test_importing_rlhf_imports_no_torch_until_train_is_used():
     text = (
         "import rlhf, sys; assert 'torch' not in sys.modules; assert 'train' in dir(rlhf)\nprint(rlhf.train.__name__)"
     )
@@ -206,7 +209,7 @@ def test_rlhf_is_light_until_train_is_asked_for():
     assert (done.stdout, done.stderr) == ("train\n", "")
 
 
-def test_without_the_runtime_it_says_what_to_install():
+def test_without_the_runtime_the_error_names_the_distribution_to_install():
     text = """
 import sys, rlhf
 class NotInstalled:
@@ -222,6 +225,6 @@ rlhf.train
     assert "pip install rlhf-runtime" in last
 
 
-def test_other_names_are_not_there():
+def test_other_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'rlhf' has no attribute 'trian'"):
         rlhf.trian  # noqa: B018

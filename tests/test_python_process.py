@@ -1,4 +1,4 @@
-"""``rlhf.train`` in the process of somebody else: a notebook, a script that goes on, Ctrl-C."""
+"""``rlhf.train`` inside other programs: a notebook, a script that continues after it, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of_the_process() -> dict:
-    """What somebody who goes on after a run would notice."""
+    """The state of the process that a run must not change."""
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": held()["child processes"],
@@ -49,9 +49,11 @@ def state_of_the_process() -> dict:
 
 
 def test_two_runs_in_one_process_are_the_same_and_leave_nothing_behind(shop: Workshop):
-    options = {**OPTIONS, "run.threads": torch.get_num_threads() + 1}
+    threads = torch.get_num_threads()
+    options = {**OPTIONS, "run.threads": threads + 1}
     train(shop, "warm", reward=digits, steps=1, options=options).generate(["1+1="])  # libraries keep what they load
     before = state_of_the_process()
+    assert before["torch threads"] == threads
     first = train(shop, "first", reward=digits, eval_data=PROMPTS[:2], options=options)
     assert first.generate(["1+1="]) == first.generate(["1+1="])
     after = state_of_the_process()
@@ -101,14 +103,14 @@ def test_a_run_within_a_running_event_loop(shop: Workshop):
     import asyncio
 
     async def cell():
-        return train(shop, "inside", reward=digits, steps=2)
+        return train(shop, "inside", steps=2)
 
-    outside = train(shop, "outside", reward=digits, steps=2)
+    outside = train(shop, "outside", steps=2)
     assert finished(asyncio.run(cell())).weights == finished(outside).weights
 
 
 def test_the_notebook_runs_and_shows_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The real thing: a kernel of its own, whose event loop runs while a cell trains."""
+    """A real notebook kernel, whose event loop runs while a cell trains."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # other tests in this process may have set it
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)

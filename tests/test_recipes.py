@@ -23,7 +23,7 @@ RUNS = Path("runs/recipes")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the root of the repository, for the commands: task and warm start are made once in it."""
+    """A folder in place of the repository's root. Task and warm start are made once in it."""
     folder = tmp_path_factory.mktemp("recipes")
     shutil.copytree(RECIPES, folder / "examples" / "recipes")
     return folder
@@ -65,7 +65,7 @@ def recipe(
     ],
 )
 def test_a_recipe_that_samples(recipe: Any, folder: Path, name: str, versions: list[int], metric: str) -> None:
-    """It says what it reached, and every step trained on samples of the policy that the recipe is about."""
+    """The recipe prints its result, and every step trained on samples of the right policy."""
     said = recipe(name, 12)
     before, after = map(float, re.search(r"held-out reward: ([\d.]+) .* -> ([\d.]+) ", said).groups())  # type: ignore[union-attr]
     assert after > before

@@ -1,4 +1,4 @@
-"""Whole runs on pairs without a reference model: they learn the preference, and state transformers' own numbers."""
+"""Whole runs on pairs without a reference model: they learn the preference and give the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_preference_is_learnt(shop: Workshop, algo: str) -> None:
     ],
 )
 def test_the_first_step_is_the_definition(shop: Workshop, algo: str, loss: dict[str, Any]) -> None:
-    """One sequence at a time, by transformers, in fp64; split into several micro-batches on our side."""
+    """Compared with transformers, one sequence at a time in fp64. The run uses several micro-batches."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = config(shop, algo, "run", loss, run={"steps": 1}, policy={"micro_tokens": 30})

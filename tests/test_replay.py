@@ -1,4 +1,4 @@
-"""A recorded run, replayed without a generator, is the same run."""
+"""A replay of a recorded run, without a generator, gives the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_groups_that_were_filtered_out_are_left_out_again(shop):
     assert again.rollouts() == first.rollouts()
 
 
-def test_another_seed_meets_other_rows_and_is_refused(shop):
+def test_a_replay_with_another_seed_is_refused(shop):
     first = shop.train("rloo", "one_seed")
     replay = {"use": "replay", "path": str(first.path / "rollouts")}
     refused = shop.run("rloo", "another_seed", rollout=replay, run={"seed": 2})

@@ -1,4 +1,4 @@
-"""Kill a run at any moment, resume it: it ends bit for bit where it would have ended."""
+"""A run that is killed at any moment and resumed ends bit-equal to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rloo": {"policy": {"dtype": "bf16"}, "data": {"shuffle": True, "batch_size": 5}},
     "sft": {"run": {"threads": 2}, "trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
 }
-"""What else has a state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing. One run
-has two threads, one computes in bf16."""
+"""Runs with further state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing. One
+run has two threads, and one computes in bf16."""
 
 KILLER = """
 import os, signal
@@ -43,8 +43,8 @@ from rlhf.interfaces import Observer
 
 
 class Killer(Observer):
-    '''Dies for real where the file `die` in the run directory says: in a named event, or inside saving, where
-    state is asked for after the weights were written and before the checkpoint is complete.'''
+    '''Kills the process in the event that the file `die` in the run directory names. In saving, state is requested
+    after the weights were written and before the checkpoint is complete.'''
 
     name = "killer"
 
@@ -110,7 +110,7 @@ def config(shop: Workshop, name: str, output: str, staleness: int = 0, **changes
 
 
 class Runs:
-    """Runs in processes, in the folder of one test."""
+    """Runs in processes of their own, in the folder of one test."""
 
     def __init__(self, forks: Forks, shop: Workshop) -> None:
         self.forks, self.shop = forks, shop
@@ -149,7 +149,15 @@ def lines_written(output: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize(("algorithm", "staleness"), [("sft", 0), *((a, s) for a in ALGORITHMS for s in (0, 2))])
+ALWAYS = [("sft", 0), *((algorithm, (0, 2)[n % 2]) for n, algorithm in enumerate(ALGORITHMS))]
+"""Every algorithm once; with the other staleness it is for ``make test-all``."""
+KILLED = [
+    pytest.param(algorithm, staleness, marks=() if (algorithm, staleness) in ALWAYS else pytest.mark.full)
+    for algorithm, staleness in [("sft", 0), *((a, s) for a in ALGORITHMS for s in (0, 2))]
+]
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), KILLED)
 def test_killed_at_a_random_moment_and_again_inside_saving(runs: Runs, algorithm: str, staleness: int) -> None:
     chance = random.Random(f"{algorithm} {staleness}")
     often = {"checkpoint": {"every": 1}}
@@ -191,7 +199,7 @@ def test_killed_at_every_kind_of_moment(runs: Runs, whole: Finished, event: str)
 
 @pytest.fixture(scope="module")
 def whole(forks: Forks, tiny: Workshop) -> Finished:
-    """What the killed runs must end as."""
+    """The uninterrupted runs, which the killed ones must equal."""
     reference = Runs(forks, tiny).end(config(tiny, "grpo", "reference", 2))
     assert reference.code == 0, reference.err
     return reference
@@ -205,7 +213,7 @@ def test_resuming_a_finished_run_changes_nothing(runs: Runs) -> None:
     assert (after.weights, after.lines()) == (weights, lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     whole, broken = (config(runs.shop, "ppo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
     reference, stopped = runs.start(whole), runs.start(broken)
@@ -223,8 +231,8 @@ def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
     assert_same_run(runs.resume(broken), runs.result(whole, reference))
 
 
-def test_a_signal_in_the_last_step_is_no_failure(runs: Runs) -> None:
-    """The run is whole, so what follows `rlhf train ... &&` may start."""
+def test_a_signal_in_the_last_step_exits_with_0(runs: Runs) -> None:
+    """The run is complete, so a command after `rlhf train ... &&` may start."""
     stopper = """
 import os, signal
 from rlhf.interfaces import Observer
@@ -245,7 +253,7 @@ class Stopper(Observer):
 
 
 def test_a_run_that_stopped_early_stays_stopped(runs: Runs) -> None:
-    """Killed between its last checkpoint and its end, it must not go on training when it is resumed."""
+    """A run that is killed between its last checkpoint and its end must not train further when it is resumed."""
     patient = {"eval": {"patience": 1, "every": 1, "metric": "eval/loss", "mode": "max"}}  # the loss falls: no progress
     whole, broken = (config(runs.shop, "sft", name, 0, **patient) for name in ("whole", "broken"))
     reference = runs.end(whole)
@@ -255,7 +263,7 @@ def test_a_run_that_stopped_early_stays_stopped(runs: Runs) -> None:
     assert_same_run(runs.resume(broken), reference)
 
 
-def test_what_was_recorded_after_the_checkpoint_is_cut(runs: Runs) -> None:
+def test_a_resume_cuts_records_after_the_checkpoint(runs: Runs) -> None:
     run = config(runs.shop, "rloo", "run")
     output = runs.die_at(run, "step 5")  # checkpoint 4 is the newest
     assert lines_written(output) == 5
@@ -267,8 +275,8 @@ def test_what_was_recorded_after_the_checkpoint_is_cut(runs: Runs) -> None:
     assert [start["first_step"] for start in starts] == [0, 4]
 
 
-def test_updates_before_the_kill_count(runs: Runs) -> None:
-    """A resumed run whose last steps hold nothing to learn from did learn something."""
+def test_a_resume_counts_updates_before_the_kill(runs: Runs) -> None:
+    """A resumed run without updates is not an error if there were updates before the kill."""
     rows = [{"prompt": "1+1=", "answer": "2"}, *[{"prompt": "1+1=", "answer": "never"}] * 4]
     reward = (
         "async def score(prompt, completion, row):\n    return -1.0 if row['answer'] == 'never' else len(completion)\n"

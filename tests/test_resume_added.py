@@ -1,5 +1,4 @@
-"""A run goes on after an upgrade that added options: at their defaults they are no other run, and nobody could set them
-back."""
+"""A run can be resumed after an upgrade that added options, if these have their defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ ADDED = ("algorithm.options.mask_truncated", "algorithm.options.loss.clip_low", 
 
 
 def forget(checkpoint: Path, *keys: str) -> None:
-    """Make it one of a release that did not have these options."""
+    """Change the checkpoint to one of a release without these options."""
     stated = read_json(checkpoint / manifest.MANIFEST)
     del stated["sha256"]
     for key in keys:
@@ -26,7 +25,7 @@ def forget(checkpoint: Path, *keys: str) -> None:
     write_json(checkpoint / manifest.MANIFEST, {**stated, "sha256": manifest._digest(stated)})
 
 
-def test_a_run_whose_checkpoint_lacks_options_goes_on(shop):
+def test_a_run_whose_checkpoint_lacks_new_options_is_resumed(shop):
     def train(output, steps, *flags, **changes):
         run = {"steps": steps, "resume": bool(flags)}
         return shop.train("rloo", output, *flags, run=run, checkpoint={"every": 2}, **changes)

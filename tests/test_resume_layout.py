@@ -1,4 +1,4 @@
-"""A run goes on in another ZeRO stage, as it does on another number of ranks: its checkpoint is of neither."""
+"""A run can be resumed in another ZeRO stage or with another number of ranks: its checkpoint depends on neither."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 pytest.importorskip("deepspeed")
 
 
-def test_a_run_goes_on_in_another_stage(shop):
+def test_a_run_is_resumed_in_another_zero_stage(shop):
     def train(output, stage, steps, resume=False, **trainer):
         options = {"use": "deepspeed", "stage": stage, "lr": 1e-2, "device": "cpu", "ema_decay": 0.9, **trainer}
         run = {"steps": steps, "resume": resume}

@@ -1,4 +1,4 @@
-"""Reward models from pairs, and what becomes of them: in transformers, as a reward, as a critic's start."""
+"""Reward models trained on pairs, and their use in transformers, as a reward, and as initial critic."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trained(tiny: Workshop, start: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def score(model: Path, texts: list[str], padding_side: str | None = None) -> torch.Tensor:
-    """What transformers says, text by text or, with a side, as one padded batch."""
+    """Scores of transformers, text by text or, with a padding side, as one padded batch."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     module, tokenizer = AutoModelForSequenceClassification.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -99,11 +99,11 @@ def test_transformers_scores_padded_batches_alike(trained: Finished, side: str) 
 
 def test_it_learns(trained: Finished) -> None:
     losses = [line["policy/loss"] for line in trained.lines()]
-    assert losses[0] == pytest.approx(math.log(2), abs=0.05), "a fresh head scores everything about alike"
+    assert losses[0] == pytest.approx(math.log(2), abs=0.05), "a fresh head gives nearly equal scores"
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_it_is_a_reward(shop: Workshop, trained: Finished) -> None:
+def test_an_exported_reward_model_works_as_reward(shop: Workshop, trained: Finished) -> None:
     model = trained.path / "model"
     run = shop.train("rloo", "run", reward=[{"use": f"model:{model}", "normalise": True}], run={"steps": 1})
     config = json.loads((model / "config.json").read_text())
@@ -120,7 +120,7 @@ def _text(ids: list[int], model: Path) -> str:
     return AutoTokenizer.from_pretrained(model).decode(ids)
 
 
-def test_it_is_a_critics_start(shop: Workshop, trained: Finished) -> None:
+def test_an_exported_reward_model_can_initialise_a_critic(shop: Workshop, trained: Finished) -> None:
     model = trained.path / "model"
     run = shop.train("ppo", "run", critic={"model": str(model), "trainer": {"lr": 0.0}}, run={"steps": 1})
     before = load_file(model / "model.safetensors")
@@ -142,8 +142,8 @@ def test_training_goes_on_from_a_reward_model(shop: Workshop, trained: Finished)
     assert expected < 0.6
 
 
-def test_running_figures_are_exported_and_resumed(shop: Workshop) -> None:
-    """Without evaluation an export holds running figures; a resumed run ends with the same."""
+def test_running_mean_and_std_are_exported_and_resumed(shop: Workshop) -> None:
+    """Without evaluation an export has the running mean and deviation; a resumed run ends with the same."""
     settings = {"run": {"steps": 4}, "checkpoint": {"every": 2, "keep": 9, "export_every": 2}}
     whole, again = train(shop, "whole", **settings), train(shop, "again", **settings)
     exported = json.loads(next((whole.path / "exports").glob("*2/config.json")).read_text())

@@ -1,13 +1,14 @@
-"""Who may import whom, read from the source; and what a file may look like."""
+"""Allowed imports between distributions and folders, read from the sources; rules about files."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 
-import importlib_metadata
 import pytest
 from packaging.utils import canonicalize_name
 
@@ -29,8 +30,8 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_cli": ["rlhf", "rlhf_runtime", "rlhf_testing"],
     **{command: ["rlhf", *LIBRARIES, "rlhf_runtime"] for command in COMMANDS},
 }
-"""What each distribution that is no plugin, and each command, may import. Other plugins: the contract and libraries."""
-LIGHT_THIRD_PARTIES = {"pydantic", "pydantic_core", "pluggy", "packaging", "importlib_metadata"}
+"""Allowed imports of each distribution that is not a plugin, and of commands. Other plugins: the core and libraries."""
+LIGHT_THIRD_PARTIES = {"pydantic", "pydantic_core", "pluggy", "packaging"}
 TENSOR_ROOMS = {"ops", "weights"}
 """Folders of the core that import torch."""
 
@@ -56,14 +57,14 @@ ALGORITHMS = {
     ),
     *(name for m in PLUGINS for kind, name, _ in m.entry_points if kind == "algorithm"),
 } - {"reward_model"}
-"""All but the one that is also the name of what it trains, which the core holds and makes small ones of."""
+"""All names, except ``reward_model``, which is also the name of a role."""
 
 BACKENDS = {"deepspeed", "vllm", "ray", "openrlhf", "trl", "verl"}
 
 WHERE = ("core", "libraries", "runtime", "testing", "cli", "plugins", "tests", "benchmarks", "examples", "docs")
 
 
-def test_the_reader_of_imports_sees_how_they_are_made(tmp_path):
+def test_the_parser_of_imports_finds_every_form(tmp_path):
     path = tmp_path / "x.py"
     path.write_text(
         "import a.b\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import t\nelse:\n    import e\n"
@@ -83,10 +84,14 @@ def allowed(member: Member) -> set[str]:
     return {member.package, *ARROWS.get(member.package, {"rlhf", *LIBRARIES})}
 
 
+provided_by = cache(importlib.metadata.packages_distributions)
+"""{package: the installed distributions that provide it}."""
+
+
 @pytest.mark.parametrize("member", MEMBERS, ids=name_of)
 def test_a_distribution_imports_what_it_may_and_declares(member):
     packages = {m.package: m.name for m in MEMBERS}
-    provided = importlib_metadata.packages_distributions()
+    provided = provided_by()
     declared = {canonicalize_name(r.name) for r in (*member.requirements, *member.optional)}
     for needed in member.ours:
         declared |= {canonicalize_name(r.name) for r in (*needed.requirements, *needed.optional)}
@@ -115,7 +120,7 @@ def modules_imported(found: Import, modules: Collection[str]) -> set[str]:
 
 
 def circles(arrows: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
-    """Sets of modules that reach each other, however far around."""
+    """Sets of modules that import each other, directly or indirectly."""
 
     def reached_from(module: str) -> set[str]:
         reached, waiting = set[str](), [module]
@@ -129,7 +134,7 @@ def circles(arrows: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
     return sorted({tuple(sorted(b for b in reached[a] if a in reached[b])) for a in arrows} - {()})
 
 
-def test_circles_are_found_however_far_around():
+def test_import_cycles_of_any_length_are_found():
     arrows = {"a": "b", "b": "cd", "c": "a", "d": "e", "e": "d", "f": "a", "g": ""}
     assert circles(arrows) == [("a", "b", "c"), ("d", "e")]
     assert circles({"a": "bc", "b": "c", "c": ""}) == []
@@ -137,8 +142,8 @@ def test_circles_are_found_however_far_around():
 
 @pytest.mark.parametrize("member", MEMBERS, ids=name_of)
 def test_no_files_of_a_distribution_import_each_other_in_a_circle(member):
-    """Not for annotations either, nor inside of functions: a file stands on those that it imports. (Importing a file
-    of a package is no import of the package's ``__init__`` here.)"""
+    """Imports for annotations and inside functions count too. An import of a file of a package does not count as an
+    import of the package's ``__init__``."""
     modules = {module_name(path, member.source): path for path in python_files(member.source)}
     arrows = {
         name: {other for i in imports(path) for other in modules_imported(i, modules)} - {name}
@@ -147,8 +152,8 @@ def test_no_files_of_a_distribution_import_each_other_in_a_circle(member):
     assert circles(arrows) == []
 
 
-def test_folders_of_the_runtime_stand_on_each_other_in_one_order():
-    """A room is a folder, or a file beside them. What an annotation names may lie above."""
+def test_folders_of_the_runtime_import_each_other_in_one_order():
+    """A room is a folder, or a file next to the folders. Imports for annotations only do not count."""
     source = BY_NAME["rlhf-runtime"].source
     arrows: dict[str, set[str]] = {}
     for path in python_files(source):
@@ -162,7 +167,7 @@ def test_folders_of_the_runtime_stand_on_each_other_in_one_order():
 
 
 def test_the_contract_imports_nothing_heavy():
-    """When it is imported; a method may import what it works with."""
+    """Only imports at module level count; a method may import heavy modules."""
     bad = [
         str(i)
         for path in python_files(CORE)
@@ -182,8 +187,8 @@ def test_the_contract_imports_nothing_heavy():
     ],
     ids=["algorithm", "backend"],
 )
-def test_the_core_names_none(names, members):
-    """Code asks, never names. Comments and docstrings count: they would age first."""
+def test_the_core_names_no_algorithm_and_no_backend(names, members):
+    """Comments and docstrings count too, because they would become outdated."""
     pattern = re.compile(r"(?<![A-Za-z])(" + "|".join(sorted(names)) + r")(?![A-Za-z0-9])", re.IGNORECASE)
     bad = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -203,14 +208,14 @@ LIGHT_PLUGINS = [m for m in PLUGINS if {k for k, _, _ in m.entry_points} <= {"re
 
 @pytest.mark.parametrize("member", LIGHT_PLUGINS, ids=name_of)
 def test_rewards_environments_and_rollouts_import_nothing_heavy_at_the_top(member):
-    """They run in worker processes, which are started and killed: a second of torch each would be felt."""
+    """They run in worker processes, which are started and killed often; an import of torch takes a second each time."""
     bad = [str(i) for p in python_files(member.source) for i in imports(p) if i.top and i.package in HEAVY - {"sympy"}]
     assert bad == []
 
 
 @pytest.mark.parametrize("member", PLUGINS, ids=name_of)
 def test_importing_any_plugin_package_is_cheap_enough_to_call_its_hooks(member):
-    """A package's ``__init__`` holds hooks; what is heavy is imported by the hook or by the module it names."""
+    """A package's ``__init__`` has the hooks. Heavy modules are imported inside a hook."""
     bad = [str(i) for i in imports(member.source / "__init__.py") if i.top and i.package in HEAVY]
     assert bad == []
 
@@ -227,11 +232,11 @@ def test_no_file_is_longer_than_600_lines():
     assert long == {}
 
 
-def test_no_file_is_a_drawer():
+def test_no_file_is_called_utils_or_helpers():
     drawers = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
     assert [str(p.relative_to(ROOT)) for p in ALL_FILES if p.name in drawers] == []
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     sources = [p for m in MEMBERS for p in python_files(m.source) if "templates" not in p.parts]
     assert [str(p.relative_to(ROOT)) for p in sources if tree(p).body and not ast.get_docstring(tree(p))] == []

@@ -1,4 +1,4 @@
-"""Whole runs through the command: every algorithm, what a run leaves behind, and that nothing depends on chance."""
+"""Whole runs with the command: every algorithm, the run directory, and reproducibility."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_evaluation_on_schedule_and_the_best_checkpoint(shop: Workshop) -> None:
 
 
 def ended(run: Finished) -> dict[str, str]:
-    """What the manifest says of the end of the last start."""
+    """The end of the last start in the manifest."""
     return json.loads((run.path / "manifest.json").read_text())["starts"][-1]["ended"]
 
 
@@ -341,7 +341,7 @@ def test_both_loggers_see_every_step(shop: Workshop, monkeypatch: pytest.MonkeyP
 
 
 def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
-    """The demonstrations never use most characters, but every matrix moves; with a rate of 0 none does."""
+    """Most characters do not occur in the demonstrations, but every matrix changes; with a rate of 0 none changes."""
     assert "after the first update" not in shop.train("sft", "run").said
     still = shop.train("sft", "still", trainer={"lr": 0.0})
     assert "parameters unchanged after the first update: model.embed_tokens.weight" in still.said
@@ -350,21 +350,21 @@ def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
     )
 
 
-def test_equal_rewards_are_said_and_no_parameter_is_blamed(shop: Workshop) -> None:
-    """The gradient is 0 until rewards differ; what is not reached is named once they do."""
+def test_equal_rewards_are_reported_instead_of_parameters(shop: Workshop) -> None:
+    """The gradient is 0 until rewards differ. Parameters without a gradient are named only after that."""
     text = "def score(prompt, completion, row):\n    return 1.0\n"
     run = shop.train("grpo", "equal", reward=[{"use": f"file:{shop.file('equal.py', text)}"}])
     assert run.said.count("note: policy: every advantage of this step is 0, so the gradient is 0") == 1
-    assert "The rewards that are compared are all equal." in run.said
+    assert "All rewards that are compared with each other are equal." in run.said
     assert "after the first update" not in run.said
     assert "every advantage" not in shop.train("grpo", "differ").said
 
 
-def test_a_reward_that_is_always_none_is_said(shop: Workshop) -> None:
+def test_a_reward_that_is_always_none_is_reported(shop: Workshop) -> None:
     text = "def score(prompt, completion, row):\n    return None\n"
     run = shop.run("grpo", "none", reward=[{"use": f"file:{shop.file('none.py', text)}"}])
     assert run.code == 1
-    reason = "samples got no reward, as every reward returned None for them"
+    reason = "samples got no reward, because every reward returned None for them"
     assert f"note: step 1: nothing to learn from, no update: 12 {reason}" in run.said
     assert f"rlhf: the run made 3 steps and not one update: 36 {reason}. Look at stream/unscored" in run.err
     assert [line["stream/unscored"] for line in run.lines()] == [12.0] * 3
@@ -387,7 +387,7 @@ def test_exports_on_schedule(shop: Workshop) -> None:
     assert sorted(path.name for path in (run.path / "exports").iterdir()) == ["step-000002", "step-000003"]
 
 
-def test_epochs_decide_how_long_a_run_is(shop: Workshop) -> None:
+def test_epochs_determine_the_number_of_steps(shop: Workshop) -> None:
     run = shop.train("sft", "run", run={"steps": None, "epochs": 1.5})
     assert run.lines()[-1]["step"] == math.ceil(1.5 * len(PROMPTS) / 4)
     assert run.lines()[-1]["epoch"] == pytest.approx(5 * 4 / len(PROMPTS))
@@ -417,7 +417,7 @@ class LeavesOutZero(Algorithm):
 
 
 def test_metrics_of_assemble_are_reported_with_a_batch_and_without(shop: Workshop) -> None:
-    """One of the twelve rows has the answer 0, so one step has nothing to learn from. The learning rate goes on."""
+    """One of the twelve rows has the answer 0, so one step has nothing to learn. The schedule counts that step too."""
     algorithm = shop.file("leaves_out.py", LEAVES_OUT_ZERO)
     changes = {"data": {"batch_size": 1}, "run": {"steps": 12}, "trainer": {"schedule": "linear"}}
     run = shop.train("sft", "run", algorithm={"use": f"file:{algorithm}"}, **changes)

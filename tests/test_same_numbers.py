@@ -1,8 +1,8 @@
 """The same rollouts, or rows, give the same gradients and losses embedded, on Ray, and with ZeRO on one and two ranks.
 
-Recorded once with the embedded runtime, learnt from on each. Gradients of the first step agree to 1e-5 norm-wise in
-fp32: the order of summation is all that differs. Losses of five steps agree to 1e-4: in between an AdamW step amplifies
-1e-7 in near-zero gradients.
+The rollouts are recorded once with the embedded backend. Gradients of the first step agree to 1e-5 norm-wise in fp32,
+because only the order of sums differs. Losses of five steps agree to 1e-4, because AdamW amplifies differences of 1e-7
+in near-zero gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = {
 }
 FIVE = {"run": {"steps": 5}}
 RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}}
-"""Few tokens a micro-batch, so that ranks get several, of different sizes."""
+"""Few tokens per micro-batch, so that ranks get several of different sizes."""
 
 
 def on_ray(ranks: int = 1, **trainer: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def shop(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="module")
 def cases(shop: Workshop) -> dict[str, Case]:
-    """The critic and the reward model start as one model."""
+    """The critic and the reward model have the same initial weights."""
     scalar = str(tiny_model(shop.folder / "scalar", head="scalar", hidden=16, heads=2, kv_heads=1))
     more = {"ppo": {"critic": {"model": scalar}}, "reward model": {"policy": {"model": scalar}}}
     return {label: Case(c.algo, merged(c.changes, more.get(label, {}))) for label, c in CASES.items()}
@@ -76,13 +76,13 @@ def embedded(shop, cases, recorded, tmp_path_factory) -> dict[str, Learnt]:
 
 
 ALWAYS = "ray, ZeRO-3, 2 ranks"
-"""The runtime that differs most from the embedded one; the others are for ``make test-all``."""
+"""The backend that differs most from the embedded one; ``make test-all`` tests the others."""
 PARAMS = [pytest.param(name, marks=() if name == ALWAYS else pytest.mark.full) for name in RUNTIMES]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def learnt(request, shop, cases, recorded, tmp_path_factory, two_cpus) -> dict[str, Learnt]:
-    """Everything on one runtime: its processes are started once."""
+    """The results of all cases on one backend, whose processes are started once."""
     runtime = merged(RAGGED, RUNTIMES[request.param])
     return learn_everywhere(shop, cases, recorded, tmp_path_factory.mktemp("initial"), **runtime)
 

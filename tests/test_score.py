@@ -1,4 +1,4 @@
-"""`rlhf score`: given answers scored as a run would score them, into a file that exports read."""
+"""`rlhf score` scores given answers like a run, and writes a file that `rlhf data export` reads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop
 
 
 def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Workshop, say: Say) -> None:
-    """Stated by transformers, one sequence at a time; its tokenizer is taken where none is named."""
+    """Scores equal those of transformers, one sequence at a time. Without --model its tokenizer is used."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
@@ -93,11 +93,11 @@ def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Worksho
     assert f"{out}.partial" not in {str(p) for p in shop.folder.iterdir()}
 
 
-def test_rows_are_read_together_by_a_model_and_a_slow_one_uses_up_no_deadline(
+def test_a_model_reads_rows_together_and_its_time_does_not_count_towards_deadlines(
     shop: Workshop, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are asked of all rewards at once. That one was scored after another where a reward has a model was to spare
-    their deadlines, which stand still while they wait for it."""
+    """All rewards get the rows at once. The time in which a reward waits for a model does not count towards its
+    deadline."""
     from rlhf_runtime.models.roles import Role
 
     model = tiny_model(shop.folder / "rm", hidden=16, heads=2, kv_heads=1, head="scalar", std=0.3)
@@ -126,7 +126,7 @@ def test_rows_are_read_together_by_a_model_and_a_slow_one_uses_up_no_deadline(
     assert len(set(values[1])) > 5
 
 
-def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:
+def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, say: Say) -> None:
     data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(150)])
     marker, log, out, whole = (shop.folder / name for name in ("down", "log", "scored.jsonl", "whole.jsonl"))
     text = (
@@ -152,13 +152,13 @@ def test_a_failed_call_is_gone_on_with_and_nothing_is_scored_twice(shop: Worksho
     log.unlink()
     code, told, err = say(*words, "-o", out, "--json")
     assert code == 0, err
-    assert "going on after 64 of 150 rows" in err
-    assert sorted(map(int, log.read_text().split())) == list(range(64, 150)), "what was scored is not scored again"
+    assert "continuing after 64 of 150 rows" in err
+    assert sorted(map(int, log.read_text().split())) == list(range(64, 150)), "earlier answers are not scored again"
     assert out.read_bytes() == whole.read_bytes()
     assert json.loads(told)["means"]["reward"] == pytest.approx((10 + 90 * 2 + 50 * 3) / 3 / 150)
 
 
-def test_a_run_file_gives_its_rewards_and_what_cannot_be_used_is_counted(shop: Workshop, say: Say) -> None:
+def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Workshop, say: Say) -> None:
     rows = [*ROWS[:2], {"prompt": "1+1=", "answer": "2", "responses": ["2", ""]}, {"prompt": "1", "responses": []}]
     data, out = shop.rows("rows.jsonl", rows), shop.folder / "scored.jsonl"
     online = {"stream": {"staleness": 1}, "generator": {"max_batch": 4}, "eval": {"samples": 2, "temperature": 1.0}}
@@ -174,7 +174,7 @@ def test_a_run_file_gives_its_rewards_and_what_cannot_be_used_is_counted(shop: W
     code, _, err = say("score", path, "--data", data, "-o", out, "--force")
     assert code == 1
     assert "rows.jsonl, line 3, answer 1: the answer is empty" in err
-    assert len(lines(out)) == 6, "a failed call leaves what was there"
+    assert len(lines(out)) == 6, "a failed call does not change the existing file"
 
 
 def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Workshop, say: Say) -> None:

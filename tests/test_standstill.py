@@ -1,4 +1,4 @@
-"""A reward that blocks the event loop for good, and a scheduler that asks the run to stop: a process of its own."""
+"""A reward blocks the event loop forever, and a scheduler sends SIGTERM. The run is in its own process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None
         time.sleep(0.01)
 
 
-def test_a_run_that_a_reward_keeps_from_stopping_ends_all_the_same(shop: Workshop) -> None:
-    """With the code of the signal, the reward's line named, and every finished step in a checkpoint."""
+def test_a_run_ends_after_a_signal_even_if_a_reward_blocks(shop: Workshop) -> None:
+    """The run exits with the code of the signal, names the reward's line, and saves every finished step."""
     metrics, block, blocked = shop.folder / "run/metrics.jsonl", shop.folder / "block", shop.folder / "blocked"
     text = REWARD.format(block=str(block), blocked=str(blocked))
     reward = [{"use": f"file:{shop.file('blocking.py', text)}"}]
@@ -54,7 +54,7 @@ def test_a_run_that_a_reward_keeps_from_stopping_ends_all_the_same(shop: Worksho
     stopped = Finished(shop.folder / "run", process.returncode, out, err)
     assert stopped.code == 128 + signal.SIGTERM, stopped.said
     line = text.splitlines().index("        while True:") + 1
-    assert "SIGTERM asked the run to stop, and for " in err + out
+    assert "SIGTERM asked the run to stop, but for " in err + out
     assert any(f"score() at {shop.folder / 'blocking.py'}:{n}" in err + out for n in (line, line + 1)), stopped.said
     assert out.rstrip().endswith(f"stopped: {shop.folder / 'run'}")
     done = len(stopped.lines())

@@ -59,7 +59,7 @@ def kl(run: Finished) -> list[float]:
 
 
 def test_a_reference_follows_the_policy(shop: Workshop) -> None:
-    """Copied after the second step, it is the policy in the third, as it was in the first."""
+    """The reference is a copy of the policy after the second step, so their KL is 0 in steps 1 and 3."""
     still, follows = {"coef": 0.1, "where": "loss", "unbiased": True}, {"snapshot_every": 2}
     one = kl(shop.train("grpo", "one", algorithm={"kl": still}))
     two = kl(shop.train("grpo", "two", algorithm={"kl": still | follows}))
@@ -72,7 +72,7 @@ def test_a_reference_follows_the_policy(shop: Workshop) -> None:
 
 
 def test_truncated_samples_are_not_trained_on(shop: Workshop) -> None:
-    """Answers of an untrained model rarely end by themselves: what is left is what the loss's metrics are of."""
+    """Most answers of an untrained model are truncated. The metrics of the loss are those of the other answers."""
     masked = {"mask_truncated": True, "loss": {"top_entropy": 0.5, "stale_mask": 0.1}}
     run = shop.train("rloo", "run", algorithm=masked, sampling={"samples_per_prompt": 6, "max_new_tokens": 12})
     lines = run.lines()
@@ -100,7 +100,7 @@ def test_the_critic_is_exported_and_starts_another_run(shop: Workshop) -> None:
     assert not (again.path / "model-critic").exists()
 
 
-def test_where_only_the_policy_is_trained_there_is_nothing_more_to_export(shop: Workshop) -> None:
+def test_export_trained_writes_nothing_more_if_only_the_policy_is_trained(shop: Workshop) -> None:
     run = shop.run("grpo", "run", checkpoint={"export_trained": True})
     assert run.code == 2
     assert "checkpoint.export_trained: 'grpo' configured like this trains no role beside the policy" in run.said

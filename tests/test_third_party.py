@@ -1,6 +1,6 @@
-"""A distribution of somebody else adds a command, a check of the doctor and a backend, without a change to ours.
+"""A third-party distribution adds a command, a check of the doctor and a backend.
 
-It is built as a wheel, put on the path, and met through the program ``rlhf``. The examples in the docstrings of the
+It is built as a wheel, put on the path, and used through the program ``rlhf``. The examples in the docstrings of the
 three interfaces are built in the same way.
 """
 
@@ -113,7 +113,7 @@ BROKEN = '"""Do something that cannot work."""\n\nimport no_such_library\n'
 
 
 def installed(folder: Path, pyproject: str, files: dict[str, str]) -> Path:
-    """A folder to put on the path: what a wheel of these sources holds."""
+    """A folder for the path, with the content of a wheel of these sources."""
     package = tomllib.loads(pyproject)["tool"]["flit"]["module"]["name"]
     source = folder / "source"
     (source / "src" / package).mkdir(parents=True)
@@ -128,7 +128,7 @@ def installed(folder: Path, pyproject: str, files: dict[str, str]) -> Path:
 
 
 def rlhf(site: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """``rlhf WORDS`` where the distributions in ``site`` are installed beside ours."""
+    """Run ``rlhf WORDS`` with the distributions in ``site`` in addition to those of this repository."""
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     return subprocess.run([*RLHF, *words], capture_output=True, text=True, check=False, env=environment, cwd=cwd)
@@ -139,7 +139,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed(tmp_path_factory.mktemp("somebody"), PYPROJECT, {"__init__.py": SOURCE, "broken.py": BROKEN})
 
 
-def test_its_command_is_listed_called_and_explained(site, tmp_path):
+def test_a_third_party_command_is_listed_and_runs(site, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
     assert re.search(r"^  count_rows +Count the rows of a file$", rlhf(site, "--help", cwd=tmp_path).stdout, re.M)
     done = rlhf(site, "count_rows", "rows.jsonl", cwd=tmp_path)
@@ -149,7 +149,7 @@ def test_its_command_is_listed_called_and_explained(site, tmp_path):
     assert "Count the rows of a file: `rlhf count_rows FILE`." in rlhf(site, "count_rows", "-h", cwd=tmp_path).stdout
 
 
-def test_its_broken_command_says_so_and_leaves_the_others(site, tmp_path):
+def test_a_broken_third_party_command_does_not_affect_the_others(site, tmp_path):
     done = rlhf(site, "broken", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(
@@ -162,7 +162,7 @@ def test_its_broken_command_says_so_and_leaves_the_others(site, tmp_path):
     assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listed.stdout, re.M)
 
 
-def test_its_check_stands_in_the_report_of_the_doctor(site, tmp_path):
+def test_a_third_party_check_is_in_the_report_of_the_doctor(site, tmp_path):
     for name in ("torch", "transformers", "vllm", "deepspeed", "ray"):  # so that their checks end at once
         (tmp_path / f"{name}.py").write_text("raise ImportError('left out of this test')")
     both = Path(f"{tmp_path}{os.pathsep}{site}")
@@ -183,7 +183,7 @@ def test_a_run_with_its_backend_trains(site, tmp_path):
     done = rlhf(site, *words, "--backend", "deck", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "rlhf: --backend deck: no such backend; there are desk, local, ray. Did you mean 'desk'? Or choose "
+        "rlhf: --backend deck: no such backend; there are desk, local, ray, simulated. Did you mean 'desk'? Or choose "
         "--launcher.use, --trainer.use and --generator.use singly.\n"
     )
 
@@ -192,7 +192,7 @@ def test_a_run_with_its_backend_trains(site, tmp_path):
 
 
 def example(interface: type) -> tuple[str, str]:
-    """(pyproject.toml, source) that the docstring of an interface shows; what one leaves out is that of a command."""
+    """(pyproject.toml, source) from the docstring of an interface. Missing parts are those of the command's example."""
     blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.getdoc(interface) + "\n")
     blocks = [textwrap.dedent(block).strip() + "\n" for block in blocks]
     [pyproject] = [block for block in blocks if "entry-points" in block]

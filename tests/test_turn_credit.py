@@ -1,4 +1,4 @@
-"""Whole runs in an environment whose rewards stand at its turns: what is recorded, evaluated, replayed and refused."""
+"""Whole runs in an environment with rewards at its turns: recording, evaluation, replay and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of_turns(sample: dict[str, Any]) -> float:
 
 
 def test_each_reward_counts_once_and_the_filter_reads_all_of_them(shop: Workshop) -> None:
-    """What the source alone gives is never below 0: only with the game's costs does the filter reject anything."""
+    """The reward source alone is never below 0. So the filter rejects groups only if it also reads the game's costs."""
     run = shop.train("reinforce_pp", "run", **GAME, stream={"filter": {"low": -0.6, "max_rounds": 9}})
     samples = list(run.samples())
     assert any(len([t for t in s["turns"] if t["sampled"]]) == 3 for s in samples)
@@ -31,8 +31,7 @@ def test_each_reward_counts_once_and_the_filter_reads_all_of_them(shop: Workshop
         assert sample["reward"] == digits["value"]
         assert sample["score"] == pytest.approx(digits["value"] + of_turns(sample), abs=1e-12)
     for number, line in enumerate(run.lines(), 1):
-        text = (run.path / f"rollouts/step-{number:06d}.jsonl").read_text()
-        step = [json.loads(sample) for sample in text.splitlines()]
+        step = list(run.samples_of(f"step-{number:06d}.arrow"))
         assert line["reward/steps"] == pytest.approx(math.fsum(map(of_turns, step)) / len(step), rel=1e-6)
         assert line["reward/mean"] == pytest.approx(math.fsum(s["reward"] for s in step) / len(step))
         for group in {s["group"] for s in step}:
@@ -52,7 +51,7 @@ def test_a_replayed_run_learns_the_same_and_keeps_the_section(shop: Workshop) ->
 
 
 def test_an_evaluation_sums_them(shop: Workshop) -> None:
-    """So does `rlhf eval` of the same run file, which trains nothing."""
+    """`rlhf eval` of the same run file sums them too."""
     data = {"data": {"eval": [{"path": str(shop.data), "name": "held_out"}]}}
     placed = shop.train("reinforce_pp", "placed", **GAME, **data, reward=None)
     config = shop.config("reinforce_pp", "placed", **GAME, **data, reward=None)
@@ -69,5 +68,5 @@ def test_an_evaluation_sums_them(shop: Workshop) -> None:
 def test_an_estimator_that_compares_sums_is_refused(shop: Workshop) -> None:
     refused: Finished = shop.run("grpo", "run", **GAME)
     assert refused.code == 2
-    assert "env.credit = 'step': advantage 'group_norm' compares the sums of whole trajectories" in refused.said
+    assert "env.credit = 'step': advantage 'group_norm' compares sums of rewards over whole" in refused.said
     assert not refused.path.exists()

@@ -1,118 +1,156 @@
-"""Each distribution works from its wheel: only itself, what it requires of ours, and third parties are visible."""
+"""The wheels of ``make wheels``, installed with pip: each distribution works with what it requires and nothing else.
+
+Light plugins need an environment without torch. What the README shows works where only wheels are installed.
+"""
 
 from __future__ import annotations
 
 import json
-import site
-import subprocess
-import sys
-import sysconfig
+import re
+import shutil
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import rlhf
-from flit_core import buildapi
+from packaging.requirements import Requirement
 
-from tests.members import MEMBERS, Member, name_of, required
+from tests.environments import Environment, all_third_parties, build_wheels, files_of, third_parties
+from tests.members import BY_NAME, MEMBERS, ROOT, ROOT_PROJECT, Member, name_of, required
+from tests.pages import blocks, commands, read
 
-pytestmark = pytest.mark.full
+LIGHT = ("rlhf-plugin-length", "rlhf-plugin-format", "rlhf-plugin-number-game", "rlhf-plugin-turns", "rlhf-plugin-math")
+"""They must not need torch; `make test` installs these, and `make test-all` every distribution."""
+HEAVY = ("torch", "transformers", "datasets")
+LOOK = """
+import importlib.metadata, importlib.util, json, sys
+import rlhf
+from rlhf.plugins import Plugins
 
-CODE = """
-import json, os, sys, traceback
-task = json.load(sys.stdin)
-sys.path = [*task["standard"], task["third_parties"]]
-import torch, transformers.modeling_utils
-assert not [name for name in sys.modules if name.startswith("rlhf")]
-
-def look(distribution, visible):
-    sys.path[:0] = visible
-    import rlhf
-    from rlhf.plugins import Plugins
-
-    plugins = Plugins.discover()
-    visible = sorted({e.distribution for e in plugins.list()})
-    shown = {"rlhf": rlhf.__file__, "visible": visible, "resolved": [], "slots": []}
-    for entry in plugins.list():
-        assert entry.status == "ok", entry
-        if entry.distribution == distribution:
-            cls = plugins.resolve(entry.kind, entry.name).cls
-            shown["resolved"].append([entry.kind, cls.name])
-            for slot in getattr(cls, "slots", {}).values():
-                shown["slots"].append(plugins.resolve(slot.kind, slot.use).distribution)
-    if distribution == "rlhf-cli":
-        from rlhf_cli.main import main
-        shown["written"] = main(["plugins", "new", "probe", "--kind", "reward", "--output", sys.path[0]])
-    return shown
-
-for distribution, visible in task["visible"].items():
-    child = os.fork()
-    if child == 0:
-        try:
-            shown = look(distribution, visible)
-        except BaseException:
-            shown = {"error": traceback.format_exc()}
-        with open(os.path.join(task["answers"], distribution), "w") as file:
-            json.dump(shown, file)
-        os._exit(0)
-    os.waitpid(child, 0)
+plugins, resolved, slots = Plugins.discover(), [], set()
+for entry in plugins.list():
+    assert entry.status == "ok", entry
+    if entry.distribution == sys.argv[1]:
+        cls = plugins.resolve(entry.kind, entry.name).cls
+        resolved.append([entry.kind, cls.name])
+        slots |= {plugins.resolve(slot.kind, slot.use).distribution for slot in getattr(cls, "slots", {}).values()}
+ours = sorted(d.name for d in importlib.metadata.distributions() if d.name.startswith("rlhf"))
+heavy = [name for name in sys.argv[2:] if importlib.util.find_spec(name)]
+print(json.dumps({"rlhf": rlhf.__file__, "ours": ours, "resolved": resolved, "slots": sorted(slots), "heavy": heavy}))
 """
-"""Imports what takes seconds, of third parties alone, and looks at each distribution in a child of its own."""
+SCORE = """
+import asyncio, inspect
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row, Trajectory, Turn
+
+length = Plugins.discover().resolve("reward", "length").cls
+reward = length(length.Config(high=2, per_token=0.25))
+row = Row({}, "train", 0)
+answers = [Trajectory(row, [Turn([5], False), Turn([7] * tokens, True)], (0, i)) for i, tokens in enumerate((1, 4))]
+scores = reward.score(Group(row, 0, answers))
+scores = asyncio.run(scores) if inspect.isawaitable(scores) else scores
+print([score.value for score in scores])
+"""
 
 
 @pytest.fixture(scope="module")
-def third_parties(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with links to everything in site-packages that is not ours."""
-    folder = tmp_path_factory.mktemp("third_parties")
-    for packages in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}:
-        for found in Path(packages).iterdir():
-            if not found.name.startswith(("rlhf", "__editable__")) and found.suffix != ".pth":
-                link = folder / found.name
-                if not link.exists():
-                    link.symlink_to(found)
-    return folder
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheels(tmp_path_factory.mktemp("wheels") / "dist")
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """{distribution: folder with its unpacked wheel}."""
-    folder = tmp_path_factory.mktemp("wheels")
-    unpacked = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for member in MEMBERS:
-            patch.chdir(member.folder)
-            wheel = folder / buildapi.build_wheel(str(folder))
-            unpacked[member.name] = folder / member.name
-            zipfile.ZipFile(wheel).extractall(unpacked[member.name])
-    return unpacked
+def test_there_is_one_wheel_for_each_distribution(wheels: Path) -> None:
+    names = [f"{name.replace('-', '_')}-{rlhf.__version__}-py3-none-any.whl" for name in (*BY_NAME, "rlhf-kit")]
+    assert sorted(file.name for file in wheels.iterdir()) == sorted(names)
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-def test_a_wheel_holds_its_package_and_nothing_else(member: Member, wheels: dict[str, Path]) -> None:
-    names = {p.name for p in wheels[member.name].iterdir()}
-    assert names == {member.package, f"{member.name.replace('-', '_')}-{rlhf.__version__}.dist-info"}
+def test_a_wheel_contains_only_its_package(wheels: Path) -> None:
+    for member in MEMBERS:
+        stem = f"{member.name.replace('-', '_')}-{rlhf.__version__}"
+        inside = zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl").namelist()
+        assert {name.partition("/")[0] for name in inside} == {member.package, f"{stem}.dist-info"}
 
 
-@pytest.fixture(scope="module")
-def answers(wheels: dict[str, Path], third_parties: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what was seen of each distribution, in a file of its name."""
-    folder = tmp_path_factory.mktemp("answers")
-    standard = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]
-    visible = {member.name: [str(wheels[m.name]) for m in required(member)] for member in MEMBERS}
-    task = {"standard": standard, "third_parties": str(third_parties), "visible": visible, "answers": str(folder)}
-    command = [sys.executable, "-I", "-S", "-c", CODE]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-def test_a_wheel_works_with_no_more_than_it_requires(member: Member, wheels: dict[str, Path], answers: Path) -> None:
-    shown = json.loads((answers / member.name).read_text())
-    assert "error" not in shown, shown["error"]
-    assert shown["rlhf"].startswith(str(wheels["rlhf-core"])), "the wheel, not the folder it was built from"
-    assert set(shown["visible"]) == {m.name for m in required(member) if m.entry_points}
+@pytest.mark.parametrize(
+    "member",
+    [pytest.param(m, marks=() if m.name in LIGHT else pytest.mark.full) for m in MEMBERS],
+    ids=name_of,
+)
+def test_a_distribution_works_with_what_it_requires(member: Member, wheels: Path, tmp_path: Path) -> None:
+    links = {file for name in third_parties(member.name) for file in files_of(name)}
+    environment = Environment.make(tmp_path / "venv", wheels, links)
+    environment.install(member.name)
+    shown = json.loads(environment.run("python", "-c", LOOK, member.name, *HEAVY))
+    assert shown["rlhf"] == str(environment.site / "rlhf" / "__init__.py"), "of the wheel, not of the checkout"
+    assert shown["ours"] == sorted(m.name for m in required(member))
     assert sorted(shown["resolved"]) == sorted([kind, name] for kind, name, _ in member.entry_points)
     assert set(shown["slots"]) <= {m.name for m in required(member)}
-    if member.name == "rlhf-cli":
-        assert shown["written"] == 0, "the scaffold's templates are in the wheel"
+    if member.name in LIGHT:
+        assert shown["heavy"] == []
+    if member.name == "rlhf-plugin-length":
+        assert environment.run("python", "-c", SCORE) == "[0.0, -0.5]\n"
+    if BY_NAME["rlhf-cli"] in required(member):
+        listed = json.loads(environment.run("rlhf", "plugins", "list", "--json"))
+        assert {row["distribution"] for row in listed} == {m.name for m in required(member) if m.entry_points}
+
+
+# ------------------------------------------------------------------------------------- the README
+
+FILLED = {"RUN.TOML": "run.toml", "NAME": "brevity", "KIND": "reward"}
+"""What stands for the words that a reader of the README replaces."""
+SMALL = ["--steps", "1", "--eval.at_start", "false", "--data.batch_size", "8", "--sampling.samples_per_prompt", "2"]
+SMALL += ["--trainer.warmup_steps", "0", "--launcher.cpus", "2", "--generator.kv_cache_gib", "0.25"]
+
+
+@pytest.fixture(scope="module")
+def kit(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """``pip install rlhf-kit``; beside it are a checkout's quick start, its data, and its model after a few steps."""
+    folder = tmp_path_factory.mktemp("kit")
+    environment = Environment.make(folder / "venv", wheels, all_third_parties())
+    environment.install("rlhf-kit")
+    shutil.copytree(ROOT / "examples", folder / "venv" / "examples")
+    environment.run("python", "examples/quickstart/make_task.py", "runs/quickstart/task")
+    environment.run("rlhf", "train", "examples/quickstart/sft.toml", "--steps", "20", "--trainer.warmup_steps", "5")
+    shutil.copy(ROOT / "examples" / "quickstart" / "rloo.toml", folder / "venv" / "run.toml")
+    return environment
+
+
+@pytest.mark.full
+def test_the_kit_brings_every_plugin_that_it_requires(kit: Environment) -> None:
+    listed = {row["distribution"] for row in json.loads(kit.run("rlhf", "plugins", "list", "--json", "--check"))}
+    assert listed == {r.name for r in map(Requirement, ROOT_PROJECT["dependencies"]) if BY_NAME[r.name].entry_points}
+
+
+@pytest.mark.full
+def test_the_commands_of_the_readme_work(kit: Environment) -> None:
+    shown = [words for words in commands(ROOT / "README.md") if "ray" not in words]
+    assert [words[:2] for words in shown].count(["train", "--algo"]) == 1, "the one that trains is among them"
+    for words in shown:
+        kit.run("rlhf", *[FILLED.get(word, word) for word in words])
+        if words[:2] == ["plugins", "new"]:
+            kit.install("./rlhf-plugin-brevity")
+    metrics = (kit.folder / "runs" / "by-flags" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["step"] == 20
+    assert (kit.folder / "runs" / "by-flags" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_the_python_of_the_readme_works(kit: Environment) -> None:
+    [code] = [b.text for b in blocks(ROOT / "README.md", "python") if "rlhf.train" in b.text]
+    reward, model = kit.run("python", "-W", "ignore", "-c", code).split()[-2:]
+    assert 0.0 <= float(reward) <= 1.0
+    assert (Path(model) / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+def test_the_command_of_the_readme_for_a_cluster_works(kit: Environment) -> None:
+    for module in ("ray", "deepspeed", "vllm"):
+        pytest.importorskip(module)
+    [extra] = re.findall(r"^pip install '(rlhf-kit\[\w+\])'", read(ROOT / "README.md"), re.MULTILINE)
+    kit.install(extra)
+    [words] = [words for words in commands(ROOT / "README.md") if "ray" in words]
+    kit.run("rlhf", *words, *SMALL)
+    config = tomllib.loads((kit.folder / "runs" / "quickstart" / "rloo" / "config.toml").read_text())
+    parts = [config[section]["use"] for section in ("launcher", "trainer", "generator")]
+    assert parts == ["ray", "deepspeed", "vllm"]

@@ -1,4 +1,4 @@
-"""Running from a checkout that is not installed: a machine with a GPU may have torch and no way to install anything.
+"""Run from a checkout that is not installed: a machine with a GPU may have torch and no way to install packages.
 
 Plugins are found by metadata, so each distribution's is written from its ``pyproject.toml`` into a folder that goes on
 the path beside the sources. Standard library only, as it runs before anything else can be imported.

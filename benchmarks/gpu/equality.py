@@ -1,8 +1,8 @@
-"""The same recorded batch, on the device and on the processor: equal gradients, equal log-probs, samples that the
-trainer agrees with.
+"""The same recorded batch on the device and on the processor: equal gradients, equal log-probs, and samples whose
+log-probs agree with the trainer's.
 
-What is compared with, everywhere: fp32 on the processor, packed, prefixes shared. README.md says why the tolerances
-are what they are.
+The reference of all comparisons is fp32 on the processor, packed, with shared prefixes. README.md gives the reasons for
+the tolerances.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from recorded import ALGORITHMS, Learnt, Recorded, distance
 from sampled import check_transformers, check_vllm
 
 GRADIENTS = {"fp32": 1e-5, "bf16": 5e-2}
-"""Largest distance from the reference, of its norm."""
+"""Largest distance of gradients from the reference, relative to its norm."""
 LAYOUT_BF16 = 5e-2
-"""The same between two layouts of one batch in bf16: other kernels, other rounding, no other mathematics."""
+"""The same between two layouts of one batch in bf16: kernels and rounding differ, the mathematics does not."""
 LOGPROBS = {"fp32": 1e-4, "bf16": 5e-2}
 """Largest mean difference of a token's log-prob from the reference."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ ON_CUDA: dict[str, dict[str, Any]] = {
     "packed, prefixes shared, kernel sdpa": {"trainer": {"attention": "sdpa"}},
     "packed, prefixes apart, kernel sdpa": {"trainer": {"attention": "sdpa", "shared_prefixes": False}},
 }
-"""Beside the kernel that the trainer chooses on a GPU: one call per run of sequences of equal length."""
+"""Compared with the kernel that the trainer chooses on a GPU: one call per run of sequences of equal length."""
 
 
 def run(section: Section) -> None:

@@ -1,4 +1,4 @@
-"""What the sections run on: names and versions, and two rates that others are shares of."""
+"""Facts about the machine: names, versions, and two rates (copy, matrix product) to which others are compared."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def product_rate(device: str, dtype: Any, side: int | None = None) -> float:
 
 
 def memory_used(device: str, tidy: bool = False) -> int | None:
-    """Bytes taken of the device by all its processes together. What torch holds in reserve counts, as nobody else can
-    have it; ``tidy`` gives it back first."""
+    """Bytes of the device that all processes use. Memory that torch keeps in reserve counts, because no other process
+    can use it; ``tidy`` releases it first."""
     import gc
 
     import torch

@@ -1,4 +1,4 @@
-"""Another process maps memory of this one's GPU and copies from it: what CUDA IPC gives on this machine, without us."""
+"""Another process maps GPU memory of this one and copies from it: the speed of CUDA IPC here, without `rlhf`."""
 
 from __future__ import annotations
 

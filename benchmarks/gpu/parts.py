@@ -1,5 +1,5 @@
-"""A section is parts, each run, checked and written down by itself: one that fails costs no other, and what a process
-had done when it was killed is in its file."""
+"""A section consists of parts. Each is run, checked and recorded alone: a failed part does not stop the others, and
+the file of a killed process holds the parts that it had finished."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 
 PASSED, FAILED, ERROR, NOT_RUN, TIMED_OUT = "passed", "failed", "error", "not run", "timed out"
 BAD = (FAILED, ERROR, TIMED_OUT)
-"""What makes the exit code 1. Whatever is not installed is not run, which is no failure."""
+"""Statuses that make the exit code 1. A part whose packages are not installed is not run; that is not a failure."""
 
 
 class NotRun(Exception):
-    """Why a part cannot be run here."""
+    """Raised with the reason why a part cannot be run here."""
 
 
 @dataclass
 class Part:
-    """What a part finds out, filled while it runs."""
+    """The figures and checks of a part, filled while it runs."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Section:
     """``cuda`` | ``cpu``."""
     small: bool
     work: Path
-    """Folder of this section's own, empty at first."""
+    """Folder of this section only, empty at first."""
     shared: Path
     """Folder of all sections of a run, for models that several use."""
     trl_python: Path
@@ -67,11 +67,11 @@ class Section:
         return self.deadline - time.monotonic()
 
     def part(self, name: str, run: Callable[[Part], None], needs: Sequence[str] = (), seconds: float = 0.0) -> None:
-        """Run a part and write down how it went.
+        """Run a part and record its result.
 
         Args:
             needs: packages without which it is not run.
-            seconds: what it takes at least; with less time left it is not run.
+            seconds: the time that it needs at least; with less time left it is not run.
         """
         part, start = Part(), time.monotonic()
         record: dict[str, Any] = {"status": "running"}
@@ -103,7 +103,7 @@ class Section:
             raise NotRun(f"{self.left:.0f} s were left, it takes at least {seconds:.0f}")
 
     def needs_cuda(self) -> None:
-        """Raise where this is not about a GPU."""
+        """Raise NotRun if the device is not a GPU."""
         if self.device != "cuda":
             raise NotRun("it is about a GPU's memory, and --device is cpu")
 
@@ -120,14 +120,14 @@ def status_of(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, strict JSON."""
+    """Write strict JSON atomically: the file is whole or absent."""
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + "\n")
     os.replace(draft, path)
 
 
 def _release() -> None:
-    """Give a GPU's memory back that torch only keeps in reserve: the next part may start another process on it."""
+    """Release the GPU memory that torch keeps in reserve: the next part may start another process on the GPU."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         gc.collect()

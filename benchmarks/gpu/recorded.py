@@ -1,4 +1,4 @@
-"""One recorded batch of policy-gradient samples and one of demonstrations, and what a trainer makes of them."""
+"""One recorded batch of policy-gradient samples and one of demonstrations, and a trainer's gradients on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOCABULARY = 3 + len(CHARS)
 
 @dataclass
 class Learnt:
-    """Of one algorithm under one setting."""
+    """The results of one algorithm with one setting."""
 
     gradients: dict[str, Tensor]
     logprobs_N: Tensor
@@ -92,7 +92,7 @@ def learn(made: Prepared, policy: Role, examples: Any) -> Learnt:
 
 
 def attention_calls(profile: Any) -> dict[str, int]:
-    """Which of torch's kernels attended; matrix products of our own (a CPU's short sequences) are not among them."""
+    """Calls of torch's attention kernels. Our own matrix products (for short sequences on a CPU) are not counted."""
     count: Counter[str] = Counter()
     for event in profile.key_averages():
         name = event.key.rpartition("::")[2].strip("_")

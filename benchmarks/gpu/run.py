@@ -1,11 +1,11 @@
-"""What a GPU shows that a processor cannot, in one JSON: equal numbers in bf16, the sync and sleep of a hybrid engine,
-and GRPO and SFT at a 0.5B-class shape side by side with TRL.
+"""Checks and measurements that need a GPU, in one JSON: equal numbers in bf16, the sync and sleep of a hybrid engine,
+and GRPO and SFT at a 0.5B-class shape compared with TRL.
 
     python benchmarks/gpu/run.py --result FILE [--only equality ...] [--skip vllm ...] [--seconds 540]
-    python benchmarks/gpu/run.py --result FILE --device cpu --small      # does it work; no figures to quote
+    python benchmarks/gpu/run.py --result FILE --device cpu --small      # tests the script; the times mean nothing
 
-Runs in a checkout, installed or not. The file is written whenever a part of a section ends. What needs a package that
-is not installed is not run, and the file says so; the exit code is 1 where something failed.
+Runs in a checkout, installed or not. The file is written whenever a part of a section ends. A part that needs a package
+that is not installed is not run, and the file says so. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parts import BAD, NOT_RUN, TIMED_OUT, status_of, write
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = {"equality": 150.0, "sync": 210.0, "sleep": 210.0, "throughput": 590.0}
-"""In this order, and the most seconds of each."""
+"""The sections in order, and the most seconds of each."""
 GRACE = 10.0
 """Seconds beyond a section's own deadline before it is ended."""
 
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="sections to run")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="parts or packages to leave out")
-    parser.add_argument("--small", action="store_true", help="a tiny shape: does it work, not how fast")
+    parser.add_argument("--small", action="store_true", help="a tiny shape: tests the script only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
     peers = ROOT / ".venv-peers/bin/python"
@@ -116,14 +116,14 @@ def run_section(name: str, report: Report, folder: Path, deadline: float, argume
 
 
 def told(section: dict[str, Any]) -> str:
-    """Its status, which says nothing of what was not run."""
+    """The status of a section, and the number of parts that were not run."""
     missing = [part for part in section["parts"].values() if part["status"] == NOT_RUN]
     some = 0 < len(missing) < len(section["parts"])
     return section["status"] + (f" ({len(missing)} of {len(section['parts'])} parts not run)" if some else "")
 
 
 class Child:
-    """The process of one section, and all that it starts."""
+    """The process of one section, and all processes that it starts."""
 
     def __init__(self, name: str, result: Path, seconds: float, arguments: argparse.Namespace) -> None:
         command = [sys.executable, str(HERE / "section.py"), name, "--result", str(result)]
@@ -160,7 +160,7 @@ class Child:
 
 
 def revision() -> str:
-    """Of the checkout, with a mark where files differ from it; empty where git does not know."""
+    """The commit of the checkout, with a mark if files differ from it; empty if git does not know it."""
     ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=False, timeout=20).stdout.strip()

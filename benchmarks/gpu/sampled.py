@@ -1,4 +1,4 @@
-"""What a generator says of its own samples, against the trainer's forward pass over them."""
+"""Compare the log-probs that a generator reports for its samples with the trainer's forward pass over them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from rlhf_runtime.models.weight_sync import WeightSync
 
 TEMPERATURES = (1.0, 0.7)
 MEAN = {"fp32": 1e-4, "bf16": 5e-2}
-"""Largest mean difference of a sampled token's log-prob: ``sync.tolerance`` where nothing is said, for the same
-reasons."""
+"""Largest mean difference of a sampled token's log-prob: the default of ``sync.tolerance``, for the same reasons."""
 
 
 def policy(model: Any, device: str, dtype: str) -> Role:
@@ -102,7 +101,7 @@ def engine(model: Any, dtype: str, **options: Any) -> Iterator[Generator]:
 
 
 def check_vllm(recorded: Recorded, device: str, dtype: str, part: Part) -> None:
-    """Its weights come by a sync, as in a run, canaries included."""
+    """The engine gets its weights by a sync, as in a run, canaries included."""
     role = policy(recorded.model, device, dtype)
     with engine(recorded.model, dtype, kv_cache_gib=0.25) as generator:
         part.figures["sync"] = WeightSync(role, generator, SyncSection(), 0, print).push(1)

@@ -1,4 +1,4 @@
-"""One section in a process of its own, so that what it holds of the device, and whatever kills it, ends with it.
+"""Run one section in a separate process: its end releases the device memory, and a crash does not stop other sections.
 
 Started by run.py; not meant to be called by hand.
 """

@@ -1,4 +1,4 @@
-"""The 0.5B-class model, made on the spot with random weights: no machine needs to reach a model hub."""
+"""Make the 0.5B-class model with random weights, so that no machine needs a model hub."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LARGE: dict[str, Any] = {
     "head_dim": 64,
     "intermediate": 4864,
 }
-"""Qwen2.5-0.5B's sizes, in the Qwen3 architecture (norms on queries and keys in place of biases), beside which
-transformers loads a tokenizer made here; 494 M parameters with the vocabulary below, head and embedding tied."""
+"""Qwen2.5-0.5B's sizes in the Qwen3 architecture (norms on queries and keys in place of biases), for which transformers
+loads a tokenizer made here; 494 M parameters with the vocabulary below, head and embedding tied."""
 VOCABULARY = 151936
 TINY: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128}
 TINY_VOCABULARY = 512
@@ -26,7 +26,7 @@ TINY_VOCABULARY = 512
 
 MIDDLE: dict[str, Any] = {**LARGE, "layers": 8}
 MIDDLE_VOCABULARY = 8192
-"""126 M parameters: for what writes an optimizer's state to disk."""
+"""126 M parameters: for parts that write an optimizer's state to disk."""
 
 
 def sizes(small: bool) -> tuple[dict[str, Any], int]:
@@ -35,13 +35,13 @@ def sizes(small: bool) -> tuple[dict[str, Any], int]:
 
 
 def alphabet(chars: str, tokens: int) -> list[str]:
-    """``chars`` and numbers behind a space: what a tokenizer of so many tokens can say, its three special ones left
-    out. Only the characters are ever made of a text, but any token can be sampled and reads as something."""
+    """The vocabulary of a tokenizer with so many tokens, without its three special ones: ``chars``, and numbers after a
+    space. Texts are encoded with the characters only, but any token can be sampled and decodes to text."""
     return [*chars, *(f" {n}" for n in range(tokens - 3 - len(chars)))]
 
 
 def make(folder: Path, small: bool) -> Path:
-    """The model in Hugging Face format, in ``folder``; the one that is there already."""
+    """Make the model in Hugging Face format in ``folder``, if it does not exist. Returns its path."""
     return _make(folder / "model", *sizes(small))
 
 
@@ -50,7 +50,7 @@ def make_middle(folder: Path, small: bool) -> Path:
 
 
 def parameters(model: Path) -> int:
-    """How many the file has, a tied head counted once."""
+    """Number of parameters in the model's file; a tied head counts once."""
     from safetensors import safe_open
 
     with safe_open(str(model / "model.safetensors"), "pt") as file:

@@ -1,4 +1,4 @@
-"""The phases of the hybrid engine: what sleeping and putting aside give back of the device, and that nothing is lost.
+"""The phases of the hybrid engine: the device memory that sleep and offload release, and that no state is lost.
 
 Memory is the device's own count (``torch.cuda.mem_get_info``), which sees every process.
 """
@@ -30,8 +30,8 @@ from sync import colocated
 
 KV_GIB = 4.0
 GIVEN_BACK = 0.9
-"""Of the weights and the cache, when the engine sleeps; of AdamW's two moments, when they are put aside. The rest is
-for what shares their blocks in the allocator."""
+"""Smallest released share of the weights and the cache when the engine sleeps, and of AdamW's two moments when they are
+offloaded. Other tensors in the same blocks of the allocator keep the rest."""
 
 
 def run(section: Section) -> None:
@@ -48,7 +48,7 @@ def run(section: Section) -> None:
 
 
 def asleep(section: Section, model: Path, level: int, part: Part) -> None:
-    """Samples after waking are those from before, at level 2 by way of another sync."""
+    """Samples after waking equal those before sleep; at level 2 this needs another sync."""
     device = section.device
     if level == 2:
         section.needs_cuda()
@@ -56,14 +56,16 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
     role = policy(model, device, "bf16")
     options: dict[str, Any] = {"sleep_level": level} if device == "cuda" else {}
     with engine(model, "bf16", kv_cache_gib=space, **options) as generator:
-        WeightSync(role, generator, SyncSection(), 0, print).push(1)
+        sync = WeightSync(role, generator, SyncSection(), 0, print)
+        sync.push(1)
         asked = requests(8, 24, 16, 1.0)
         before = draw_all(generator, asked)
         memory = part.figures["bytes of the device"] = {"awake": machine.memory_used(device, tidy=True)}
         for turn in ("first", "second"):
             generator.sleep()
             memory[f"asleep, {turn}"] = machine.memory_used(device)
-            generator.wake()
+            if generator.wake():
+                sync.refresh()
             memory[f"awake again, {turn}"] = machine.memory_used(device)
             after = draw_all(generator, asked)
             same = [a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(before, after, strict=True)]
@@ -80,7 +82,7 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
 
 
 def aside(section: Section, model: Path, name: str, options: dict[str, Any], part: Part) -> None:
-    """What a checkpoint would hold is the same before and after, bit for bit."""
+    """The contents of a checkpoint are the same before and after, bit for bit."""
     chosen: type[Trainer] = Plugins.discover().resolve("trainer", name).cls
     if chosen.offload is Trainer.offload:
         raise NotRun(f"trainer {name!r} keeps its optimizer on the device: it does not override offload()")
@@ -112,7 +114,7 @@ def aside(section: Section, model: Path, name: str, options: dict[str, Any], par
 
 
 def same_state(one: Path, other: Path) -> bool:
-    """The same bytes; of safetensors the same tensors, whose metadata have no order."""
+    """Whether two files have the same bytes; for safetensors the same tensors, because metadata have no fixed order."""
     if one.suffix != ".safetensors":
         return one.read_bytes() == other.read_bytes()
     ours, theirs = load_file(one), load_file(other)

@@ -1,5 +1,5 @@
-"""New weights to a vLLM engine, in this process and through Ray on the same GPU (CUDA IPC), against a plain copy of as
-many bytes; fingerprints and canaries on, as in a run."""
+"""Time of a weight sync to a vLLM engine, in this process and through Ray on the same GPU (CUDA IPC), against a plain
+copy of as many bytes. Fingerprints and canaries are on, as in a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sampled import engine, policy
 TURNS, WARMUP = 5, 2
 REWARD = Path(__file__).resolve().parents[1] / "ours_reward.py"
 SHARED = ("auto", "shared", "store")
-"""Of ``sync.transport``: the ways for an engine on the policy's own devices. NCCL refuses two ranks on one GPU."""
+"""Values of ``sync.transport`` for an engine on the policy's own devices. NCCL refuses two ranks on one GPU."""
 
 
 def run(section: Section) -> None:
@@ -41,14 +41,14 @@ def run(section: Section) -> None:
 
 
 def transports() -> tuple[str, ...]:
-    """Those of the run file that suit one shared device."""
+    """The transports of the run file that work on one shared device."""
     field = SyncSection.model_fields.get("transport")
     known = typing.get_args(field.annotation) if field is not None else ()
     return tuple(t for t in SHARED if t in known) or ("auto",)
 
 
 def plain(model: Path, device: str, part: Part) -> None:
-    """What a sync cannot beat, and what its proof costs on the sender's side."""
+    """The lower bound of a sync's time (a copy), and the time of its proof on the sender's side."""
     role = policy(model, device, "bf16")
     weights = list(role.group.worker.weights())
     target = [torch.empty_like(tensor) for _, tensor in weights]
@@ -69,7 +69,7 @@ def plain(model: Path, device: str, part: Part) -> None:
 
 
 def ipc(section: Section, part: Part) -> None:
-    """Whether this machine lets another process map a GPU's memory at all, and how fast that process copies it."""
+    """Whether another process can map a GPU's memory on this machine, and how fast that process copies it."""
     section.needs_cuda()
     nbytes = 2**24 if section.small else 2**30
     found = seconds_mapped(nbytes, repeats=7)

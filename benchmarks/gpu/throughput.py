@@ -1,5 +1,5 @@
-"""GRPO and SFT, whole steps of ours and of TRL in alternation: the scripts of ``make bench``, at a 0.5B-class shape, on
-the device, for as long as there is time.
+"""GRPO and SFT, whole steps of ours and of TRL in alternation: the scripts of ``make bench`` at a 0.5B-class shape, on
+the device, as many repeats as the time allows.
 
 Before anything is timed, both must compute the same gradients on the same batches, as in ``make bench``.
 """
@@ -39,11 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "policy": {"micro_tokens": 32768},
     },
 }
-"""The first is what a user gets. The others, timed once where there is time left, tell what a GPU would rather have:
-TRL's head is in bf16 too."""
+"""The first arm has the default options. The others are timed once if there is time left, and show faster options on a
+GPU: TRL's head is in bf16 too."""
 GATE_CUDA = 1e-4
-"""Largest distance of the gradients of ours and TRL in fp32, of their norm; 1e-5 on a processor, where both attend by
-products of the same precision. On a GPU torch picks other kernels for padded rows than for packed ones."""
+"""Largest distance of the gradients of ours and TRL in fp32, relative to their norm. It is 1e-5 on a processor, where
+attention has the same precision in both. On a GPU torch uses other kernels for padded rows than for packed ones."""
 
 
 def run(section: Section) -> None:
@@ -81,7 +81,7 @@ def gate(section: Section, bench: Any, folder: Path, part: Part) -> None:
 
 
 class Arms:
-    """Runs of one script each, their results kept as they come."""
+    """The runs of one script each, and their results so far."""
 
     def __init__(self, section: Section, bench: Any, folder: Path) -> None:
         self.section, self.bench, self.folder = section, bench, folder
@@ -90,7 +90,7 @@ class Arms:
         self.no_trl = missing_for_trl(section.trl_python)
 
     def compare(self, workload: str, part: Part) -> None:
-        """Two rounds of ours and TRL in turn, then the variants once; as far as time goes."""
+        """Two rounds of ours and TRL in turn, then the variants once, as far as the time allows."""
         if not (self.folder / "prompts.jsonl").exists():
             raise NotRun("there is no model to train")
         runs: dict[str, list[dict[str, Any]]] = {}

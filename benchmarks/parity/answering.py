@@ -1,5 +1,5 @@
-"""The command line of the scripts that state what one side makes of the cases. Standard library only, as both Python
-environments import it."""
+"""The command line of the scripts that compute the cases for one side. Standard library only: both Python environments
+import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cases import write
 
 
 def answer(doc: str, cases: Sequence[Any], found: Callable[[Any, Path], Any], packages: Sequence[str]) -> None:
-    """Write ``{"versions": {package: version}, "cases": {name: found(case, folder)}}`` of the cases asked for."""
+    """Write ``{"versions": {package: version}, "cases": {name: found(case, folder)}}`` for the cases of --cases."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of what tiny.py or row_tokenizers.py made")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")

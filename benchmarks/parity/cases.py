@@ -1,4 +1,4 @@
-"""What both sides train on and how: hyperparameters, rows and the cases. Standard library only, as both Python
+"""Training data and settings of both sides: hyperparameters, rows and the cases. Standard library only: both Python
 environments import it."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRAINING: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "schedule": "constant",
 }
-"""AdamW in fp32, under the names of our run file; a case may lay other values over them."""
+"""AdamW in fp32, under the names of our run file; a case may override values."""
 BETA = 0.1
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=.,:? "
 
@@ -33,19 +33,19 @@ class Case:
 
     name: str
     form: str
-    """Of the rows: ``demonstrations``, ``pairs``, ``margins`` (pairs with one), ``labels``."""
+    """Form of the rows: ``demonstrations``, ``pairs``, ``margins`` (pairs with a margin), ``labels``."""
     trainer: str
     """TRL's: ``sft``, ``dpo``, ``kto``, ``reward``, ``cpo``, ``orpo``."""
     trl: dict[str, Any] = field(default_factory=dict)
     """Options of its config."""
     ours: dict[str, Any] = field(default_factory=dict)
-    """Sections of our run file beside ``run``, ``policy``, ``data`` and ``trainer``."""
+    """Sections of our run file other than ``run``, ``policy``, ``data`` and ``trainer``."""
     training: dict[str, Any] = field(default_factory=dict)
-    """Laid over :data:`TRAINING`."""
+    """Overrides of :data:`TRAINING`."""
 
     @property
     def head(self) -> str:
-        """Of the model: ``lm``, or ``scalar`` for a reward model."""
+        """Head of the model: ``lm``, or ``scalar`` for a reward model."""
         return "scalar" if self.trainer == "reward" else "lm"
 
     @property
@@ -171,13 +171,14 @@ def alphabet() -> list[str]:
 def rows(form: str) -> list[dict[str, Any]]:
     """STEPS x ROWS rows in their order of training, plain text; the same on every machine.
 
-    There is something to learn, so that a wrong gradient shows in later losses: better answers are made of the first
-    half of the alphabet mostly, worse ones of the second.
+    The rows can be learned, so that a wrong gradient changes later losses: better answers are mostly from the first
+    half of the alphabet, worse ones from the second.
     """
     draw = random.Random(f"parity {form}")
 
     def text(least: int, most: int, share: float = 0.5) -> str:
-        """``share`` of it from the alphabet's first half. Uses nothing but ``random()``, whose values are fixed."""
+        """Random text, ``share`` of it from the alphabet's first half. Only ``random()`` is used: its values are the
+        same in every version of Python."""
         half = len(ALPHABET) // 2
         count = least + int(draw.random() * (most - least + 1))
         return "".join(ALPHABET[int(draw.random() * half) + half * (draw.random() >= share)] for _ in range(count))
@@ -211,9 +212,9 @@ def unpaired(pairs: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any
 
 
 def digest(steps: Iterable[Iterable[Iterable[tuple[list[int], int | None]]]]) -> str:
-    """SHA-256 of what a side trained on: for each step its rows, for each row its sequences (a pair: chosen, then
-    rejected), for each the token ids and how many of them come before the first trained one (None for a scalar
-    head, which has no trained tokens)."""
+    """SHA-256 of the data that a side trained on: for each step its rows, for each row its sequences (a pair: chosen,
+    then rejected), for each sequence the token ids and the number of them before the first trained one (None for a
+    scalar head, which has no trained tokens)."""
     plain = [[[[list(ids), start] for ids, start in row] for row in step] for step in steps]
     return hashlib.sha256(json.dumps(plain, separators=(",", ":")).encode()).hexdigest()
 

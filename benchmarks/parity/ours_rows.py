@@ -49,12 +49,12 @@ def _row(case: RowCase, verdict: Verdict) -> dict[str, Any]:
         return {"refused": verdict.kind, "why": verdict.text}
     held = sorted(verdict.example.sequences, key=lambda s: s.role)
     masks = ["" if case.trainer == "reward" else "0" + "".join(str(int(on)) for on in s.loss_mask[1:]) for s in held]
-    sequences = [[s.ids, mask] for s, mask in zip(held, masks, strict=True)]
+    sequences = [[list(s.ids), mask] for s, mask in zip(held, masks, strict=True)]
     return {"sequences": sequences, **verdict.example.values}
 
 
 def _with_twins(rows: list[dict[str, Any]], examples: list[Example]) -> None:
-    """Beside each row's answer its prompt with the answer that KTO mismatches it with."""
+    """Add to each row the sequence of its prompt with KTO's mismatched answer."""
     labelled = [Labelled.of(e.sequences[0], e.values["label"], (0, e.row.source, e.row.index)) for e in examples]
     for example, one, other in zip(examples, labelled, twins(labelled), strict=True):
         twin = labelled[other] if other is not None else None

@@ -1,4 +1,4 @@
-"""Rows that both sides turn into tokens, and what must come of them. Standard library only, as both Python environments
+"""Rows that both sides turn into tokens, and the expected results. Standard library only: both Python environments
 import it."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 MAX_TOKENS = 400
 """More than any row has, unless a case says otherwise."""
 
-# Our own templates in the manner of those that models come with.
+# Our own templates, similar to those of published models.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -35,7 +35,7 @@ _THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 THINKING = _THINKING.replace("MARK", "").replace("END", "")
-"""Only the last answer keeps its reasoning, and an empty block stands where it has none."""
+"""Only the last answer keeps its reasoning; an answer without reasoning gets an empty block."""
 THINKING_MARKED = _THINKING.replace("MARK", "{% generation %}").replace("END", "{% endgeneration %}")
 TEMPLATES: dict[str, str | None] = {
     "": None,
@@ -51,11 +51,12 @@ MERGES = [
     *("t h", "th e", "i n", "a n", "e r", "o n", "Ġ t", "Ġ a", "Ġt h", "Ġth e", "Ġ 4", "Ġ 5", "4 2", "Ġ4 2", "Ċ Ċ"),
     *("a s", "s i", "as si", "s t", "assi st", "an t", "assist ant", "u s", "us er", ": Ġ4", "o u", "y e", "ye s"),
 ]
-"""Of a byte-level tokenizer in GPT-2's alphabet (a space is Ġ, a line break Ċ): some reach over ``: 4``."""
+"""Merges of a byte-level tokenizer in GPT-2's alphabet (a space is Ġ, a line break Ċ): some cross word boundaries, as
+in ``: 4``."""
 TOKENIZERS = ("words", "merging", "beginning", "spaced")
-"""``words``: byte pairs within GPT-2's words; ``merging``: over everything, so that tokens reach from a prompt into an
-answer; ``beginning``: ``words`` with a begin token before each text; ``spaced``: writes a space before each text, as
-SentencePiece does."""
+"""``words``: byte pairs within GPT-2's words; ``merging``: byte pairs across words, so that a token can begin in a
+prompt and end in an answer; ``beginning``: ``words`` with a begin token before each text; ``spaced``: writes a space
+before each text, as SentencePiece does."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class RowCase:
     ours: dict[str, Any] = field(default_factory=dict)
     """Fields of ``[data]``."""
     ours_template: str | None = None
-    """Where our tokenizer has another template than TRL's (one without marks)."""
+    """The template of our tokenizer if it differs from TRL's (one without marks)."""
     differs: int = 0
     """Number of the stated difference (docs/concepts/numerics.md, "Rows and tokens"); 0: token by token the same."""
     max_tokens: int = MAX_TOKENS
@@ -96,8 +97,8 @@ TEXTS = [
     ("Count:\n", "1\n2\n3\n"),
     ("the", " end<|im_end|>"),
 ]
-"""Prompts and answers: line breaks at the joint, two of them, spaces before, bytes of one character in two tokens, an
-answer that says its end token itself."""
+"""Prompts and answers: one and two line breaks between prompt and answer, leading spaces, a character whose bytes are
+in two tokens, an answer that contains its end token as text."""
 WORSE = ["The answer is 5.", "no", " in a tent", "1\n3\n\n", " tent"]
 PLAIN = [{"prompt": p, "completion": c} for p, c in TEXTS]
 PLAIN_PAIRS = [{"prompt": p, "chosen": c, "rejected": r} for (p, c), r in zip(TEXTS, WORSE, strict=True)]
@@ -141,7 +142,7 @@ OTHER: dict[str, list[dict[str, Any]]] = {
     "pairs": [],
     "labels": [{"prompt": "in", "completion": "on", "label": False}],
 }
-"""Beside a row of which there is one: labels of one kind only are refused."""
+"""Added to cases with a single row: labels of one kind only are refused."""
 
 
 def _labelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,7 +150,7 @@ def _labelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pairs(trainer: str) -> list[RowCase]:
-    """What every trainer on pairs is given."""
+    """The cases of every trainer on pairs."""
     return [
         RowCase(f"{trainer}-plain", trainer, "pairs", PLAIN_PAIRS),
         RowCase(f"{trainer}-begin", trainer, "pairs", PLAIN_PAIRS, "beginning"),
@@ -195,7 +196,7 @@ CASES: tuple[RowCase, ...] = (
     RowCase("kto-begin", "kto", "labels", _labelled(PLAIN), "beginning"),
     RowCase("kto-chat", "kto", "labels", _labelled(CHATS), template="tight"),
     RowCase("kto-chatml", "kto", "labels", _labelled(CHATS), template="chatml", differs=1),
-    # what differs by intent
+    # intended differences
     *(RowCase(f"{trainer}-merged", trainer, form, [row, *OTHER[form]], "merging", differs=3) for trainer, form, row in (
         ("sft", "demonstrations", {"prompt": "the sum:", "completion": " 4"}),
         ("dpo", "pairs", {"prompt": "the sum:", "chosen": " 42", "rejected": " 4"}),

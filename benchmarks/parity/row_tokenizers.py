@@ -1,4 +1,4 @@
-"""The tokenizers of the rows: byte pairs in GPT-2's alphabet, stated merge by merge, so they are the same everywhere.
+"""The tokenizers of the rows: byte pairs in GPT-2's alphabet with a fixed list of merges, the same on every machine.
 
 python benchmarks/parity/row_tokenizers.py FOLDER
 """

@@ -1,9 +1,9 @@
-"""Rows as ours and TRL tokenise them, token by token: ids, what is trained on, labels, margins, what is left out.
+"""Compare rows as ours and TRL tokenise them, token by token: ids, loss masks, labels, margins, rows left out.
 
     python benchmarks/parity/rows.py [--trl-python PATH] [--cases NAME ...] [--result FILE] [--record]
-    python benchmarks/parity/rows.py --recorded trl-1.16.0-rows.json    # against what TRL once said, without it
+    python benchmarks/parity/rows.py --recorded trl-1.16.0-rows.json    # against TRL's recorded rows, without TRL
 
-Exits with 1 where a row is neither the same nor different in the way that its case states (docs/concepts/numerics.md).
+Exits with 1 if a row is neither the same nor different in the way that its case states (docs/concepts/numerics.md).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Decode = Callable[[list[int]], str]
 
 
 def unlike(case: RowCase, ours: dict[str, Any], trl: dict[str, Any] | None, decode: Decode) -> str:
-    """How a row is not what its case states; empty where it is.
+    """How a row differs from what its case states; empty if it does not.
 
     Args:
         ours: ``sequences`` ([[ids, mask as 0s and 1s], ...]) and further values, or ``refused``.
-        trl: the same, or None where the row was left out.
+        trl: the same, or None if the row was left out.
     """
     if trl is None or "refused" in ours:
         left_out = "too_long" if case.differs in (0, 4) else {7: "columns"}.get(case.differs, "bad_rows")
@@ -73,7 +73,7 @@ def _of_sequence(case: RowCase, ours: list[Any], trl: list[Any], decode: Decode)
 
 
 def compare(ours: dict[str, Any], trl: dict[str, Any], work: Path) -> list[dict[str, Any]]:
-    """One row per case that was run: ``wrong`` is empty, or says of which row what is not as stated."""
+    """One row per case that was run: ``wrong`` is empty, or names the row and how it differs from what is stated."""
     from rlhf.steps import decoder_of
     from transformers import AutoTokenizer
 

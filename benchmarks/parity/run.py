@@ -2,7 +2,7 @@
 
     python benchmarks/parity/run.py [--trl-python PATH] [--cases NAME ...] [--result FILE] [--record]
 
-Prints the table of docs/concepts/numerics.md and exits with 1 where a case is further apart than 1e-4 of the loss.
+Prints the table of docs/concepts/numerics.md. Exits with 1 if the losses of a case differ relatively by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def apart(ours: list[float], trl: list[float]) -> list[float]:
 
 
 def compare(ours: dict[str, Any], trl: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per case. Raises ValueError where the two were not given the same tokens."""
+    """One row per case. Raises ValueError if the two sides trained on different tokens."""
     rows = []
     for name, found in ours.items():
         if found["tokens"] != trl[name]["tokens"]:
-            raise ValueError(f"{name}: ours and TRL trained on different tokens, so their losses say nothing")
+            raise ValueError(f"{name}: ours and TRL trained on different tokens, so their losses cannot be compared")
         distances = apart(found["losses"], trl[name]["losses"])
         rows.append(
             {
@@ -68,7 +68,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def record(models: dict[str, str], trl: dict[str, Any]) -> None:
-    """Write :data:`RECORDED`; cases that were not run stay as they are, where models and versions are the same."""
+    """Write :data:`RECORDED`. Cases that were not run keep their records if models and versions are the same."""
     command, cases = "python benchmarks/parity/run.py --record", dict(trl["cases"])
     if RECORDED.exists():
         before = json.loads(RECORDED.read_text())

@@ -46,7 +46,7 @@ def config(case: Case, folder: str) -> dict[str, Any]:
 
 
 def classes(trainer: str) -> tuple[Any, Any]:
-    """(config, trainer). CPO, and with it SimPO, and ORPO live in its experimental part."""
+    """(config, trainer). CPO (which includes SimPO) and ORPO are in TRL's experimental package."""
     import trl
 
     if trainer == "cpo":

@@ -2,7 +2,7 @@
 
     .venv-peers/bin/python benchmarks/parity/trl_policy.py
 
-writes trl-1.16.0-policy.json, which tests/test_parity_policy.py compares ours with.
+writes trl-1.16.0-policy.json; tests/test_parity_policy.py compares our losses with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trainer(options: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Tensor) -> SimpleNamespace:
-    """What ``_compute_loss`` reads of a trainer; the model's outputs are given."""
+    """The attributes of a trainer that ``_compute_loss`` reads, with fixed outputs in place of a model."""
     same = lambda x, *rest, **named: x  # noqa: E731
     me = SimpleNamespace(
         loss_type="dapo",

@@ -35,8 +35,8 @@ def config(case: RowCase, folder: str) -> dict[str, Any]:
 
 
 def sequences(ids: Any, present: Any, trained: Any) -> list[list[Any]]:
-    """[B, T] ids, attention mask and mask of the trained tokens (None: there are none) as [[ids, mask], ...]. Of a
-    first token, which nothing predicts, the mask is 0."""
+    """[B, T] ids, attention mask and mask of the trained tokens (None: there are none) as [[ids, mask], ...]. The mask
+    of a first token is 0, because nothing predicts it."""
     found = []
     for i in range(len(ids)):
         here = present[i].bool()
@@ -69,7 +69,7 @@ def seen(case: RowCase, inputs: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def encoded(case: RowCase, work: Path) -> list[dict[str, Any] | None]:
-    """Every row of a case; None where it was left out."""
+    """Every row of a case; None for a row that was left out."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

@@ -173,7 +173,7 @@ def test_long_sequences_are_cut_in_the_middle(show):
     assert len(show("sft", rows, "--json")["shown"][0]["sequences"][0]["texts"]) == 1001
 
 
-def test_what_a_preview_needs(models, tmp_path, capsys):
+def test_missing_inputs_of_a_preview_are_named(models, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"a": 1}) + "\n")
     assert main(["data", "preview", "--algo", "sft", "--data", str(rows)]) == 2
@@ -185,7 +185,7 @@ def test_what_a_preview_needs(models, tmp_path, capsys):
         main([*words, "--rows", "-1"])
 
 
-def test_what_no_run_would_show_is_not_shown(models, tmp_path, capsys):
+def test_options_that_no_run_accepts_are_refused(models, tmp_path, capsys):
     """A file that a run refuses for what it says of the data is refused in the same words."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(PAIRS[0]) + "\n")
@@ -197,6 +197,6 @@ def test_what_no_run_would_show_is_not_shown(models, tmp_path, capsys):
 def test_characters_of_several_tokens():
     """A text is the last token's; spaces that a tokenizer drops from the first token of a text are kept."""
     data = "é→x".encode()
-    assert token_texts(list(data), lambda ids: bytes(ids).decode(errors="replace")) == ["", "é", "", "", "→", "x"]
+    assert token_texts(list(data), lambda ids: bytes(list(ids)).decode(errors="replace")) == ["", "é", "", "", "→", "x"]
     words = ["The", " cat", " sat"]
     assert token_texts([0, 1, 2], lambda ids: "".join(words[i] for i in ids).lstrip()) == words

@@ -104,7 +104,7 @@ def test_json_names_every_check_once_and_an_address_alone_is_asked(light):
     assert by_name["ray nodes"]["status"] == "skipped"
 
 
-def test_what_a_run_lacks(light, run_file):
+def test_missing_parts_of_a_run_are_reported(light, run_file):
     (run_file / "rows.jsonl").unlink()
     (run_file / "out").mkdir()
     (run_file / "out" / "config.toml").write_text("")
@@ -125,12 +125,12 @@ def test_a_wrong_run_file(light, run_file):
     assert found["plugins"], "the installation is examined all the same"
 
 
-def test_wrong_usage():
+def test_wrong_usage(light):
     code, _, err = doctor("--timeout", "0")
     assert (code, err) == (2, "rlhf: --timeout 0: seconds, more than 0\n")
-    code, out, _ = doctor("--nonsense", "3")
-    assert code == 1
-    assert "no flag --nonsense" in out
+    found = report("--nonsense", "3", env=light)["run file"]
+    assert found["status"] == "fail"
+    assert "no flag --nonsense" in found["found"]
 
 
 def test_help_is_quick_and_imports_no_torch():

@@ -14,18 +14,20 @@ from rlhf_cli.main import command_names, main
 from rlhf_cli.words import split_dotted
 
 HEAVY = ("torch", "transformers", "datasets", "numpy")
+SLOW = ("pydantic", "rich", "rlhf_runtime")
+"""Imported by commands that check or show something; they would double the time of those that list what is there."""
 
 
-def imported(*words, stream="stdout"):
+def imported(*words, stream="stdout", heavy=HEAVY):
     """Exit code, the heavy packages that ``rlhf WORDS`` imports, and what it writes."""
     code = (
         "import atexit, sys\n"
-        f"atexit.register(lambda: sys.stderr.write('HEAVY:' + ','.join(m for m in {HEAVY} if m in sys.modules)))\n"
+        f"atexit.register(lambda: sys.stderr.write('HEAVY:' + ','.join(m for m in {heavy} if m in sys.modules)))\n"
         f"from rlhf_cli.main import main\nsys.exit(main({list(words)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said, _, heavy = done.stderr.rpartition("HEAVY:")
-    return done.returncode, heavy, done.stdout if stream == "stdout" else said
+    said, _, found = done.stderr.rpartition("HEAVY:")
+    return done.returncode, found, done.stdout if stream == "stdout" else said
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,11 @@ def test_light_commands_import_nothing_heavy(words):
     code, heavy, out = imported(*words)
     assert (code, heavy) == (0, "")
     assert out
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plugins", "list"), ("plugins", "list", "--json"), ("plugins", "-h")])
+def test_what_is_installed_is_listed_without_slow_imports(words):
+    assert imported(*words, heavy=HEAVY + SLOW)[:2] == (0, "")
 
 
 MISSING = {
@@ -75,7 +82,7 @@ def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_im
     assert said.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
 
 
-def test_a_file_is_no_model(tmp_path, monkeypatch, capsys):
+def test_a_file_as_model_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert main(["generate", "--model", "model.safetensors", "--prompt", "x"]) == 1
@@ -84,11 +91,11 @@ def test_a_file_is_no_model(tmp_path, monkeypatch, capsys):
 
 def test_an_empty_prompt_is_named_as_the_flag(capsys):
     assert main(["generate", "--model", "anything", "--prompt", "x", "--prompt", ""]) == 2
-    assert capsys.readouterr().err == "rlhf: --prompt is empty; an answer goes on from one token at least\n"
+    assert capsys.readouterr().err == "rlhf: --prompt is empty; an answer needs at least one token before it\n"
 
 
 @pytest.mark.parametrize("words", [("plugins", "list"), ("--help",), ("--version",)])
-def test_a_reader_that_left_is_no_noise(words):
+def test_a_closed_pipe_prints_no_error(words):
     """As in `rlhf plugins list | true`: what little there is stands in a buffer until the end."""
     read, write = os.pipe()
     os.close(read)
@@ -134,7 +141,7 @@ def test_version(capsys):
         ("--nonsense", "no flag --nonsense. Fields of the run file are dotted: --run.seed 3"),
     ],
 )
-def test_a_name_that_is_no_flag_is_told_what_to_write(capsys, flag, says):
+def test_an_unknown_flag_gets_a_suggestion(capsys, flag, says):
     assert main(["train", "--algo", "sft", flag, "wandb"]) == 2
     assert f"{says}\n" in capsys.readouterr().err
 

@@ -57,7 +57,7 @@ def test_json_holds_bytes(words, capsys):
     assert list(group["phases"]) == ["load", "generate", "train"]
 
 
-def test_what_does_not_fit_says_why_and_what_would(words, capsys):
+def test_a_plan_that_does_not_fit_says_why_and_suggests_one_that_does(words, capsys):
     assert main([*words, "--device-memory", "9GiB", "--generator.memory_share", "0.4", *CLUSTER]) == 1
     out = capsys.readouterr().out
     assert "does not fit: a device has 9.00 GiB" in out
@@ -69,12 +69,12 @@ def test_what_does_not_fit_says_why_and_what_would(words, capsys):
     assert main(again) == 0, "the flags that it names do make it fit"
 
 
-def test_what_nothing_makes_fit(words, capsys):
+def test_a_plan_that_no_option_makes_fit_says_so(words, capsys):
     assert main([*words, "--device", "cpu", "--device-memory", "1GiB"]) == 1
     assert "Nothing known to the plugins makes it fit" in capsys.readouterr().out
 
 
-def test_unknown_memory_is_said(words, capsys, monkeypatch):
+def test_unknown_memory_is_reported(words, capsys, monkeypatch):
     monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: None)
     assert main([*words, "--device", "cuda"]) == 0
     assert "whether it fits is not known: give a device's memory, e.g. --device-memory 80GiB" in capsys.readouterr().out

@@ -118,9 +118,9 @@ def test_show_says_what_it_is(installed, capsys):
         "class": "throwaway_probe.Probe",
     }
     assert shown["options"] == [
-        {"name": "path", "type": "str", "required": True, "default": None, "doc": "Where to look."},
-        {"name": "limit", "type": "int | None", "required": False, "default": 3, "doc": "A limit."},
-        {"name": "inner.weight", "type": "float", "required": False, "default": 0.5, "doc": "A weight."},
+        {"name": "path", "type": "text", "required": True, "default": None, "doc": "Where to look."},
+        {"name": "limit", "type": "integer", "required": False, "default": 3, "doc": "A limit."},
+        {"name": "inner.weight", "type": "number", "required": False, "default": 0.5, "doc": "A weight."},
     ]
     assert shown["declares"]["calls"] == "async def: on the event loop"
     assert shown["declares"]["roles"].startswith("depends on its options (")
@@ -131,7 +131,7 @@ def test_show_for_people(installed, capsys):
     out = run(capsys, "show", "probe", "--kind", "reward")[1]
     for line in [
         "reward probe  (rlhf-plugin-probe 0.1.0)", "Scores by probing.", "source  Someone et al. 2026",
-        "  path: str  = 'x'", "      Where to look.", "  roles: (name=judge, head=scalar, trained=False)",
+        '  path: text  = "x"', "      Where to look.", "  roles: (name=judge, head=scalar, trained=False)",
     ]:  # fmt: skip
         assert line in out.splitlines()
 

@@ -22,7 +22,7 @@ def new(output, name, kind, like=None):
     return main(["plugins", "new", name, "--kind", kind, "--output", str(output), *(["--like", like] if like else [])])
 
 
-def test_it_says_where_it_wrote_and_what_comes_next(tmp_path, capsys):
+def test_the_command_prints_the_folder_and_the_next_commands(tmp_path, capsys):
     assert new(tmp_path, "my_score", "reward") == 0
     folder = tmp_path / "rlhf-plugin-my-score"
     assert capsys.readouterr().out == (
@@ -162,7 +162,7 @@ def outcomes(workshop):
 def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, name):
     found, output = outcomes
     assert set(found[name]) == {"passed"}, output
-    assert found[name]["passed"] >= 6, "its own tests and the conformance suite"
+    assert found[name]["passed"] >= 5, "its own tests and the conformance suite"
 
 
 @pytest.mark.slow

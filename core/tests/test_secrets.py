@@ -4,7 +4,7 @@ from rlhf.secrets import find_secrets, redact
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
 
-def test_secrets_are_hidden_and_all_else_stays():
+def test_redact_hides_secrets_and_nothing_else():
     config = {
         "reward": [{"use": "http", "api_key": "abc", "url": "https://me:pw@host/x?a=1&api_key=zz", "weight": 1.0}],
         "headers": {"Authorization": "Bearer abcdef", "X": "Bearer xyz"},
@@ -59,7 +59,7 @@ def test_a_name_that_a_run_file_may_not_hold_is_hidden_from_observers(key):
     assert redact({key: "abc"}) == {key: "<hidden>"}
 
 
-def test_the_name_of_an_environment_variable_is_no_secret():
+def test_the_name_of_an_environment_variable_is_not_a_secret():
     assert list(find_secrets({"api_key_env": "MY_KEY", "eos_token": "</s>", "prompt_key": "question"})) == []
 
 

@@ -33,7 +33,7 @@ PAGE = Path(__file__).parent / "architectures.md"
 HOW = {
     "shared": (
         "Packed",
-        "Sequences of a micro-batch stand in one row, and a front that they have in common is computed once.",
+        "Sequences of a micro-batch stand in one row, and a prefix that they have in common is computed once.",
     ),
     "packed": ("Packed, without shared prefixes", "`trainer.shared_prefixes` has no effect."),
     "alone": (

@@ -1,7 +1,7 @@
-"""GSM8K as this example uses it: the rows, a tokenizer trained on them, and a small untrained model around it.
+"""GSM8K as this example uses it: the rows, a tokenizer trained on them, and a small untrained model.
 
-Real data and nothing pre-trained, so it runs without a model hub. The calculator marks (`<<48/2=24>>`) are removed:
-they are for a tool that this model does not have.
+The data is real and nothing is pre-trained, so the example runs without a model hub. The calculator marks
+(`<<48/2=24>>`) are removed: they are for a tool that this model does not have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL_VOCABULARY, SMALL_ROW = 1024, 280
 
 
 def read(data: str, split: str) -> list[dict[str, str]]:
-    """Rows with `question` and `answer`: of `gsm8k_<split>.jsonl` in a folder, or of `openai/gsm8k` on the hub."""
+    """Rows with `question` and `answer`, from `gsm8k_<split>.jsonl` in a folder or from `openai/gsm8k` on the hub."""
     if data == "hub":
         from datasets import load_dataset
 
@@ -44,7 +44,7 @@ def cleaned(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def train_tokenizer(texts: list[str], path: Path, vocabulary: int = VOCABULARY) -> None:
-    """Byte-level BPE with every digit a token of its own, so that numbers are spelled alike wherever they stand."""
+    """Byte-level BPE in which every digit is a token, so that a number has the same tokens everywhere."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

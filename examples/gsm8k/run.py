@@ -22,7 +22,7 @@ SMALL = {
     "sft": ("--run.steps", "80", "--trainer.lr", "4e-3"),
     "grpo": ("--run.steps", "8", "--trainer.lr", "5e-4"),
 }
-"""What a smaller model and fewer steps ask for, by run file."""
+"""Options of --small (a smaller model, fewer steps), by run file."""
 SMALL_ANSWERS = ("--sampling.max_new_tokens", "64")
 SMALL_ROWS = 96
 

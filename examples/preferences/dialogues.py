@@ -15,15 +15,16 @@ def split(dialogue: str) -> tuple[str, str]:
 
 
 def opening(prompt: str) -> str:
-    """The first human message: conversations that start alike belong to one side of a split."""
+    """The first human message: conversations with the same first message belong to the same side of a split."""
     return prompt.removeprefix(HUMAN).partition(ASSISTANT)[0].strip()
 
 
 def pairs(rows: Iterable[Mapping[str, str]], left_out: Counter[str]) -> Iterator[dict[str, str]]:
-    """`prompt`, `chosen`, `rejected`; pairs that are none are left out and counted by the reason."""
+    """Rows with `prompt`, `chosen`, `rejected`. Dialogues that are not a valid pair are left out and counted by the
+    reason."""
     for row in rows:
         (prompt, chosen), (other, rejected) = split(row["chosen"]), split(row["rejected"])
-        if prompt != other:  # the dialogues part before their last answers
+        if prompt != other:  # the dialogues differ before their last answers
             left_out["different prompts"] += 1
         elif not chosen.strip() or not rejected.strip():
             left_out["empty answer"] += 1

@@ -1,7 +1,7 @@
-"""Calculator marks, `<<48/2=24>>`: read, evaluated exactly, and compared with the result that they state.
+"""Calculator marks, `<<48/2=24>>`: parse them, evaluate them exactly, and compare with the result that they state.
 
-Data is never given to Python's own evaluation: the grammar is numbers, + - * / and parentheses, and what it does not
-know is no mark that can be checked.
+Data is never given to Python's `eval`. The grammar is numbers, + - * / and parentheses; a mark with other text cannot
+be checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+", re.ASC
 _SPACE = re.compile(r"\s*")
 MAX_DEPTH = 50
 CALCULATOR_DIGITS = 12
-"""Of a result that is trusted: sums of a few 53-bit numbers have about 15."""
+"""Significant digits of a result that are trusted: sums of a few 53-bit numbers have about 15."""
 
 
 class Unreadable(ValueError):
@@ -34,7 +34,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def is_right(mark: str) -> bool | None:
-    """Whether the left side of `48/2=24` is what the right side says; None where that cannot be told.
+    """Whether the left side of `48/2=24` equals the right side; None if that cannot be decided.
 
     The right side is one number. A result with decimals may be the value rounded or cut after its last decimal
     (`100/3=33.33`, `2/3=0.66`), so that it lies less than one unit of that decimal away, or come from a calculator that
@@ -71,7 +71,7 @@ class _Reader:
         return Unreadable(f"{self.text!r}: expected {expected} at {self.text[self.at :][:20]!r}")
 
     def take(self, signs: str) -> str:
-        """The next sign where it is one of ``signs``, else nothing."""
+        """The next character if it is one of ``signs``, else the empty string."""
         rest = self.rest()
         if not rest or rest[0] not in signs:
             return ""

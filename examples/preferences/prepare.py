@@ -1,7 +1,7 @@
 """Rows with preferences, labels and steps from GSM8K and HH, and two small untrained models to learn from them.
 
-Everything is a function of the files and of --seed. What the held-out rows give away without a model is written beside
-them, to `baselines.json`: a reward model is worth no more than what it adds to that.
+The output depends on the files and on --seed only. `baselines.json` has the accuracy of simple rules without a model on
+the held-out rows: a reward model is useful only above that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES = {
     "hh": "hh_harmless_pairs.jsonl.gz",
 }
 SIZE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 3, "intermediate": 512, "std": 0.02}
-"""Of both models: 2.0 M parameters with a vocabulary of 2,048, so that each run takes minutes on two cores."""
+"""Size of both models: 2.0 M parameters with a vocabulary of 2,048, so that each run takes minutes on two cores."""
 SMALL_SIZE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "std": 0.02}
 SMALL_ROWS = 40
 Row = Mapping[str, Any]
@@ -60,7 +60,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_split(folder: Path, rows: Iterable[Row], owner: Callable[[Row], str]) -> list[Row]:
-    """Rows into `train.jsonl` and `held_out.jsonl`, rows with one ``owner`` on one side. Returns the held-out ones."""
+    """Write `train.jsonl` and `held_out.jsonl`; rows with the same ``owner`` go to the same file. Returns the held-out
+    rows."""
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
         sides[solutions.held_out(owner(row))].append(row)
@@ -92,8 +93,8 @@ def hh(folder: Path, rows: Rows, size: Mapping[str, Any]) -> dict[str, float]:
 
 
 def stepwise(folder: Path, sources: Mapping[str, list[tuple[str, str]]], seed: int) -> dict[str, float]:
-    """Steps of worked answers, for training and held out, and of the models' solutions; returns the larger label's
-    share of the held-out ones, which is what saying one label always would get right."""
+    """Steps of worked answers, for training and held out, and of the models' solutions. Returns the share of the more
+    frequent label in the held-out files: the accuracy of always answering that label."""
     shares = {}
     for name, found in sources.items():
         counts = steps.Counts()
@@ -110,7 +111,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def shorter(pairs: Rows) -> float:
-    """Share of pairs whose chosen text has fewer characters, those of equal length counted half."""
+    """Share of pairs whose chosen text has fewer characters; pairs of equal length count half."""
     lengths = [(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
     return mean((a < b) + (a == b) / 2 for a, b in lengths)
 

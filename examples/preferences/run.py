@@ -26,7 +26,7 @@ PARTS = {
     "sampling": ("sft", "rejection_sampling"),
     "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
 }
-"""The runs of each part, in order; what several need is run once."""
+"""The runs of each part, in order; a run that several parts need is made once."""
 SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--trainer.warmup_steps", "0")
 SMALL_EVAL = ("--eval.max_rows", "8")
 SMALL_SAMPLES = ("--sampling.max_new_tokens", "16", "--algorithm.min_reward", "0")
@@ -52,7 +52,7 @@ def command(run: str, small: bool) -> list[str]:
 
 
 def figures(run: str) -> dict[str, tuple[float, float]]:
-    """{metric: (at the start, at the end)} of the held-out figures of a run, where it has any."""
+    """{metric: (at the start, at the end)} of a run's metrics on held-out rows; empty if it has none."""
     lines = [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if any(name.startswith("eval/") for name in line)]
     if not lines:

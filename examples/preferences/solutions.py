@@ -1,7 +1,7 @@
 """Graded solutions of GSM8K questions as pairs (a right and a wrong solution of one question) and as labelled answers.
 
-The file has each question with the solutions of four models and whether the final number is right (`is_correct`): a
-solution may be called right whose steps are not.
+The file has each question with the solutions of four models and whether the final number is right (`is_correct`). A
+solution with wrong steps can therefore be graded right.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def answer(solution: str) -> str:
 
 
 def graded(row: Mapping[str, Any]) -> dict[str, bool]:
-    """{answer: whether it is right} of one question, each text once and in the order of MODELS; one that is graded both
-    ways is left out."""
+    """{answer: whether it is right} of one question, each text once and in the order of MODELS. A text that is graded
+    both right and wrong is left out."""
     grades: dict[str, set[bool]] = {}
     for model in MODELS:
         grades.setdefault(answer(row[model]["solution"]), set()).add(bool(row[model]["is_correct"]))
@@ -32,7 +32,7 @@ def graded(row: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def pairs(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Every right answer with every wrong one to the same question; none where all are right or all are wrong."""
+    """Every right answer with every wrong one to the same question; no pairs if all are right or all are wrong."""
     for row in rows:
         answers = graded(row)
         for chosen in (text for text, right in answers.items() if right):
@@ -48,6 +48,6 @@ def labels(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def held_out(text: str, share: int = 5) -> bool:
-    """Whether a question (or whatever must not be on both sides) belongs to the held-out fifth: by its SHA-256, so that
-    neither order nor the other rows enter."""
+    """Whether a question (or another text that must not be on both sides) belongs to the held-out fifth. Its SHA-256
+    decides, so the result does not depend on the order of rows or on other rows."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % share == 0

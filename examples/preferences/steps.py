@@ -1,11 +1,10 @@
-"""Steps of worked solutions with a label each, for process reward models: what a step's calculator marks say.
+"""Steps of worked solutions with a label each, for process reward models. The labels come from the calculator marks.
 
 A step is a line with a mark, together with the lines without one before it. It is labelled right if in each of its
-marks, `<<48/2=24>>24`, the result is that of the left side (`marks.is_right`), and so is the number in the text behind
-it. Nothing else is judged: not whether it is the step to take, and not whether the numbers that it starts from are
-right. Wrong steps are made: in about half of the steps one digit of a result is replaced by another, in the mark and in
-the text, and what later lines say is left as it was. Then the marks are removed, as in `examples/gsm8k`: whoever judges
-such a step must calculate.
+marks, `<<48/2=24>>24`, the result equals the left side (`marks.is_right`), and so does the number in the text after the
+mark. Nothing else is judged: not whether the step is useful, and not whether its input numbers are right. Wrong steps
+are made: in about half of the steps one digit of a result is replaced by another, in the mark and in the text; later
+lines are not changed. Then the marks are removed, as in `examples/gsm8k`, so a model must calculate to judge a step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from examples.gsm8k.prepare import CALCULATOR_MARK
 from examples.preferences.marks import MARK, evaluate, is_right
 
 SHARE = 0.5
-"""Of the steps, those that are corrupted."""
+"""Share of the steps that are corrupted."""
 _STATED = re.compile(
     r"<<(?P<left>[^<>=]*)=[^<>=]*>>(?P<text>-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII
 )
@@ -29,7 +28,7 @@ _DIGIT = re.compile(r"\d", re.ASCII)
 
 @dataclass
 class Counts:
-    """What became of the solutions."""
+    """Counts of solutions and steps."""
 
     rows: int = 0
     steps: int = 0
@@ -43,8 +42,8 @@ class Counts:
 
 
 def split(solution: str) -> list[str]:
-    """The steps, marks kept: a line with a mark, joined by spaces to those without one before it. What follows the last
-    mark (the final answer) is no step."""
+    """The steps, with marks: a line with a mark, joined by spaces to the lines without one before it. The text after
+    the last line with a mark (the final answer) is not a step."""
     steps: list[str] = []
     held: list[str] = []
     for line in solution.splitlines():
@@ -58,8 +57,8 @@ def split(solution: str) -> list[str]:
 
 
 def label(step: str) -> bool | None:
-    """Whether all results of a step are right, in its marks and behind them in the text. None where that is unclear:
-    a mark that cannot be read, or a number in the text that is the result rounded to a whole or without its sign."""
+    """Whether all results of a step are right, in its marks and in the text after them. None if that is unclear: a mark
+    that cannot be read, or a number in the text that is the result rounded to an integer or without its sign."""
     verdicts = [is_right(mark) for mark in MARK.findall(step)]
     for place in _STATED.finditer(step):
         left, text = place["left"], place["text"]
@@ -73,8 +72,8 @@ def label(step: str) -> bool | None:
 
 
 def corrupted(step: str, draw: random.Random) -> str | None:
-    """A right step with one digit of one result replaced, so that it is wrong; None where no result stands behind its
-    mark in the text."""
+    """A right step with one digit of one result replaced, so that it is wrong; None if no result appears in the text
+    after its mark."""
     places = list(_STATED.finditer(step))
     if not places:
         return None
@@ -91,7 +90,7 @@ def corrupted(step: str, draw: random.Random) -> str | None:
         text = place["text"][:k] + new + place["text"][k + 1 :]
         mark = f"<<{place['left']}={text.replace(',', '')}>>{text}"
         changed = step[: place.start()] + mark + step[place.end() :]
-        if label(changed) is False:  # a last decimal may change within what rounding allows
+        if label(changed) is False:  # a changed last decimal can still be a correct rounding
             return changed
     return None
 
@@ -99,7 +98,7 @@ def corrupted(step: str, draw: random.Random) -> str | None:
 def rows(solutions: Iterable[tuple[str, str]], seed: int, counts: Counts) -> Iterator[dict[str, Any]]:
     """One row for each (question, solution with marks): `question`, `completions` (steps, marks removed), `labels`.
 
-    What is corrupted is a function of the seed, the question and the solution, not of their order.
+    The corruption depends on the seed, the question and the solution, not on their order.
     """
     for question, solution in solutions:
         steps = split(solution)

@@ -1,7 +1,7 @@
-"""Make the quick start's task and model: two-digit addition, and demonstrations most of which forget to carry.
+"""Make the quick start's task and model: two-digit addition. Most of the demonstrations forget to carry.
 
-The demonstrations are flawed on purpose. A model that imitates them adds wrongly wherever a carry is needed; what
-reinforcement learning has to find, from a reward that only checks results, is the minority that was right.
+The demonstrations are flawed on purpose. A model that imitates them usually adds wrongly if a carry is needed.
+Reinforcement learning, with a reward that only checks results, then reinforces the few right answers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from rlhf_testing.tiny import tiny_model
 
 FORGETS = 0.6
-"""Share of the demonstrations that leave every carry out."""
+"""Share of the demonstrations that omit every carry."""
 HELD_OUT = 400
 
 
 def without_carry(a: int, b: int) -> int:
-    """47 + 38 = 75, 82 + 51 = 33: each column is added as if the one before had not passed ten."""
+    """The sum without carries: 47 + 38 = 75, 82 + 51 = 33."""
     return 10 * ((a // 10 + b // 10) % 10) + (a + b) % 10
 
 

@@ -1,4 +1,4 @@
-"""Warm-start a tiny model on flawed demonstrations, then let RLOO find the right answers. Run by `make quickstart`.
+"""Warm-start a tiny model on flawed demonstrations, then train it with RLOO to add correctly. Run by `make quickstart`.
 
 Every step is an `rlhf` command that is printed before it runs, so each can be repeated and changed by hand.
 """
@@ -17,14 +17,14 @@ RUNS = Path("runs/quickstart")
 
 
 def run(*command: str) -> None:
-    """Run a command with this Python's `rlhf`, showing it first; stop where it fails."""
+    """Print a command and run it with this Python's `rlhf`; end the program if it fails."""
     print(f"\n$ {' '.join(command)}", flush=True)
     words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
     child, stopped = subprocess.Popen(words), False
     while child.returncode is None:
         try:
             child.wait()
-        except KeyboardInterrupt:  # the child has heard it too: it finishes its step and saves
+        except KeyboardInterrupt:  # the child process gets the signal too, finishes its step and saves
             stopped = True
     if stopped:
         sys.exit("stopped. `make quickstart` starts anew")
@@ -33,7 +33,7 @@ def run(*command: str) -> None:
 
 
 def accuracy(step: int | None = None) -> float:
-    """Held-out accuracy of the RLOO run: at its start, or of its last evaluation."""
+    """Held-out accuracy of the RLOO run at ``step``; None: at its last evaluation."""
     lines = [json.loads(line) for line in (RUNS / "rloo" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in lines if "eval/pass@1" in line]
     return evaluated[0 if step == 0 else -1]["eval/pass@1"]

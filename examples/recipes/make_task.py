@@ -1,7 +1,7 @@
-"""Make the recipes' task and model: sort four digits, and demonstrations most of which leave them as they are.
+"""Make the recipes' task and model: sort four digits. Most of the demonstrations leave the digits unsorted.
 
-A model that imitates the demonstrations knows both answers, the lazy one better. Each recipe finds the other from a
-reward that compares digits.
+A model that imitates the demonstrations gives both answers, the unsorted one more often. Each recipe trains it to give
+the sorted one, with a reward that compares digits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make(output: Path) -> None:
     write(output / "demonstrations.jsonl", [demonstration(t) for t in training])
     write(output / "problems.jsonl", [problem(t) for t in training])
     write(output / "held_out.jsonl", [problem(t) for t in held_out])
-    chars = "0123456789> <rm_score:-."  # beside digits, what conditional_sft writes into prompts
+    chars = "0123456789> <rm_score:-."  # digits, and the characters that conditional_sft writes into prompts
     tiny_model(output / "model", hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, std=0.02, chars=chars)
 
 

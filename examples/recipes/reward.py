@@ -7,6 +7,6 @@ from typing import Any
 
 
 def score(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Share of the digits that stand where they stand in the sorted number; 1 is right."""
+    """Share of the digits that are at their place in the sorted number; 1 if all are."""
     right = row["answer"]
     return sum(a == b for a, b in zip(completion, right, strict=False)) / max(len(right), len(completion))

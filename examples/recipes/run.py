@@ -28,7 +28,7 @@ ANSWER = ("--sampling.max_new_tokens", "6", "--data.max_tokens", "40", "--eval.t
 
 
 def run(*words: str) -> str:
-    """One `rlhf` command in this process; what it printed. Stops where it fails."""
+    """Run one `rlhf` command in this process. Returns its output; ends the program if it fails."""
     print(f"\n$ rlhf {' '.join(word if ' ' not in word else repr(word) for word in words)}", flush=True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -44,7 +44,7 @@ def shorter(steps: int | None) -> tuple[str, ...]:
 
 
 def prepare(steps: int | None) -> None:
-    """The task, and the model that imitates its demonstrations, where they are not there yet."""
+    """Make the task, and the model that imitates its demonstrations, if they do not exist."""
     if not (TASK / "model").exists():
         print(f"\nmaking the task in {TASK}", flush=True)
         make(TASK)
@@ -54,7 +54,7 @@ def prepare(steps: int | None) -> None:
 
 
 def online(name: str, steps: int | None) -> str:
-    """One run: sampling, scoring, choosing and training are one controller."""
+    """A recipe that is one run: the same run samples, scores, chooses and trains."""
     run("train", str(HERE / f"{name}.toml"), *shorter(steps))
     lines = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = [line for line in lines if "eval/reward" in line]
@@ -63,7 +63,7 @@ def online(name: str, steps: int | None) -> str:
 
 
 def conditional_sft(name: str, steps: int | None) -> str:
-    """Sample and score, put rewards into prompts, fine-tune, ask for good answers."""
+    """Sample and score, write rewards into prompts, fine-tune, and prompt for good answers."""
     folder = RUNS / name
     folder.mkdir(parents=True)
     samples, data, rows = folder / "samples.jsonl", folder / "conditional.jsonl", "1000" if steps is None else "60"

@@ -150,7 +150,7 @@ class MaskTimesNan(Centered):
 
 
 class NotCentered(Centered):
-    """Says it has a group baseline."""
+    """Declares a group baseline that it does not have."""
 
     def baseline(self, r_N, group_N):
         return r_N - 0.5 * group_mean(r_N, group_N)
@@ -188,7 +188,7 @@ class NoDecay(Critic):
 
 
 class NoGroupMin(Centered):
-    """Compares with the group, and calls a group of one enough."""
+    """Compares with the group, but declares that a group of one is enough."""
 
     group_min = 1
 

@@ -58,12 +58,12 @@ class Simple(Algorithm):
 
     class Config(ComponentConfig):
         penalty: float = 0.0
-        """Of the drift from the reference."""
+        """Coefficient of the drift from the reference."""
         epochs: int = 1
         """Passes over the batch."""
 
-    def __init__(self, config=None, parts=None):
-        super().__init__(config, parts)
+    def __init__(self, config=None, parts=None, run=None):
+        super().__init__(config, parts, run)
         self.beta = self.config.penalty
 
     def needs(self):
@@ -71,7 +71,7 @@ class Simple(Algorithm):
         return Needs((RoleSpec("policy", trained=True), *reference), group_min=2)
 
     def assemble(self, examples):
-        return assemble(examples, self.step_sources), {}
+        return assemble(examples, self.run.step_sources), {}
 
     def annotations(self, step):
         wanted = []
@@ -120,7 +120,7 @@ CONTEXT = Head("context", LOGPROBS.fn, over="context_mask")
 
 
 class Contrast(Loss):
-    """The answer's log-probs, less what the reference says of the context: an annotation over a mask of its own."""
+    """The answer's log-probs less the reference's log-probs of the context, which are annotated over their own mask."""
 
     name = "contrast"
 
@@ -142,7 +142,7 @@ class Contrast(Loss):
 
 
 class Contextual(Algorithm):
-    """Rows of demonstrations with the mask of what precedes the answer."""
+    """Rows of demonstrations with a mask of the tokens before the answer."""
 
     name = "contextual"
     data = "demonstrations"
@@ -245,7 +245,7 @@ class NoReference(Simple):
 
 
 class LendsTheTrained(Simple):
-    """Would lend a head that moves."""
+    """Lends the head of a model that is trained."""
 
     def needs(self):
         return replace(super().needs(), lent=(Lent("policy", to="policy"),))
@@ -296,7 +296,7 @@ class ReadsPrompt(Simple):
 
 
 class KeepsTheBatch(Simple):
-    """Plans by the batch that was assembled last."""
+    """Plans updates from the batch that was assembled last, not from its argument."""
 
     units = 0
 
@@ -353,7 +353,7 @@ class StdOfOne(Simple):
 
 
 class KeepsFailed(Simple):
-    """Takes every sample, whatever became of it."""
+    """Takes every sample, failed ones included."""
 
     def assemble(self, examples):
         for group in examples:
@@ -381,7 +381,7 @@ class WholeLength(Simple):
 
 
 class NoGroupMin(Simple):
-    """Compares with the group, and calls a group of one enough."""
+    """Compares with the group, but declares that a group of one is enough."""
 
     def needs(self):
         return replace(super().needs(), group_min=1)
@@ -398,7 +398,7 @@ class LosesPenalty(Simple):
 
 
 class LosesEpochs(Simple):
-    """One pass, whatever is asked for."""
+    """Makes one pass, whatever ``epochs`` is."""
 
     def updates(self, step, batch=None):
         return [replace(update, epochs=1) for update in super().updates(step, batch)]
@@ -478,7 +478,7 @@ def test_equal_rewards_may_hold_nothing_to_learn_from():
 
         def assemble(self, examples):
             differ = [g for g in examples if len({t.reward for t in g.trajectories}) > 1]
-            return assemble(differ, self.step_sources), {}
+            return assemble(differ, self.run.step_sources), {}
 
     suite(Contrast).test_smallest_group()
 
@@ -494,7 +494,7 @@ def test_equal_rewards_may_hold_nothing_to_learn_from():
 
 def test_undeclared_coefficient_is_named():
     class ReadsCoef(Ratio):
-        """Reads what no update passes."""
+        """Reads a coefficient that no update passes."""
 
         def __call__(self, x):
             return LossOutput({"policy": x["logprobs"] * x.coef["strength"]})

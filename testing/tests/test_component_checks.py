@@ -145,7 +145,7 @@ def test_suite_without_a_class_says_what_to_set():
     ("name", "meant"), [("baselines", "baseline"), ("need_values", "needs_values"), ("group_minimum", "group_min")]
 )
 def test_a_misspelled_member_is_named(name, meant):
-    with pytest.raises(Nonconformance, match=f"Made.{name} is nothing that kind advantage has.*Did you mean '{meant}'"):
+    with pytest.raises(Nonconformance, match=f"Made.{name} is not a member of kind advantage.*Did you mean '{meant}'"):
         suite(component(**{name: True})).test_class()
 
 

@@ -126,7 +126,7 @@ class ForgetsFile(Echo):
 
 
 class ForgetsProcess(Dice):
-    """A calculator that nobody ends."""
+    """A calculator process that is not ended."""
 
     def reset(self, row, seed):
         self.calculator = subprocess.Popen(["sleep", "60"])
@@ -158,10 +158,10 @@ Released = threading.Event()
 
 
 class Holds(Dice):
-    """All three, given back."""
+    """Releases all three."""
 
     shared: list = []
-    """What the first episode opens for all: kept on purpose."""
+    """A resource that the first episode opens for all episodes: kept on purpose."""
 
     def reset(self, row, seed):
         if not self.shared:
@@ -199,7 +199,7 @@ class TestHolds(EnvContract):
 @pytest.mark.skipif(
     not os.path.isdir("/proc/self/fd"), reason="this system does not list a process's files and children"
 )
-def test_what_an_episode_forgets_to_give_back_is_named(made, message):
+def test_resources_that_an_episode_does_not_release_are_named(made, message):
     Released.clear()
     try:
         with pytest.raises(Nonconformance, match=message):

@@ -134,7 +134,7 @@ class IgnoresTemperature(PlainGenerator):
 
 
 class UntruncatedLogprobs(PlainGenerator):
-    """Log-probs of the whole distribution, whatever was left out."""
+    """Log-probs of the whole distribution, although top_p or top_k left tokens out."""
 
     def report(self, row, s):
         return torch.log_softmax(row / (s.temperature or 1.0), 0)
@@ -148,14 +148,14 @@ class GlobalSeed(PlainGenerator):
 
 
 class SeedByPosition(PlainGenerator):
-    """Seeds by the place in the batch."""
+    """Derives seeds from the position in the batch."""
 
     def random(self, n, request):
         return torch.Generator().manual_seed(n)
 
 
 class OneSeed(PlainGenerator):
-    """Every request draws alike."""
+    """Every request uses the same random numbers."""
 
     def random(self, n, request):
         return torch.Generator().manual_seed(0)
@@ -277,7 +277,7 @@ class DropsABucket(PlainLinked):
 
 
 class OnlyTheCapability(PlainGenerator):
-    """Has the capability, and takes no headers."""
+    """Declares the capability, but takes no headers."""
 
     capabilities = PlainGenerator.capabilities | {"accept:links"}
 

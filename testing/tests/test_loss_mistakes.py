@@ -1,4 +1,4 @@
-"""Mistakes that authors of losses make: `rlhf plugins check` says in their words what is wrong."""
+"""Mistakes that authors of losses make: `rlhf plugins check` names each one and the line to change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failures(cls: type) -> dict[str, str]:
 
 
 def gap(logits_CV, ids_C, columns, constants):
-    """The likeliest token's logit above the next one's."""
+    """The largest logit minus the second largest."""
     top_C2 = logits_CV.topk(2, dim=1).values
     return top_C2[:, 0] - top_C2[:, 1]
 
@@ -61,11 +61,11 @@ def made(**members: Any) -> type:
 
 
 def with_head(fn: Any) -> str:
-    """What `heads` says of the same loss with another function of its head."""
+    """The finding of the check `heads` for the same loss with another function of its head."""
     return failures(made(fn=staticmethod(fn))).get("heads", "")
 
 
-def test_the_loss_that_the_others_are_made_of_is_well_made():
+def test_the_base_of_the_wrong_losses_passes():
     assert failures(Sharp) == {}
 
 
@@ -123,10 +123,10 @@ def test_heads_that_are_named_or_made_otherwise():
     new = made(outputs=lambda self: ("logprobs", Head("gap", lambda l, i, c, k: l.logsumexp(1))))  # noqa: E741
     assert "a head of its own is called 'logprobs', as a built-in one" in failures(clash)["heads"]
     assert "outputs() names 'gap' 2 times" in failures(twice)["heads"]
-    assert "the function of head 'gap' is another one each time that outputs() is asked" in failures(new)["heads"]
+    assert "the function of head 'gap' is another one in each call of outputs()" in failures(new)["heads"]
 
 
-def test_a_text_in_place_of_a_tuple():
+def test_a_string_in_place_of_a_tuple_is_found():
     assert (
         "columns() returns 'advantages'; it must be a tuple"
         in failures(made(columns=lambda self: "advantages"))["heads"]
@@ -153,7 +153,7 @@ def test_metrics_that_are_no_values():
     assert "got float -" in said
 
 
-def test_what_others_read_too_is_left_alone():
+def test_changes_of_columns_in_place_are_found():
     clamped = made(policy=lambda self, x: -x["advantages"] * x["logprobs"].clamp_(min=-50))
 
     class Unit(Sharp):

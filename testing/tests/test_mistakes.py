@@ -1,4 +1,4 @@
-"""Mistakes that authors make, kind by kind: `rlhf plugins check` says in their words what is wrong."""
+"""Mistakes that authors make, kind by kind: `rlhf plugins check` names each one and the change to make."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Selected:
     cls: Any
 
 
-def failures(kind: str, cls: type) -> dict[str, str]:
-    """{check: what is wrong} of every check that fails."""
-    return {r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls)) if not r.passed}
+def failures(kind: str, cls: type, only: str = "") -> dict[str, str]:
+    """{check: what is wrong} of every check that fails, or of those whose names contain ``only``."""
+    return {r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls), only=only) if not r.passed}
 
 
 # ------------------------------------------------------------------------------------------ any kind
@@ -82,7 +82,7 @@ def test_an_option_that_no_run_file_could_set(kind, base, field, says):
     assert says in failures(kind, with_field(base, field))["config"]
 
 
-def test_methods_that_would_be_called_otherwise():
+def test_methods_with_another_signature_are_found():
     class Fewer(Centred):
         """No groups."""
 
@@ -189,7 +189,7 @@ def test_what_a_plugin_prints_is_not_in_the_json(tmp_path, capsys):
 # ---------------------------------------------------------------------------------------- advantages
 
 
-def test_advantages_that_give_something_else():
+def test_advantages_with_wrong_results_are_found():
     class Lists(Centred):
         """Not tensors."""
 
@@ -202,7 +202,7 @@ def test_advantages_that_give_something_else():
         group_min = "2"
 
     class Seeds(Centred):
-        """Makes every dropout of the run alike."""
+        """Seeds torch's generator, which dropout uses too."""
 
         def returns(self, R_NA, mask_NA, values_NA, boot_N):
             torch.manual_seed(0)
@@ -252,7 +252,7 @@ def test_rewards_that_ask_a_model():
 
 
 def test_rewards_that_cannot_run_in_a_worker():
-    """What a run refuses too, or fails on in its first step."""
+    """Mistakes that a run also refuses, or that make its first step fail."""
 
     class Plain(Constant):
         """Has what it needs."""
@@ -261,13 +261,13 @@ def test_rewards_that_cannot_run_in_a_worker():
             return [RewardResult(1.0) for _ in group.trajectories]
 
     class PlainRole(Plain):
-        """A model in a process without."""
+        """Declares a role, but runs in a process that has no models."""
 
         def roles(self):
             return (RoleSpec("judge", head="scalar", model="m"),)
 
     class PlainSetup(Plain):
-        """Reads what no worker has."""
+        """Reads a value that setup() gives, which is not called in worker processes."""
 
         async def setup(self, context):
             self.value = 1.0
@@ -276,7 +276,7 @@ def test_rewards_that_cannot_run_in_a_worker():
             return [RewardResult(self.value) for _ in group.trajectories]
 
     class PlainState(Plain):
-        """Every worker has another."""
+        """Keeps a state that differs in every worker process."""
 
         def state_dict(self):
             return {}
@@ -292,7 +292,7 @@ def test_rewards_that_cannot_run_in_a_worker():
 
 def test_environments_are_played_from_every_action():
     class NoneForNothing(Env):
-        """Forgets the empty answer, which it would never see after the first."""
+        """Returns nothing for an empty answer."""
 
         name = "none_for_nothing"
 
@@ -305,7 +305,7 @@ def test_environments_are_played_from_every_action():
     assert "the answer to '' must be an EnvStep, got None" in failures("env", NoneForNothing)["episodes"]
 
 
-def test_environments_that_answer_something_else():
+def test_environments_with_wrong_results_are_found():
     class Made(Env):
         """Answers ``given``."""
 
@@ -330,9 +330,9 @@ def test_environments_that_answer_something_else():
 # ----------------------------------------------------------------------------------------- observers
 
 
-def test_observers_that_hear_nothing():
+def test_observer_methods_that_are_unknown_or_async_are_found():
     class OtherName(Observer):
-        """What another framework calls it."""
+        """Has a method with the name that another framework uses."""
 
         name = "other_name"
 
@@ -348,14 +348,14 @@ def test_observers_that_hear_nothing():
             pass
 
     assert "listens to nothing: nobody calls on_step_end; events are" in failures("observer", OtherName)["listens"]
-    assert "step_finished() is `async def`: nobody awaits it" in failures("observer", Waits)["runs"]
+    assert "step_finished() is `async def`, which is never awaited" in failures("observer", Waits)["runs"]
 
 
 # ------------------------------------------------------------------------------------------ rollouts
 
 
 class Best(Rollout):
-    """The longest of four candidates, as a judge of the same model would have it."""
+    """Keeps the longest of four candidates."""
 
     name = "best"
     conformance = {"discards": True}
@@ -368,21 +368,21 @@ class Best(Rollout):
         return [prompt, made[len(verdict.ids) % 4]]
 
 
-def test_candidates_may_be_dropped_by_who_says_so():
+def test_candidates_may_be_dropped_if_declared():
     class Silent(Best):
-        """Does not say so."""
+        """Does not declare that it drops candidates."""
 
         conformance = {}
 
     class Changes(Best):
-        """Drops, and changes what it keeps."""
+        """Drops candidates and changes the one that it keeps."""
 
         async def run(self, row, seed, ctx):
             prompt, kept = await super().run(row, seed, ctx)
             return [prompt, replace(kept, ids=kept.ids[:-1], logprobs=kept.logprobs[:-1])]
 
     class Elsewhere(Best):
-        """Keeps an answer to something else."""
+        """Keeps an answer that was sampled after another context."""
 
         async def run(self, row, seed, ctx):
             turns = await super().run(row, seed, ctx)
@@ -396,7 +396,7 @@ def test_candidates_may_be_dropped_by_who_says_so():
     assert "mark a rewritten context with fresh=True" in failures("rollout", Elsewhere)["token_in_token_out"]
 
 
-def test_rollouts_that_return_something_else():
+def test_rollouts_with_wrong_results_are_found():
     class NotAwaited(Best):
         """No await."""
 
@@ -438,11 +438,23 @@ class Good(PolicyGradient):
     slots = PolicyGradient.slots | {"advantage": Slot("advantage", "group_norm"), "loss": Slot("loss", "ppo")}
 
 
+class FirstFailure(Exception):
+    """Ends the checks of :func:`first_failure`."""
+
+
 def first_failure(cls: type) -> str:
-    return next(iter(failures("algorithm", cls).values()))
+    """What is wrong by the first check that fails. The checks after it are not run."""
+
+    def stop(result: conformance.CheckResult) -> None:
+        if not result.passed:
+            raise FirstFailure(result.detail)
+
+    with pytest.raises(FirstFailure) as found:
+        conformance.run(Selected("algorithm", cls.name, cls), stop)
+    return str(found.value)
 
 
-def test_algorithms_that_lost_something_of_their_base():
+def test_algorithms_that_override_their_base_wrongly_are_found():
     class NoSlots(PolicyGradient):
         """No parts."""
 
@@ -473,7 +485,7 @@ def test_slots_whose_defaults_their_plugin_does_not_have():
     assert "slots['loss'].defaults.clip_hihg: unknown key. Did you mean 'clip_high'?" in first_failure(WrongDefault)
 
 
-def test_algorithms_whose_methods_return_something_else():
+def test_algorithms_with_wrong_results_are_found():
     class NoCredit(Good):
         """Forgets to return."""
 
@@ -499,7 +511,7 @@ def test_algorithms_whose_methods_return_something_else():
             pass
 
     class Shuffles(Good):
-        """With the generator of everybody."""
+        """Draws from the generator of the whole process."""
 
         def assemble(self, examples):
             groups = list(examples)
@@ -512,7 +524,10 @@ def test_algorithms_whose_methods_return_something_else():
     )
     assert "updates() must return a list of Updates and Snapshots, got Update" in first_failure(OneUpdate)
     assert "finish() must return metrics, {} for none, got NoneType" in first_failure(NoMetrics)
-    assert "draws from or seeds random's generator of the whole process" in failures("algorithm", Shuffles)["steps"]
+    assert (
+        "draws from or seeds random's generator of the whole process"
+        in failures("algorithm", Shuffles, only="steps")["steps"]
+    )
 
 
 def test_an_option_with_the_name_of_a_slot():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.interfaces import Backend, Check, Command, Finding
+from rlhf.interfaces import Backend, Check, Command, ComponentConfig, Finding
 from rlhf_testing.conformance import run
 
 
@@ -76,6 +76,12 @@ def test_mistakes_of_a_backend(mistake):
     attributes, check, says = BACKENDS[mistake]
     found = failed("backend", type("Wrong", (Desk,), {"__doc__": "Wrong.", **attributes}))
     assert says in found[check]
+
+
+@pytest.mark.parametrize(("kind", "cls"), [("command", Hello), ("backend", Desk)])
+def test_options_of_what_has_none_are_a_mistake(kind, cls):
+    found = failed(kind, type("Wrong", (cls,), {"__doc__": "Wrong.", "Config": ComponentConfig}))
+    assert found["class"] == f"Wrong has a Config, but a {kind} has no options: remove it"
 
 
 class Fine(Check):

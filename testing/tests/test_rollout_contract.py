@@ -103,7 +103,7 @@ class ClosesItself(Episode):
 
 
 class Swallows(Episode):
-    """Makes a zero of an error."""
+    """Turns an error into a reward of zero."""
 
     async def run(self, row, seed, ctx):
         try:
@@ -144,7 +144,7 @@ class DropsRewards(Episode):
 
 
 class Wasteful(SingleTurn):
-    """Raises something of its own when the budget is used up."""
+    """Raises an error of its own when the budget is used up."""
 
     async def run(self, row, seed, ctx):
         turns = [ctx.encode_prompt(row)]

@@ -28,7 +28,7 @@ class TestQuiet(ObserverContract):
 
 
 class Logger(Observer):
-    """Keeps an id over a resume and writes lines."""
+    """Keeps its id when a run is resumed, and writes lines."""
 
     name = "logger"
     id = None
@@ -72,7 +72,7 @@ class NeedsRollouts(Logger):
 
 
 class WantsRewards(Quiet):
-    """Takes it that every step reports a reward; supervised runs and empty steps have none."""
+    """Assumes that every step reports a reward; supervised runs and empty steps have none."""
 
     def step_finished(self, step, metrics):
         self.best = metrics["reward/mean"]
@@ -134,10 +134,10 @@ class InProcess(Launcher):
 
         return Group([trainer(config, replace(spec, rank=r)) for r in range(spec.world_size)])
 
-    def place(self, places, plugins=()):
+    def place(self, places, plugins=(), reports=None):
         return None
 
-    def launch_generator(self, generator, config, spec):
+    def launch_generator(self, generator, config, spec, policy=None, refresh=None):
         return generator(config, spec)
 
 
@@ -228,7 +228,7 @@ class TestForeign(AdapterContract):
 
 
 class Greedy(Foreign):
-    """Takes everything."""
+    """Recognises every file."""
 
     def recognises(self, kind, text):
         return True
@@ -245,14 +245,14 @@ class Leaks(Foreign):
 
 
 class Guesses(Foreign):
-    """Takes another function than the one asked for."""
+    """Loads another function than the named one."""
 
     def adapt(self, kind, module, attribute):
         return super().adapt(kind, module, None)
 
 
 class Executes(Foreign):
-    """Runs the file to find out."""
+    """Runs the file to recognise it."""
 
     def recognises(self, kind, text):
         try:

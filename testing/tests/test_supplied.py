@@ -1,4 +1,4 @@
-"""What only an author can supply: columns of the rows, units of pairs, columns that are no token columns."""
+"""Data for the suites that only an author can supply: columns of rows, units of pairs, columns of other levels."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Summed(Loss):
 
 
 class Paired(PairLearning):
-    """Lays a column of the row and the margin of the pair."""
+    """Puts a column of the row and the margin of the pair into the batch."""
 
     name = "paired"
     slots = {"loss": Slot("loss", "summed")}

@@ -1,4 +1,4 @@
-"""Tiny models and the character tokenizer load with transformers and mean what they say."""
+"""Tiny models and the character tokenizer load with transformers and give the expected results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_chat_template_uses_one_token_per_marker(tmp_path):
     assert plain.chat_template is None
 
 
-def test_making_a_model_says_nothing(tmp_path):
+def test_making_a_model_prints_nothing(tmp_path):
     """Where DeepSpeed is installed, transformers imports it to save, and it warns of every CPU."""
     code = f"from rlhf_testing.tiny import tiny_model; tiny_model({str(tmp_path)!r}, hidden=16, heads=2, kv_heads=1)"
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}

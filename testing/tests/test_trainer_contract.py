@@ -78,7 +78,7 @@ class StepsAnyway(PlainTrainer):
 
 
 class ReportsChange(PlainTrainer):
-    """Says that the learning rate may change, and steps as before."""
+    """Declares that the learning rate may change, but ignores a change."""
 
     changeable = frozenset({"lr"})
 
@@ -141,7 +141,7 @@ class LiveForAll(PlainTrainer):
 
 
 class Unmasked(PlainTrainer):
-    """Outputs where nothing is masked in."""
+    """Gives outputs at masked positions."""
 
     def forward(self, micros, outputs, view="live"):
         made = super().forward(micros, outputs, view)
@@ -153,14 +153,14 @@ class Unmasked(PlainTrainer):
 
 
 class HiddenAfter(PlainTrainer):
-    """Hidden states of the tokens themselves, not of where they are predicted."""
+    """Hidden states at the tokens themselves, not at the positions that predict them."""
 
     def hidden(self, ids_T):
         return super().hidden(ids_T).roll(-1, 0)
 
 
 class BorrowsUnscaled(PlainTrainer):
-    """Computes with something else than it was lent."""
+    """Computes with another head than the lent one."""
 
     def borrow_head(self, role, head):
         super().borrow_head(role, replace(head, weight_VH=head.weight_VH / head.weight_VH.norm()))
@@ -183,7 +183,7 @@ class ForgetsNothing(PlainTrainer):
 
 
 class TakesAnyHead(PlainTrainer):
-    """A random head is taken for a reward model's."""
+    """Accepts a random head as a reward model's."""
 
     @classmethod
     def check_files(cls, spec):

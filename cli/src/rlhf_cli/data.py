@@ -12,7 +12,7 @@ from rlhf.interfaces import Command
 from rlhf_cli.main import run_command
 
 ACTIONS = {
-    "preview": ("Preview", "rows as the model will see them: tokens, what is trained on, what is left out and why"),
+    "preview": ("Preview", "rows as the model will see them: tokens, trained tokens, rows left out and why"),
     "export": (
         "Export",
         "recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows",
@@ -41,9 +41,13 @@ class Data(Command):
         if args.action not in ACTIONS:
             known = ", ".join(ACTIONS)
             raise ConfigError(f"no action {args.action!r}; actions are {known}.{did_you_mean(args.action, ACTIONS)}")
-        module = importlib.import_module(f"rlhf_cli.data_{args.action}")
-        action = getattr(module, ACTIONS[args.action][0])()
-        return run_command(f"rlhf data {args.action}", action, args.arguments)
+        return run_command(f"rlhf data {args.action}", action_command(args.action), args.arguments)
+
+
+def action_command(name: str) -> Command:
+    """The command of one action; its module is imported."""
+    command: Command = getattr(importlib.import_module(f"rlhf_cli.data_{name}"), ACTIONS[name][0])()
+    return command
 
 
 @hookimpl

@@ -14,16 +14,16 @@ from rlhf.paths import path_argument
 FORMS = {
     "pairs": "prompt, chosen, rejected: the best answer to each prompt and the worst, where they differ",
     "best": "prompt, completion, reward: the best answers to each prompt",
-    "labels": "prompt, completion, label: every answer, good or bad",
+    "labels": "prompt, completion, label: every scored answer, labelled true or false by its reward",
     "demonstrations": "prompt, completion: every answer",
     "scored": "prompt, completion, reward: every scored answer",
     "conditional": "prompt with the reward in it, completion, reward: every scored answer, rewards as z-scores",
 }
 OPTIONS: dict[str, tuple[str, type, str, str]] = {
     "min_gap": ("pairs", float, "GAP", "only where the rewards differ by more than this (default: 0)"),
-    "keep": ("best", int, "N", "so many answers to each prompt (default: 1)"),
-    "min_reward": ("best", float, "REWARD", "only answers that reach this"),
-    "threshold": ("labels", float, "REWARD", "good is what reaches this (default: 1)"),
+    "keep": ("best", int, "N", "number of answers to each prompt (default: 1)"),
+    "min_reward": ("best", float, "REWARD", "only answers with at least this reward"),
+    "threshold": ("labels", float, "REWARD", "answers with at least this reward are labelled true (default: 1)"),
     "condition": (
         "conditional",
         str,
@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[str, type, str, str]] = {
         "with {prompt} and {reward} (default: '{prompt} <rm_score>: {reward:.2f} ')",
     ),
 }
-"""{option: (form that reads it, type, what help calls its value, help)}."""
+"""{option: (form that uses it, type, name of its value in the help, help)}."""
 
 
 class Export(Command):
@@ -51,7 +51,7 @@ class Export(Command):
         parser.add_argument(
             "-o", "--output", type=path_argument, required=True, metavar="FILE.jsonl", help="written as JSON lines"
         )
-        parser.add_argument("--force", action="store_true", help="replace the output where it exists")
+        parser.add_argument("--force", action="store_true", help="replace the output if it exists")
         parser.add_argument(
             "--truncated", action="store_true", help="take answers that were cut off at their budget too"
         )
@@ -90,7 +90,7 @@ class Export(Command):
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the form; one that the form does not read is an error."""
+    """The options of the form. An option that the form does not use is an error."""
     from rlhf.errors import ConfigError
 
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}

@@ -1,4 +1,4 @@
-"""Rows as the model will see them: tokens, what is trained on, what is left out and why."""
+"""Rows as the model will see them: tokens, trained tokens, rows left out and why."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 LONG = 600
-"""Tokens of a sequence that are shown without ``--json``; of a longer one its front and its end."""
+"""Largest number of tokens of a sequence that is shown without ``--json``. Of a longer sequence, the start and the end
+are shown."""
 
 
 class Preview(Command):
     """Show rows as the model will see them: `rlhf data preview run.toml`, or `--algo NAME --model PATH --data FILE`.
 
-    The run file and flags are those of `rlhf train`. The tokenizer is loaded, no model is. The first rows of every
-    source are shown in the order of the file: what is trained on, where steps end, what would be refused or left out,
-    and why.
+    The run file and flags are those of `rlhf train`. The tokenizer is loaded, but no model. The first rows of every
+    source are shown in the order of the file: the trained tokens, the ends of steps, the rows that would be refused or
+    left out, and why.
     """
 
     name = "preview"
@@ -29,9 +30,7 @@ class Preview(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
         parser.add_argument("--rows", type=_count, default=3, metavar="N", help="rows of each source (default: 3)")
-        parser.add_argument(
-            "--check", action="store_true", help="tokenise every row and count what is used, and what not"
-        )
+        parser.add_argument("--check", action="store_true", help="tokenise every row and count used and unused rows")
         parser.add_argument("--json", action="store_true", help="one JSON object, with all tokens")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -128,7 +127,7 @@ def _headline(row: dict[str, Any]) -> Any:
 
 
 _STYLES = {True: ("black on green", "black on bright_green"), False: ("dim", "dim underline")}
-"""{whether trained on: styles of every other token}, so that tokens can be told apart."""
+"""{whether trained on: two styles that alternate from token to token, so that tokens can be distinguished}."""
 _END = "bold white on blue"
 
 

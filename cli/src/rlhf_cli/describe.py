@@ -1,30 +1,29 @@
-"""What ``rlhf plugins show`` says of a plugin: read off its class, and off an instance with its defaults."""
+"""The content of ``rlhf plugins show``, from a plugin's class and from an instance with default options."""
 
 from __future__ import annotations
 
 import inspect
-import types
-import typing
+import json
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import PydanticUndefined
 from rlhf.errors import RlhfError
-from rlhf.interfaces import ComponentConfig
 from rlhf.plugins import Plugins, Resolved
+from rlhf_runtime.config.options import options_of
 
 DECLARATIONS: dict[str, tuple[str, ...]] = {
     "algorithm": ("data", "slots", "needs"),
     "advantage": ("group_min", "needs_values", "normalise"),
     "loss": ("outputs", "columns", "reduce", "prepass"),
+    "curriculum": ("min_scores", "repeats", "reads_probabilities"),
     "rollout": ("needs_env",),
     "reward": ("roles",),
     "trainer": ("capabilities",),
     "generator": ("capabilities",),
     "launcher": ("capabilities",),
 }
-"""What a kind declares about itself: class attributes, properties, and methods without arguments."""
+"""Declarations of each kind that are shown: class attributes, properties, and methods without arguments."""
 
 
 def describe(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
@@ -39,34 +38,21 @@ def describe(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
         "source": cls.source,
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "file": resolved.path or inspect.getsourcefile(cls) or "",
-        "options": options(cls.Config),
+        "options": options(cls.Config) if hasattr(cls, "Config") else [],
         "declares": declarations(resolved, plugins),
     }
 
 
-def options(config: type[Any], prefix: str = "") -> list[dict[str, Any]]:
-    """One object per config field: name, type, default (as TOML would have it, null where required), doc."""
-    found: list[dict[str, Any]] = []
-    for name, field in config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, ComponentConfig):
-            found += options(field.annotation, f"{prefix}{name}.")
-            continue
-        default = field.get_default(call_default_factory=True)
-        required = default is PydanticUndefined
-        found.append(
-            {
-                "name": prefix + name,
-                "type": _type(field.annotation),
-                "required": required,
-                "default": None if required else plain(default),
-                "doc": " ".join((field.description or "").split()),
-            }
-        )
-    return found
+def options(config: type[Any]) -> list[dict[str, Any]]:
+    """One object per option: name, type, default (as TOML has it, null where required), doc."""
+    return [
+        {"name": o.path, "type": o.type, "required": o.required, "default": o.default, "doc": o.doc}
+        for o in options_of(config)
+    ]
 
 
 def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
-    """Needs or capabilities, with the default options; ``"depends on its options"`` where those are required."""
+    """Needs or capabilities, with the default options; ``"depends on its options"`` if an option is required."""
     cls = resolved.cls
     if resolved.kind == "env":
         return {"calls": _calls(cls.step)}
@@ -85,7 +71,7 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
 
 
 def _instance(resolved: Resolved, plugins: Plugins) -> Any:
-    """One with default options; an algorithm's parts are those of its slots."""
+    """An instance with default options; an algorithm gets the default parts of its slots."""
     cls = resolved.cls
     if resolved.kind != "algorithm":
         return cls(cls.Config(**resolved.options))
@@ -98,22 +84,6 @@ def _instance(resolved: Resolved, plugins: Plugins) -> Any:
 
 def _calls(method: Any) -> str:
     return "async def: on the event loop" if inspect.iscoroutinefunction(method) else "def: in a worker process"
-
-
-def _type(annotation: Any) -> str:
-    """``'k1' | 'k2' | None``, ``tuple[float, float]``, ``int``."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _type(arguments[0])
-    if origin is typing.Literal:
-        return " | ".join(map(repr, arguments))
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_type, arguments))
-    if origin is not None:
-        return f"{_type(origin)}[{', '.join('...' if a is Ellipsis else _type(a) for a in arguments)}]"
-    if annotation is type(None):
-        return "None"
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
 
 
 def plain(value: Any) -> Any:
@@ -141,7 +111,8 @@ def as_text(shown: dict[str, Any]) -> str:
     lines += [f"class   {shown['class']}", f"file    {shown['file']}", ""]
     lines.append("options" if shown["options"] else "options: none")
     for option in shown["options"]:
-        default = "required" if option["required"] else f"= {option['default']!r}"
+        stated = "not set" if option["default"] is None else f"= {json.dumps(option['default'], ensure_ascii=False)}"
+        default = "required" if option["required"] else stated
         lines.append(f"  {option['name']}: {option['type']}  {default}")
         lines += [f"      {option['doc']}"] if option["doc"] else []
     if shown["declares"]:

@@ -27,14 +27,14 @@ USAGE_ERRORS = (ConfigError, PluginNotFound, PluginConflict)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``rlhf``; returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's encoding may lack letters of rows and models
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of rows and models
         sys.stdout.reconfigure(errors="backslashreplace")
     traceback = "--traceback" in words
     words = [w for w in words if w != "--traceback"]
     try:
         try:
             return _dispatch(words)
-        finally:  # also after --help: nothing catches an error of flushing while Python shuts down
+        finally:  # also after --help: an error of flushing cannot be caught while Python shuts down
             sys.stdout.flush()
     except RlhfError as error:
         if traceback:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write("rlhf: interrupted\n")
         return 130
-    except BrokenPipeError:  # the reader left, as in ``rlhf plugins list | head -1``
+    except BrokenPipeError:  # the reader closed the pipe, as in ``rlhf plugins list | head -1``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -60,17 +60,22 @@ def call(name: str, words: Sequence[str]) -> int:
     """Run the command ``name`` with these words; returns its exit code.
 
     Args:
-        name: as of any plugin: ``plan``, or ``rlhf-plugin-plan/plan`` where several distributions offer the name.
+        name: ``plan``, or ``rlhf-plugin-plan/plan`` if several distributions offer the name.
 
-    Raises ConfigError where no command has the name; PluginError where it cannot be imported.
+    Raises ConfigError if no command has the name, PluginError if it cannot be imported.
     """
     plugins = Plugins.discover()
     names = command_names(plugins)
     if "/" not in name and name not in names:
         install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
         raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{did_you_mean(name, names)}{install}")
-    command = plugins.resolve("command", name).cls()
-    return run_command(f"rlhf {name}", command, words)
+    return run_command(f"rlhf {name}", load_command(plugins, name), words)
+
+
+def load_command(plugins: Plugins, name: str) -> Command:
+    """The command of this name. Raises PluginError where it is not installed, or cannot be imported."""
+    command: Command = plugins.resolve("command", name).cls()
+    return command
 
 
 def run_command(prog: str, command: Command, words: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from rlhf.plugins import Entry
 def one_line_help(entry: Entry) -> str:
     """The first line of the docstring of the module that the entry point names, without the full stop.
 
-    Where there is none: who offers the command, or why it cannot be used.
+    If there is none: the distribution that offers the command, or why it cannot be used.
     """
     if entry.status != "ok":
         return f"({entry.owner}: {entry.status})"
@@ -25,7 +25,7 @@ def one_line_help(entry: Entry) -> str:
 
 
 def module_file(module: str) -> Path | None:
-    """The source file of a module, found without importing its package; None where there is none."""
+    """The source file of a module, found without importing its package; None if there is none."""
     package, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(package)

@@ -110,7 +110,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]:
-    """The plugin of that kind, or those of every kind that has the name."""
+    """The plugin of that kind, or the plugins of all kinds with this name."""
     if kind is not None:
         return [plugins.resolve(kind, ref)]
     if ref.startswith(("file:", "model:", "http:", "https:")):
@@ -154,7 +154,7 @@ def _check(args: argparse.Namespace) -> int:
                 detail = result.detail if new else f"The reason is that of {first}."
                 _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
 
-        # What a plugin prints must not stand in the JSON.
+        # Output of a plugin must not be in the JSON.
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
             conformance.run(resolved, report, args.only)
     counts = Counter(row["outcome"] for row in rows)
@@ -167,7 +167,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _refuse_unknown_check(only: str, kinds: list[str]) -> None:
-    """Raises ConfigError where no check of these kinds has ``only`` in its name."""
+    """Raises ConfigError if no check of these kinds has ``only`` in its name."""
     from rlhf_testing.conformance import check_names
 
     names = list(dict.fromkeys(name for kind in kinds for name in check_names(kind)))

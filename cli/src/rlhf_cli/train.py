@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Train(Command):
     """Run an algorithm: `rlhf train run.toml`, or `rlhf train --algo NAME --model PATH --data FILE [--reward REF] ...`.
 
-    Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags are
-    laid over the file. `--dry-run` checks everything that can be checked without loading a model, and shows the
+    Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags
+    override the file. `--dry-run` checks everything that can be checked without loading a model, and shows the
     resolved configuration.
     """
 
@@ -78,7 +78,7 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
 
 
 def _show_plan(run_file: str | None, given: list[tuple[str, str | None]], plugins: Plugins) -> None:
-    """Placement and memory in a few comments, from the command `plan` where it is installed."""
+    """Placement and memory in a few comments, from the command `plan` if it is installed."""
     if "plan" not in command_names(plugins):
         install = plugins.how_to_install("rlhf-plugin-plan")
         sys.stdout.write(f"# placement and memory: not shown, as the command `plan` is not installed.{install}\n")

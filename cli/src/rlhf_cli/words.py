@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from rlhf.errors import ConfigError
 
 LIKE = 0.75
-"""Least likeness at which an unknown flag is taken for a misspelled flag of the command. Below it, the flag is taken
-for a name of the run file."""
+"""Smallest similarity at which an unknown flag is treated as a misspelled flag of the command. Below it, the flag is
+treated as a name of the run file."""
 
 
 def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
-    """(other words, flags of the run file with their values). argparse would take such a value for a positional one.
+    """(other words, flags of the run file with their values). argparse would treat such a value as a positional one.
 
     Args:
-        known: the command's own flags; every other flag is taken for one of the run file. None: only flags with a dot
-            are taken for those.
+        known: the command's own flags; every other flag is treated as one of the run file. None: only flags with a dot
+            are.
 
-    Raises ConfigError for a flag that is nearly one of ``known``.
+    Raises ConfigError for a flag that is very similar to one of ``known``.
     """
     others: list[str] = []
     dotted: list[str] = []

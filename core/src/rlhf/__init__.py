@@ -17,7 +17,7 @@ _RUNTIME = "rlhf_runtime"
 
 
 def __getattr__(name: str) -> Any:
-    """``rlhf.train``, imported when it is first used: it needs the runtime, and with it torch."""
+    """``rlhf.train``, imported at its first use, because it imports the runtime and torch."""
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

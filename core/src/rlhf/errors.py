@@ -1,6 +1,6 @@
-"""One tree of errors. Each message says what is wrong, what was got, what is allowed and what to do.
+"""The hierarchy of errors. Each message says what is wrong, what was got, what is allowed and what to do.
 
-Every class is picklable (it keeps nothing but its message), so an error crosses process boundaries whole.
+Every error holds its message only, so it pickles and can be sent between processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class RlhfError(Exception):
-    """Root of everything this project raises on purpose."""
+    """Base class of all errors that this project raises on purpose."""
 
 
 class ConfigError(RlhfError, ValueError):
@@ -23,7 +23,7 @@ class CapabilityError(ConfigError):
 
 
 class PluginError(RlhfError):
-    """Something about a plugin, its distribution or its registration."""
+    """A problem with a plugin, its distribution or its registration."""
 
 
 class PluginNotFound(PluginError, LookupError):
@@ -43,11 +43,11 @@ class PluginImportFailed(PluginError, ImportError):
 
 
 class PluginInvalid(PluginError, TypeError):
-    """A plugin registered something that is not what its kind requires."""
+    """A plugin registered something that does not meet the requirements of its kind."""
 
 
 class DataError(RlhfError, ValueError):
-    """A data source, a row or a template."""
+    """A data source, a row or a template is invalid."""
 
 
 class ModelError(RlhfError):
@@ -67,11 +67,11 @@ class RolloutError(RlhfError):
 
 
 class TrainingError(RlhfError):
-    """A loss, an advantage or an optimizer step that is wrong; always fatal."""
+    """A loss, an advantage or an optimizer step is wrong. Always ends the run."""
 
 
 class SyncError(RlhfError):
-    """New weights did not reach the generator, or cannot be proven to have."""
+    """New weights did not reach the generator, or there is no proof that they did."""
 
 
 class WorkerError(RlhfError):
@@ -79,7 +79,7 @@ class WorkerError(RlhfError):
 
 
 class StandstillError(RlhfError):
-    """A run was asked to stop, and plugin code that cannot be interrupted keeps it from coming to the end of a step."""
+    """A run was asked to stop, but plugin code that cannot be interrupted prevents the step from ending."""
 
 
 class CheckpointError(RlhfError):
@@ -88,7 +88,7 @@ class CheckpointError(RlhfError):
 
 @contextmanager
 def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
-    """Attribute whatever plugin code raises to that plugin.
+    """Attribute any error that plugin code raises to that plugin.
 
     ``what`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
     project pass unchanged; anything else becomes ``error`` with the original as its cause.
@@ -108,7 +108,7 @@ def did_you_mean(got: str, allowed: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Type and value, cut, for messages."""
+    """Type and shortened value, for messages."""
     try:
         text = repr(value)
     except Exception as cause:  # a long integer, or an object whose own repr fails

@@ -1,4 +1,4 @@
-"""Folders that observers are told to write to."""
+"""Checks of the folders that observers write to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rlhf.paths import check_path
 
 
 def require_possible(folder: Path, option: str) -> None:
-    """Raises ConfigError, naming the option, where ``folder`` is a file, lies below one or cannot be; makes nothing."""
+    """Raises ConfigError, naming the option, if ``folder`` cannot be created: it is a file, or a parent is a file, or
+    the path is invalid. Creates nothing."""
     try:
         check_path(str(folder))
     except ValueError as cause:

@@ -1,10 +1,10 @@
-"""The contract: the hooks by which a plugin introduces its classes. First those of a run, in execution order, and after
-them those of the program around it.
+"""The contract: the hooks by which a plugin registers its classes. The hooks of a run come first, in execution order,
+and the hooks of the command-line program after them.
 
 Every hook is a *provider*: it is called once per process, when a run first needs something from the plugin's
 module, and returns classes, never instances. It must not touch a device, read files or depend on call order.
-What raises stops the run if the plugin was selected, and is never called if it was not. The class chosen by name
-is then used as a plain typed object; no hook call sits in the mathematics.
+An error in a hook stops the run if the plugin was selected; the hook is not called otherwise. The run uses the class
+chosen by name as a plain typed object; no hook is called during computation.
 
 Kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``rlhf.interfaces.K``. A plugin module::
 
@@ -34,13 +34,13 @@ hookspec = HookspecMarker("rlhf")
 
 @hookspec
 def rlhf_register_algorithm() -> list[type[i.Algorithm]]:  # type: ignore[empty-body]
-    """Offer algorithms: the named bundle that ``--algo NAME`` selects. Resolved first, on the driver, because its
-    declared needs decide which roles, losses and advantages the run holds."""
+    """Offer algorithms, selected by ``--algo NAME``. Resolved first, on the driver, because an algorithm declares which
+    roles, losses and advantages the run needs."""
 
 
 @hookspec
 def rlhf_register_launcher() -> list[type[i.Launcher]]:  # type: ignore[empty-body]
-    """Offer launchers: where workers live. Resolved on the driver before any model is loaded."""
+    """Offer launchers: they start workers. Resolved on the driver before any model is loaded."""
 
 
 @hookspec
@@ -51,6 +51,12 @@ def rlhf_register_trainer() -> list[type[i.Trainer]]:  # type: ignore[empty-body
 @hookspec
 def rlhf_register_generator() -> list[type[i.Generator]]:  # type: ignore[empty-body]
     """Offer generators: they sample tokens with log-probs. Resolved where sampling happens (online runs only)."""
+
+
+@hookspec
+def rlhf_register_curriculum() -> list[type[i.Curriculum]]:  # type: ignore[empty-body]
+    """Offer curricula: which rows a run trains on next, given what became of those before. Resolved on the driver,
+    where the run file names one."""
 
 
 @hookspec
@@ -82,8 +88,8 @@ def rlhf_register_loss() -> list[type[i.Loss]]:  # type: ignore[empty-body]
 
 @hookspec
 def rlhf_register_observer() -> list[type[i.Observer]]:  # type: ignore[empty-body]
-    """Offer observers: listeners that a run lists by name. Resolved last, on the driver. An installed observer that
-    no run lists is never imported."""
+    """Offer observers, which a run file lists by name. Resolved last, on the driver. An observer that the run file does
+    not list is not imported."""
 
 
 @hookspec
@@ -94,7 +100,7 @@ def rlhf_register_adapter() -> list[type[i.Adapter]]:  # type: ignore[empty-body
 
 @hookspec
 def rlhf_register_backend() -> list[type[i.Backend]]:  # type: ignore[empty-body]
-    """Offer backends: what ``--backend NAME`` stands for. Resolved when the flag is given, before the run file is
+    """Offer backends, selected by ``--backend NAME``. Resolved when the flag is given, before the run file is
     checked."""
 
 
@@ -106,5 +112,5 @@ def rlhf_register_command() -> list[type[i.Command]]:  # type: ignore[empty-body
 
 @hookspec
 def rlhf_register_check() -> list[type[i.Check]]:  # type: ignore[empty-body]
-    """Offer checks of what the plugin uses: lines of ``rlhf doctor``. Resolved when the command is called; all that
-    are installed are asked."""
+    """Offer checks for ``rlhf doctor``, about the things that the plugin uses. Resolved when the command is called; it
+    runs all installed checks."""

@@ -1,4 +1,4 @@
-"""Paths that users write: one that the system cannot look up is refused where it is read, not where it is used."""
+"""Paths that users write. A path that the system cannot look up is refused when it is read, not when it is used."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import argparse
 import errno
 import os
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import AfterValidator
 
 _BELOW = "checkpoints/.saving-step-000000/roles/reference/optimizer.safetensors"
-"""About the longest path that a run makes below its folder: there must be room for it."""
+"""About the length of the longest path that a run makes below its folder. A path must leave room for it."""
 _NAME_BYTES = 255
-"""Of a file or folder, on Linux whatever the file system."""
+"""Longest name of a file or folder, in bytes, on all file systems of Linux."""
 
 
 def check_path(text: str) -> str:
-    """``text``, whether or not anything is there.
+    """Returns ``text``, whether or not the path exists.
 
-    Raises ValueError where the system cannot even look: the path or one of its names is too long, holds a null
-    character, names an unknown user (``~name``), or lies in a folder that may not be read.
+    Raises ValueError if the system cannot look the path up: the path or one of its names is too long, contains a null
+    character, names an unknown user (``~name``), or is in a folder that may not be read.
     """
     try:
         path = Path(text).expanduser().absolute() / _BELOW
         if any(
             len(os.fsencode(name)) > _NAME_BYTES for name in path.parts
-        ):  # also below a folder that is yet to be made
+        ):  # also below a folder that does not exist yet
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -39,12 +36,8 @@ def check_path(text: str) -> str:
 
 
 def path_argument(text: str) -> Path:
-    """For ``add_argument(type=path_argument)``: a path that the system can look up; any other is a wrong usage."""
+    """For ``add_argument(type=path_argument)``: a path that the system can look up. Other paths are usage errors."""
     try:
         return Path(check_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-PathText = Annotated[str, AfterValidator(check_path)]
-"""A field that holds a path, or what may be one: a hub name is looked for as a path first."""

@@ -1,4 +1,4 @@
-"""What every generator refuses in a request, before anything is computed."""
+"""Checks of requests that every generator makes before it computes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
     """Refuse values outside their range: :class:`~rlhf.errors.ConfigError` naming field, value and range.
 
     Args:
-        lowest_temperature: below it, and above 0 (greedy), the generator would not draw as it is asked to.
+        lowest_temperature: the generator does not sample exactly at temperatures below it, except at 0 (greedy).
     """
     s = sampling
     at_least = f"finite and at least {lowest_temperature}" if lowest_temperature else "a positive finite number"
@@ -31,7 +31,7 @@ def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
 
 
 def check_request(i: int, request: GenerationRequest, vocabulary: int) -> None:
-    """Refuse a prompt or seed that no generator can take; ``vocabulary``: token ids are below it."""
+    """Refuse a prompt or seed that no generator accepts. ``vocabulary``: size of the vocabulary in tokens."""
     if not request.ids:
         raise ConfigError(f"request {i} has no tokens; a prompt needs at least one (a start token, for instance).")
     low, high = min(request.ids), max(request.ids)

@@ -1,4 +1,4 @@
-"""A few samples of a step for people to look at; what loggers show as a table."""
+"""A few samples of a step as text, for people to read; loggers show them as a table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Sample:
     """Each reward source's value: ``math 1, length -0.2``."""
     status: str
     tokens: int
-    """Sampled by the policy."""
+    """Number of tokens that the policy sampled."""
 
 
 def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
-    """The first sample of each group, then the second ones, until there are ``count``: many prompts before many answers
-    to one."""
+    """At most ``count`` samples: the first sample of each group, then the second of each, and so on, so that many
+    prompts are shown."""
     ordered = sorted(
         ((position, n, t) for n, g in enumerate(groups) for position, t in enumerate(g.trajectories)),
         key=lambda item: item[:2],

@@ -1,6 +1,6 @@
-"""What a file of a run must hold to be read back: its fields with their types, checked like a run file's.
+"""Checks of the files that a run reads back: fields and types, checked like those of a run file.
 
-A file may have been edited, cut or made by other software, and its checksum made anew.
+A file may have been edited, truncated or written by other software, with a new checksum.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Counter = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Saved(BaseModel):
-    """Base of what is read back: nothing is converted, and what nobody reads is refused."""
+    """Base of the models of such files: values are not converted, and unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SavedPart(Saved):
-    """A part of a file, whose other fields somebody else reads."""
+    """Base of a model of part of a file. Other fields are ignored, because other code reads them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -36,9 +36,9 @@ WAY_OUT = (
 
 
 def validated(model: type[M], value: Any, where: Path | str) -> M:
-    """``value``, read from the file ``where``, as ``model``.
+    """``value``, which was read from the file ``where``, as an instance of ``model``.
 
-    Raises CheckpointError with every field that is missing, unknown or of another type, and what to do.
+    Raises CheckpointError with every field that is missing, unknown or of a wrong type, and what to do.
     """
     try:
         return model.model_validate(value)

@@ -1,7 +1,7 @@
-"""Recognise secrets in a configuration. It is copied into run directories, checkpoints and loggers.
+"""Recognise secrets in a configuration, which is copied into run directories, checkpoints and loggers.
 
-A run file with a secret is refused (:func:`find_secrets`). Observers send a configuration through :func:`redact` too,
-which rather hides too much. Both know the same words and the same forms of tokens.
+A run file with a secret is refused (:func:`find_secrets`). Observers also pass a configuration through :func:`redact`,
+which hides too much rather than too little. Both know the same words and the same forms of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD = (
 _NAME = re.compile(rf"{_WORD}$|^token$", re.IGNORECASE)
 """``api_key``; not ``api_key_env``, which names an environment variable."""
 _PART = re.compile(rf"{_WORD}|^(key|token|auth)$", re.IGNORECASE)
-"""Also ``api_key_2``: what a log does not need to show."""
+"""Also matches ``api_key_2``, for values that a log need not show."""
 _FORMS = (
     r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}|AIza[\w-]{30,}"
@@ -34,14 +34,14 @@ _QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&#\s]+)")
 
 
 def names_secret(key: str) -> bool:
-    """Whether text under this name is taken for a secret."""
+    """Whether text under this key is treated as a secret."""
     return _NAME.search(key.replace("-", "_")) is not None
 
 
 def find_secrets(data: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of what looks like a secret: by the key's name, or by the form of the value.
+    """Dotted paths of values that look like a secret, by the key's name or by the form of the value.
 
-    Names of environment variables (``api_key_env = "NAME"``) are none.
+    Names of environment variables (``api_key_env = "NAME"``) are not secrets.
     """
     items: Iterator[tuple[Any, Any]]
     if isinstance(data, Mapping):

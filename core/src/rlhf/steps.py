@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 STEP_SEPARATOR = "step_separator"
-"""Where the ``config.json`` of a model that learnt from labelled steps says what followed each of them."""
+"""Key in the ``config.json`` of a model trained on labelled steps: the separator that followed each step."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Stands in decoded text for a character of which not all bytes are there yet."""
+"""Replacement character in decoded text for a character whose bytes are not complete."""
 
 
 class StepEnds:
-    """The rule, on token ids alone: a step is text that is not blank, up to the first separator after it, and ends at
+    """The rule, on token ids alone: a step is text that is not blank, up to the first separator after it. It ends at
     the token in which that separator ends.
 
     So two separators in a row, as two tokens or as one, end one step, and text before the first separator belongs to
-    the first step. Where one token holds the ends of two steps, it is named once for each. How a text was cut into
-    tokens does not enter: tokens of a training row and those of a policy are treated alike.
+    the first step. A token that contains the ends of two steps is listed twice. The rule does not depend on how the
+    text was split into tokens, so tokens of a training row and of a policy are treated alike.
 
     Args:
-        decode: text of token ids, special tokens kept (:func:`decoder_of`), as a separator may be one.
+        decode: text of token ids, special tokens kept (:func:`decoder_of`), because a separator may be a special token.
         separator: text after each step; not empty.
     """
 
@@ -31,9 +31,10 @@ class StepEnds:
         self._pieces: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[int]:
-        """Positions in ``ids``, in order, of the tokens that end a step. Text after the last separator is no step."""
+        """Positions in ``ids``, in order, of the tokens that end a step. Text after the last separator is not a
+        step."""
         found: list[int] = []
-        start = taken = 0  # the step at hand starts `taken` characters into the text of ids[start:]
+        start = taken = 0  # the current step starts `taken` characters into the text of ids[start:]
         for i, token in enumerate(ids):
             if not self._may_end(token):
                 continue
@@ -46,14 +47,14 @@ class StepEnds:
         return found
 
     def count(self, text: str) -> int:
-        """Steps that end in a text."""
+        """Number of steps that end in a text."""
         found = taken = 0
         while (end := self._end(text, taken)) is not None:
             found, taken = found + 1, end
         return found
 
     def _end(self, text: str, taken: int) -> int | None:
-        """Where the first separator after something that is not blank ends."""
+        """End position of the first separator after text that is not blank; None if there is none."""
         while (at := text.find(self.separator, taken)) >= 0:
             end = at + len(self.separator)
             if text[taken:at].strip():
@@ -62,7 +63,7 @@ class StepEnds:
         return None
 
     def _may_end(self, token: int) -> bool:
-        """Whether the separator could end in this token; decoding is spared for all others."""
+        """Whether the separator could end in this token. Other tokens need no decoding of their context."""
         if self.separator[-1] == " ":  # many tokenizers drop the space in front of a token that is decoded alone
             return True
         piece = self._pieces.get(token)
@@ -72,12 +73,12 @@ class StepEnds:
 
 
 def step_ends(ids: Sequence[int], decode: Callable[[Sequence[int]], str], separator: str) -> list[int]:
-    """:class:`StepEnds` for one list of tokens; keep an instance where there are many."""
+    """:class:`StepEnds` for one list of tokens. For many lists, keep one instance."""
     return StepEnds(decode, separator)(ids)
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """``decode(ids)`` of a tokenizer with special tokens kept and nothing cleaned up."""
+    """``decode(ids)`` of a tokenizer, with special tokens kept and spaces not cleaned up."""
 
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

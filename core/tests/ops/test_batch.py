@@ -58,7 +58,7 @@ def test_select_renumbers_units():
     assert (b.select([]).units, b.select([]).answers) == (0, 0)
 
 
-def test_keep_drops_sequences_and_the_units_that_lose_all_theirs():
+def test_keep_drops_sequences_and_units_without_sequences():
     units = [
         UnitData([SequenceData([1, 2], {"x": [1.0, 2.0]}, 0), SequenceData([3], {"x": [3.0]}, 1)], {"u": 0}),
         UnitData([SequenceData([4], {"x": [4.0]}, 0)], {"u": 1}),
@@ -92,7 +92,7 @@ def test_select_and_concat_are_inverse(order, cut):
     assert back.unit["n"].tolist() == list(range(6))
 
 
-def test_only_keeps_what_is_named():
+def test_only_keeps_the_named_columns():
     whole = small().with_column("seq", "s", torch.arange(3)).with_column("seq", "t", torch.arange(3))
     whole = whole.with_column("unit", "y", torch.arange(2)).with_column("tok", "z", torch.arange(6))
     b = whole.only(["x", "t", "z"])
@@ -106,12 +106,12 @@ def test_only_keeps_what_is_named():
 @pytest.mark.parametrize(
     "units", [[], [UnitData([])], [UnitData([seq(1)]), UnitData([])], [UnitData([SequenceData([])])]]
 )
-def test_pack_refuses_what_has_no_tokens(units):
+def test_pack_refuses_units_without_tokens(units):
     with pytest.raises(ValueError, match="at least one unit"):
         pack(units)
 
 
-def test_pack_refuses_uneven_columns():
+def test_pack_refuses_columns_of_different_length_or_name():
     with pytest.raises(ValueError, match="different columns"):
         pack([UnitData([seq(1), SequenceData([2])])])
     with pytest.raises(ValueError, match="has 1 values for 2 tokens"):

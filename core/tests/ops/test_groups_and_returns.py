@@ -21,7 +21,7 @@ def test_groups_by_hand():
     assert one_per_group(group_mean(R, GROUP), GROUP).tolist() == [15.0, 3.0]
 
 
-def test_a_group_of_one_has_no_evidence():
+def test_a_group_of_one_has_zero_advantage():
     r_N, group_N = torch.tensor([5.0, 1.0, 2.0]).double(), torch.tensor([0, 1, 1])
     assert leave_one_out(r_N, group_N)[0] == 0
     assert group_center(r_N, group_N)[0] == 0
@@ -72,7 +72,7 @@ def test_gae_by_hand():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 7), st.floats(0, 1), st.floats(0, 1), st.randoms(use_true_random=False))
 def test_gae_ignores_environment_tokens(n, gamma, lam, random):
-    """Defect 4: the recursion crossed environment tokens, which decayed and discounted."""
+    """Defect 4: the recursion counted environment tokens, which decayed and discounted."""
     values = [[random.uniform(-2, 2) for _ in range(n)] for _ in range(2)]
     places = sorted(random.sample(range(2 * n), n))
     dense = [torch.tensor([v]) for v in values]

@@ -1,4 +1,4 @@
-"""Pairs: which become units, the losses of a margin by hand, and at margins that overflow an exponential."""
+"""Pairs: packing into units, and the losses of a margin, by hand and at margins that overflow an exponential."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_losses_by_hand():
     assert hinge_loss(margin).tolist() == [1.0, 0.0, 2.0]
 
 
-def test_smoothing_has_its_minimum_where_the_labels_are_as_often_wrong():
+def test_label_smoothing_puts_the_minimum_at_the_assumed_share_of_swapped_labels():
     at = torch.tensor([math.log(0.8 / 0.2)], requires_grad=True)
     logistic_loss(at, 0.2).sum().backward()
     assert at.grad.item() == pytest.approx(0.0, abs=1e-7)
 
 
 @pytest.mark.parametrize(("margin", "loss", "slope"), [(1e4, 0.0, 0.0), (-1e4, 1e4, -1.0)])
-def test_margins_that_overflow_an_exponential(margin, loss, slope):
+def test_losses_are_finite_at_margins_that_overflow_an_exponential(margin, loss, slope):
     at = torch.tensor([margin], requires_grad=True)
     value = logistic_loss(at)
     value.sum().backward()

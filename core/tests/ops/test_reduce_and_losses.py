@@ -1,4 +1,4 @@
-"""Weights of every reduction by hand, and what evaluating a loss adds to them: splits, errors, live columns, heads."""
+"""Weights of every reduction by hand, and the evaluation of losses: splits, errors, live columns, heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf.types import Head, LossOutput, Reduce
 
 
 def batch(lengths=((2,), (1, 1), (0,)), roles=None):
-    """Units of sequences with so many action tokens after one prompt token. By default: an answer of 2, an answer of
-    two sequences of 1, and an empty answer."""
+    """Units of sequences with these numbers of action tokens after one prompt token. By default: an answer of 2 tokens,
+    an answer of two sequences of 1 token, and an empty answer."""
     units = []
     for u, unit in enumerate(lengths):
         sequences = []
@@ -44,19 +44,19 @@ def test_weights_by_hand(reduce, expected):
     assert weights(batch(), reduce).tolist() == pytest.approx(expected)
 
 
-def test_long_and_short_answers():
+def test_token_and_sequence_means_weigh_long_and_short_answers_differently():
     b = batch(((1,), (3,)))
     assert weights(b, Reduce("token_mean")).tolist() == pytest.approx([0, 0.25, 0, 0.25, 0.25, 0.25])
     assert weights(b, Reduce("seq_mean_token_mean")).tolist() == pytest.approx([0, 1 / 2, 0, 1 / 6, 1 / 6, 1 / 6])
 
 
-def test_roles_restrict_a_term():
+def test_roles_restrict_a_term_to_their_sequences():
     b = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
     w = weights(b, Reduce("seq_mean_token_mean", roles=(1,)))
     assert w.tolist() == pytest.approx([0, 0, 0, 1 / 4, 1 / 4, 0, 0, 0, 1 / 2])
 
 
-def test_nothing_under_the_mask_weighs_nothing():
+def test_all_weights_are_zero_if_the_mask_is_empty():
     lengths = ((3,), (2, 4))
     empty = pack([UnitData([SequenceData([1] * n, {"loss_mask": [False] * n}, role) for role, n in enumerate(unit)])
                   for unit in lengths])  # fmt: skip
@@ -148,15 +148,15 @@ def case(call, columns=(), terms=None, live=None, b=None):
         (
             lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("token", x["logprobs"], x["logprobs"])}),
             (),
-            "as many bools",
+            "the same number of bools",
         ),
         (
             lambda x: LossOutput({"t": x["logprobs"]}, {"m": ("token", x["logprobs"], x["logprobs"][:3] > 0)}),
             (),
-            "as many bools",
+            "the same number of bools",
         ),
         (lambda x: x["logprobs"], (), r"returned Tensor, not LossOutput.*terms \['t'\]"),
-        (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), "4 tokens, 3 sequences and 3 units.*plain values"),
+        (lambda x: LossOutput({"t": x["logprobs"].mean()}), (), "4 tokens, 3 sequences and 3 units.*not averaged"),
         (
             lambda x: LossOutput({"t": x["logprobs"]}, {"m": x["logprobs"].mean()}),
             (),
@@ -174,7 +174,7 @@ def case(call, columns=(), terms=None, live=None, b=None):
         ),
     ],
 )
-def test_a_loss_that_breaks_its_declarations(call, columns, message):
+def test_a_loss_that_breaks_its_declarations_is_refused(call, columns, message):
     with pytest.raises(TrainingError, match=message):
         case(call, columns)
 
@@ -188,7 +188,7 @@ def test_a_loss_that_breaks_its_declarations(call, columns, message):
         ({"t": Reduce("mean")}, "no Reduce.'mean'.; allowed are token_mean, seq_mean_token_mean"),
     ],
 )
-def test_reductions_that_do_not_exist(terms, message):
+def test_unknown_reductions_are_refused(terms, message):
     class Wrong(Squares):
         def reduce(self):
             return terms
@@ -223,7 +223,7 @@ def test_a_loss_reads_the_columns_that_it_declares_at_every_level():
     assert case(call, ("target", "first", "bonus"), b=b)[0] == 1.0
 
 
-def test_of_role_needs_every_unit_to_have_it():
+def test_of_role_refuses_a_unit_without_that_role():
     pairs = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
     x = LossInput(weigh(pairs, {"t": Reduce()}), {}, (), "loss_mask", {}, {}, "squares")
     values_S = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -233,7 +233,7 @@ def test_of_role_needs_every_unit_to_have_it():
         x.of_role(values_S, 2)
 
 
-def test_one_mask_for_all_terms():
+def test_terms_with_different_masks_are_refused():
     class Two(Squares):
         def reduce(self):
             return {"a": Reduce(over="loss_mask"), "b": Reduce(over="other")}

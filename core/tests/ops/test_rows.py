@@ -1,4 +1,4 @@
-"""Rows become units; those that teach nothing are left out."""
+"""Rows become units; rows without a trained token are left out."""
 
 from rlhf.ops.rows import pack_rows
 from rlhf.types import Row
@@ -17,8 +17,8 @@ def test_rows_are_units_with_their_masks_and_roles():
     assert (batch.unit_B.tolist(), batch.role_B.tolist()) == ([0, 1, 1], [0, 0, 1])
 
 
-def test_what_teaches_nothing_is_left_out():
-    """A mask of the first token alone trains nothing: nothing predicts that token."""
+def test_rows_without_a_trained_token_are_left_out():
+    """A mask of the first token alone trains nothing, because no output predicts that token."""
     first_alone, one_of_two = row([True, False]), row([False, True], [True, False])
     assert pack_rows([first_alone, row([False])]) is None
     assert pack_rows([]) is None

@@ -1,4 +1,4 @@
-"""Positions of pieces against torch's own way of saying it."""
+"""Index tensors of pieces, compared with torch's own functions."""
 
 from __future__ import annotations
 

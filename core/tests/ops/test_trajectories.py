@@ -1,4 +1,4 @@
-"""Scored groups become a batch: which tokens, which rewards at which token, which columns."""
+"""Scored groups become a batch: its tokens, its columns, and the tokens that get rewards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group(*trajectories):
     return Group(ROW, 5, list(trajectories))
 
 
-def test_one_unit_a_trajectory_with_masks_and_columns():
+def test_each_trajectory_is_one_unit_with_masks_and_columns():
     batch = assemble([group(trajectory(seen(1, 2), said(3, 4, temperature=0.5), seen(5), said(6, finish="length")))])
     assert batch.ids_N.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.tok["loss_mask"].tolist() == [False, False, True, True, False, True]
@@ -46,7 +46,7 @@ def test_one_unit_a_trajectory_with_masks_and_columns():
 
 
 def test_truncation_and_length_of_multi_turn():
-    """Defects 12 and 17: truncation was lost, and observations counted as the policy's tokens."""
+    """Defects 12 and 17: truncation was lost, and observations were counted as the policy's tokens."""
     cut = trajectory(seen(1), said(2), seen(7, 7, 7, 7), said(3, finish="length"))
     fine = trajectory(seen(1), said(2, finish="length"), seen(7), said(3), sample=1)
     batch = assemble([group(cut, fine)])
@@ -61,7 +61,7 @@ def test_rewritten_context_is_a_second_sequence_of_the_same_unit():
     assert batch.tok["last_action"].tolist() == [False] * 5 + [True]
 
 
-def test_tokens_nothing_depends_on_are_left_out():
+def test_tokens_after_the_last_sampled_token_are_left_out():
     batch = assemble([group(trajectory(seen(1), said(2), seen(5, 5, 5), seen(6, fresh=True)))])
     assert batch.ids_N.tolist() == [1, 2]
     empty = assemble([group(trajectory(seen(1), said(2), seen(5, 5), said()))])  # an empty answer chose nothing
@@ -73,7 +73,7 @@ def test_only_sampled_turns_have_a_temperature():
     assert batch.tok["temperature"].tolist() == pytest.approx([1.0, 0.7])
 
 
-def test_who_enters():
+def test_failed_and_unscored_trajectories_are_left_out():
     failed = trajectory(seen(1), said(2), status="failed", sample=1)
     unscored = trajectory(seen(1), said(2), reward=None, sample=2)
     empty = trajectory(seen(1, 1), said(), sample=3)
@@ -87,8 +87,8 @@ def test_who_enters():
     assert assemble([]) is None
 
 
-def test_who_enters_where_nothing_is_scored():
-    """Failed samples stay out; a reward that is there plays no part, be it no number."""
+def test_without_scoring_only_failed_trajectories_are_left_out():
+    """A reward that is present is ignored, even if it is not a number."""
     failed = trajectory(seen(1), said(2), reward=None, sample=1, status="failed")
     groups = [
         group(trajectory(seen(1), said(2), reward=None), failed, trajectory(seen(1), said(3), reward=float("nan")))
@@ -114,8 +114,8 @@ def test_step_rewards_count_once():
     assert both.tok["step_reward"].tolist() == [0, 1.0, 0.5, 0, 0, 7.5]
 
 
-def test_rewards_of_turns_without_tokens_stand_at_the_token_before():
-    """An empty answer is a turn too. Before the first token nothing was chosen that could have earned anything."""
+def test_the_reward_of_a_turn_without_tokens_is_at_the_sampled_token_before_it():
+    """An empty answer is a turn too. Its reward is dropped if no token was sampled before it."""
     turns = [seen(1), said(reward=8.0), seen(4), said(2, 3, reward=0.5), seen(4), said(reward=0.25), seen(4), said(5)]
     batch = assemble([group(trajectory(*turns))], {"env": 1.0})
     assert batch.ids_N.tolist() == [1, 4, 2, 3, 4, 4, 5]
@@ -142,7 +142,7 @@ def test_log_probs_only_where_every_sample_has_them():
         (stepped(1, 0, float("nan")), {"p": 1.0}, "step reward of 'p' is nan"),
     ],
 )
-def test_what_is_refused(broken, sources, message):
+def test_invalid_rewards_steps_and_log_probs_are_refused(broken, sources, message):
     with pytest.raises(TrainingError, match=message) as error:
         assemble([group(broken)], sources)
     assert "sample 0 of group 5 (row 3 of 'data')" in str(error.value)

@@ -14,7 +14,7 @@ CLASSES = '''
 from rlhf.interfaces import Env, Loss, Reward
 from rlhf.types import EnvStep, RewardResult
 class Base(Reward):
-    """Abstract here: no candidate."""
+    """Abstract, so it is not a candidate."""
 class One(Base):
     async def score(self, group):
         return [RewardResult(1.0) for _ in group.trajectories]
@@ -109,7 +109,7 @@ def test_a_class_of_a_file_pickles_and_another_process_resolves_the_same(site, w
     assert done.stdout.decode().split() == ["score", found.cls.__module__, found.sha256], done.stderr.decode()
 
 
-def test_several_candidates_must_be_told_apart(site, write):
+def test_one_of_several_candidates_must_be_named(site, write):
     path = write("two.py", "def a(prompt, completion, row): ...\ndef b(prompt, completion, row): ...")
     with pytest.raises(
         PluginInvalid, match=r"the file defines 2 of that kind; pick one: file:.*two.py:a, file:.*two.py:b"
@@ -117,7 +117,7 @@ def test_several_candidates_must_be_told_apart(site, write):
         site.plugins().resolve("reward", f"file:{path}")
 
 
-def test_what_was_found_and_what_is_expected(site, write):
+def test_a_file_without_a_component_is_refused_with_its_definitions_and_the_expected_ones(site, write):
     path = write("none.py", CLASSES + "def score(a, b): ...")
     with pytest.raises(
         PluginInvalid,
@@ -147,7 +147,7 @@ def test_what_was_found_and_what_is_expected(site, write):
         ("latin.py", ConfigError, r"'file:.*latin.py' is not UTF-8 text"),
     ],
 )
-def test_what_is_refused(site, write, tmp_path, ref, error, message):
+def test_unusable_files_are_refused(site, write, tmp_path, ref, error, message):
     write("none.py", CLASSES)
     write("syntax.py", "x = 1\ndef (:\n")
     write("raises.py", "import zz")
@@ -210,7 +210,7 @@ def test_an_adapter_takes_a_file_that_defines_no_component(site, write):
     assert found.name == "theirs"
 
 
-def test_adapters_are_not_asked_where_the_file_defines_a_component(site, write):
+def test_adapters_are_not_asked_if_the_file_defines_a_component(site, write):
     add_adapter(site, "foreign")
     path = write("ours.py", "# foreign\nNUMBER = 7.0\ndef score(prompt, completion, row): return 1")
     assert values(site.plugins().resolve("reward", f"file:{path}")) == [1.0, 1.0]
@@ -219,7 +219,7 @@ def test_adapters_are_not_asked_where_the_file_defines_a_component(site, write):
     assert "throwaway_foreign" not in sys.modules
 
 
-def test_a_file_nobody_recognises_lists_the_adapters_asked(site, write):
+def test_the_error_for_a_file_that_no_adapter_recognises_lists_the_adapters(site, write):
     add_adapter(site, "foreign")
     add_adapter(site, "dead", "import no_such_thing")
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_two_adapters_that_recognise_one_file_conflict(site, write):
         site.plugins().resolve("reward", f"file:{write('theirs.py', FOREIGN)}")
 
 
-def test_what_an_adapter_raises_is_attributed_to_it(site, write):
+def test_an_error_of_an_adapter_is_attributed_to_it(site, write):
     add_adapter(site, "foreign")
     with pytest.raises(PluginInvalid, match=r"adapter 'foreign' \(rlhf-plugin-foreign 0\.1\.0\) raised AttributeError"):
         site.plugins().resolve("reward", f"file:{write('theirs.py', '# foreign')}")

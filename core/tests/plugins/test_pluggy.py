@@ -1,4 +1,4 @@
-"""What pluggy does and does not do: the reasons why ``rlhf.plugins.registration`` is written as it is.
+"""The behaviour of pluggy that ``rlhf.plugins.registration`` relies on or works around.
 
 Where one of these fails after an upgrade, read that module again before loosening the pin.
 """
@@ -26,7 +26,7 @@ def offering(*classes):
     return SimpleNamespace(rlhf_register_reward=rlhf_register_reward)
 
 
-def test_a_misspelled_hook_registers_in_silence_until_pending_hooks_are_checked():
+def test_pluggy_reports_a_misspelled_hook_only_when_pending_hooks_are_checked():
     @hookimpl
     def rlhf_register_rewards():
         return []
@@ -45,11 +45,11 @@ def test_an_unknown_argument_is_refused_at_registration():
         manager(SimpleNamespace(rlhf_register_reward=rlhf_register_reward))
 
 
-def test_results_come_in_reverse_order_of_registration_so_order_must_mean_nothing():
+def test_results_come_in_reverse_order_of_registration():
     assert manager(offering(1), offering(2)).hook.rlhf_register_reward() == [[2], [1]]
 
 
-def test_one_raising_hook_ends_the_call_for_all_so_hooks_are_called_one_by_one():
+def test_one_hook_that_raises_ends_a_call_of_all_hooks():
     @hookimpl
     def rlhf_register_reward():
         raise RuntimeError("broken")

@@ -28,7 +28,7 @@ def test_kinds_of_hooks_and_of_interfaces_are_the_same():
         ),
     ],
 )
-def test_every_form(kind, text, expected):
+def test_every_form_of_reference_is_parsed(kind, text, expected):
     assert parse_reference(kind, text) == Reference(kind, text, **expected)
 
 
@@ -55,6 +55,6 @@ def test_every_form(kind, text, expected):
         ("loss", "pugin:x", r"unknown scheme 'pugin'; allowed are plugin:, file:\. Did you mean 'plugin'\?"),
     ],
 )
-def test_what_is_refused(kind, text, message):
+def test_invalid_references_are_refused(kind, text, message):
     with pytest.raises(ConfigError, match=message):
         parse_reference(kind, text)

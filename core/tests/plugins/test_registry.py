@@ -10,7 +10,7 @@ from rlhf.errors import (
     PluginNotFound,
     PluginVersionMismatch,
 )
-from rlhf.interfaces import Loss, Reward
+from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
 from rlhf.plugins import Entry, Plugins, check_requirements
 from rlhf.types import RewardResult
 
@@ -55,7 +55,7 @@ def test_list_shows_an_entry_point_group_that_no_kind_reads(site):
     assert [e.status for e in site.plugins().list()] == ["no kind is called 'rewards'. Did you mean 'reward'?"]
 
 
-def test_the_first_of_two_copies_of_a_distribution_counts(site, tmp_path):
+def test_the_first_of_two_copies_of_a_distribution_is_used(site, tmp_path):
     site.reward("twice")
     info = tmp_path / "later" / "rlhf_plugin_twice-9.dist-info"
     info.mkdir(parents=True)
@@ -107,7 +107,7 @@ PUBLISHED = ["rlhf-core>=0.1", "rlhf-plugin-math>=0.1", 'rlhf-plugin-number-game
 
 @pytest.fixture
 def published(site):
-    """The distribution ``rlhf``, which names the others."""
+    """The distribution that requires the others."""
     site.add("rlhf-kit", {}, requires=PUBLISHED)
 
 
@@ -117,7 +117,7 @@ def not_found(site, reference, kind="reward"):
     return str(error.value)
 
 
-def test_a_misspelt_name_is_corrected_and_nothing_is_to_be_installed(site, published):
+def test_a_misspelt_name_gets_a_suggestion_and_no_advice_to_install(site, published):
     """Anybody could publish a package of the misspelt name."""
     site.reward("math_1")
     site.reward("format")
@@ -129,7 +129,7 @@ def test_a_misspelt_name_is_corrected_and_nothing_is_to_be_installed(site, publi
     assert not_found(site, "rlhf-plugin-fomat/x") == f"{expected} Did you mean 'rlhf-plugin-format'?"
 
 
-def test_only_a_distribution_that_exists_is_to_be_installed(site):
+def test_only_a_distribution_that_exists_is_suggested_for_installation(site):
     for reference in ("math", "x", "rlhf-plugin-math/math", "http://h/s"):
         assert "pip" not in not_found(site, reference), "what exists is unknown where `rlhf` is not installed"
     site.add("rlhf-kit", {}, requires=PUBLISHED)
@@ -141,18 +141,18 @@ def test_only_a_distribution_that_exists_is_to_be_installed(site):
     assert "pip" not in not_found(site, "math", "loss"), "it is installed, and offers a reward"
 
 
-def test_a_name_of_another_kind_says_which(site):
+def test_the_error_for_a_name_of_another_kind_names_that_kind(site):
     site.reward("math")
     with pytest.raises(PluginNotFound, match=r"'math' is of kind reward \(rlhf-plugin-math 0\.1\.0\), not algorithm\."):
         site.plugins().resolve("algorithm", "math")
 
 
-def test_a_scheme_without_its_plugin_says_which_plugin_serves_it(site):
+def test_the_error_for_a_scheme_without_its_plugin_names_the_plugin(site):
     expected = "reward 'http://h/s' is served by the plugin 'http', which is not installed. Installed: none."
     assert not_found(site, "http://h/s") == expected
 
 
-def test_two_distributions_with_one_name(site):
+def test_two_distributions_with_one_plugin_name_conflict(site):
     site.reward("math")
     site.reward("math", distribution="rlhf-plugin-fork")
     site.reward("other", requires=())
@@ -170,7 +170,7 @@ def test_two_distributions_with_one_name(site):
     assert plugins.resolve("reward", "RLHF_plugin.math/math").distribution == "rlhf-plugin-math"
 
 
-def test_a_distribution_that_lacks_the_name_or_is_absent(site):
+def test_the_error_says_whether_the_distribution_lacks_the_name_or_is_absent(site):
     site.reward("math")
     with pytest.raises(PluginNotFound, match="rlhf-plugin-math offers no reward 'x'; it offers: reward math"):
         site.plugins().resolve("reward", "rlhf-plugin-math/x")
@@ -205,7 +205,7 @@ def test_the_version_of_the_core_is_that_of_the_running_code(site):
     assert site.plugins().list()[0].status == "needs rlhf-core>=9, found 0.1.0"
 
 
-def test_requirements_of_extras_and_other_platforms_and_third_parties_do_not_count(site):
+def test_requirements_of_extras_other_platforms_and_third_parties_are_not_checked(site):
     site.reward("x", requires=["rlhf-core>=9; extra == 'dev'", "rlhf-core>=9; python_version < '3'", "numpy>=99"])
     assert site.plugins().resolve("reward", "x").name == "x"
 
@@ -213,7 +213,7 @@ def test_requirements_of_extras_and_other_platforms_and_third_parties_do_not_cou
 # ---------------------------------------------------------------------------- broken plugins
 
 
-def test_a_broken_import_names_plugin_and_first_cause_and_harms_nobody_else(site):
+def test_a_broken_import_names_plugin_and_first_cause_and_affects_no_other_plugin(site):
     site.reward(
         "broken",
         source="try:\n    import no_such_thing\nexcept ImportError as e:\n    raise RuntimeError('dead') from e\n",
@@ -232,7 +232,7 @@ def test_a_broken_import_names_plugin_and_first_cause_and_harms_nobody_else(site
 
 
 @pytest.mark.parametrize("source", ["import sys\nsys.exit(3)", "def broken(:\n"])
-def test_whatever_an_import_raises_is_attributed(site, source):
+def test_every_exception_of_an_import_is_attributed_to_the_plugin(site, source):
     site.reward("broken", source=source)
     with pytest.raises(PluginImportFailed, match=r"reward 'broken' .* failed to import .*: (SystemExit|SyntaxError)"):
         site.plugins().resolve("reward", "broken")
@@ -268,7 +268,7 @@ def test_whatever_an_import_raises_is_attributed(site, source):
          r"Thing.Config must be a subclass of rlhf.interfaces.ComponentConfig, got <class 'dict'>"),
     ],
 )  # fmt: skip
-def test_what_a_module_may_not_register(site, source, error, message):
+def test_invalid_registrations_are_refused(site, source, error, message):
     site.reward("x", source=source)
     with pytest.raises(error, match=message) as raised:
         site.plugins().resolve("reward", "x")
@@ -295,7 +295,7 @@ def test_register_offers_a_class_without_installing_it(site):
     assert not Plugins.discover([]).list(), "a value, not a global"
 
 
-def test_register_conflicts_like_any_distribution(site):
+def test_a_registered_class_conflicts_like_a_distribution(site):
     site.reward("mine")
     plugins = site.plugins()
     plugins.register("reward", Mine)
@@ -314,6 +314,11 @@ def test_register_conflicts_like_any_distribution(site):
         ("loss", Mine, "is of kind reward; kind loss needs a subclass of rlhf.interfaces.Loss"),
         ("reward", type("BadName", (Mine,), {"name": "Bad-Name"}), "has name = 'Bad-Name'; .* name = 'bad_name'"),
         ("reward", type("NoName", (Mine,), {"name": ""}), "has name = ''; .* name = 'noname'"),
+        (
+            "backend",
+            type("B", (Backend,), {"name": "b", "Config": ComponentConfig}),
+            "has a Config, but a backend has no",
+        ),
         ("loss", type("L", (Loss,), {"name": "l"}), "does not define __call__, outputs, reduce"),
     ],
 )

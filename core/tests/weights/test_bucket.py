@@ -1,5 +1,5 @@
-"""Tensors that are seldom in a bucket arrive as they are: empty, without a dimension, larger than the limit, views of
-others, of every width, in either way between processes."""
+"""Unusual tensors arrive unchanged in a bucket: empty tensors, scalars, tensors larger than the limit, views of other
+tensors, and every width of dtype, for both ways between processes."""
 
 import pickle
 
@@ -54,7 +54,7 @@ def test_every_kind_of_tensor_arrives(way):
     assert marks(got, WORDS) == marks([tensor for _, tensor in TENSORS], WORDS)
 
 
-def test_limits_of_a_bucket():
+def test_a_bucket_holds_at_most_the_limit_or_one_tensor():
     assert list(buckets([], 10, {})) == []
     with pytest.raises(TrainingError, match="a bucket of 0 bytes holds nothing"):
         list(buckets(TENSORS, 0, {}))

@@ -1,4 +1,4 @@
-"""Marks tell tensors apart, and the one for devices is the same wherever it is computed."""
+"""Fingerprints of different tensors differ, and the fingerprint for devices is the same on every device."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ def words(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("mark", [fingerprint, words])
-def test_values_order_shape_and_dtype_are_seen(mark):
+def test_the_fingerprint_depends_on_values_order_shape_and_dtype(mark):
     x = torch.arange(12.0)
     others = [x.flip(0), x.view(3, 4), x.double(), x + 1e-6, x.view(torch.int32), torch.zeros(12), torch.zeros(0)]
     assert len({mark(x), *map(mark, others)}) == 8
     assert mark(x.view(3, 4).t()) == mark(x.view(3, 4).t().contiguous())
 
 
-def test_two_words_that_change_places_are_seen():
+def test_the_fingerprint_depends_on_the_order_of_words():
     x = torch.arange(1000, dtype=torch.int64)
     y = x.clone()
     y[3], y[500] = x[500], x[3]
     assert words(x) != words(y)
 
 
-def test_every_bit_counts():
+def test_the_fingerprint_depends_on_every_bit():
     x = torch.randn(33, generator=torch.Generator().manual_seed(0)).bfloat16()  # 66 bytes: a last word of two
     found = {words(x)}
     for position in range(66):
@@ -38,7 +38,7 @@ def test_every_bit_counts():
     assert len(found) == 1 + 66 * 8
 
 
-def test_the_sum_over_words_is_what_it_says():
+def test_the_sum_over_words_equals_a_plain_loop():
     x = torch.tensor([5, -7, 2**62], dtype=torch.int64)
     golden, one, two, all_ = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
 
@@ -51,7 +51,7 @@ def test_the_sum_over_words_is_what_it_says():
     assert int(_sum_of_words(x)) % all_ == total % all_
 
 
-def test_memory_that_is_not_aligned_and_large_tensors(monkeypatch):
+def test_unaligned_and_large_tensors_have_the_same_fingerprint_as_aligned_ones(monkeypatch):
     x = torch.randn(1001)
     whole = words(x[1:])
     assert whole == words(x[1:].clone())
@@ -59,7 +59,7 @@ def test_memory_that_is_not_aligned_and_large_tensors(monkeypatch):
     assert words(x[1:]) == whole
 
 
-def test_a_receiver_marks_as_the_sender_did():
+def test_a_receiver_computes_the_senders_kind_of_fingerprint():
     tensors = (("a", torch.randn(5)), ("b", torch.randn(7)))
     for mark in (words, fingerprint):
         sent = {name: mark(tensor) for name, tensor in tensors}

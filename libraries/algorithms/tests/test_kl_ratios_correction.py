@@ -1,4 +1,4 @@
-"""KL estimators and controllers, ratios, corrections, shaping: by hand, and finite for anything."""
+"""KL estimators and controllers, ratios, corrections, shaping: values by hand, and finite for extreme inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_estimators_by_hand():
 
 @pytest.mark.parametrize("far", FAR)
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_gradient_is_finite_and_never_silent(name, far):
+def test_the_gradient_is_finite_and_never_zero(name, far):
     """Defect 2: clamping the result gave NaN below -88 and zero gradient where the drift is largest."""
     lp = torch.tensor([far], requires_grad=True)
     value = kl_estimate(lp, torch.zeros(1), name)
@@ -190,7 +190,7 @@ def test_mis_is_one_sided_as_published():
         ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 3.0\]"),
     ],
 )
-def test_corrections_that_say_nothing_or_two_things_are_refused(options, message):
+def test_incomplete_or_contradictory_corrections_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         CorrectionConfig(**options)
 

@@ -232,7 +232,7 @@ def test_an_advantage_that_is_not_finite_is_fatal():
         credit(two(), Lost())
 
 
-def test_an_advantage_that_forgets_its_returns_is_told():
+def test_an_advantage_that_returns_one_tensor_is_refused():
     class One(Centered):
         def returns(self, R_NA, mask_NA, values_NA, boot_N):
             return R_NA
@@ -242,7 +242,7 @@ def test_an_advantage_that_forgets_its_returns_is_told():
 
 
 def test_a_stage_can_be_reordered():
-    """The stages are public: clipping before the baseline is three lines."""
+    """The stages are public functions: an algorithm that clips before the baseline needs three lines."""
     batch = two(reward=(5.0, 0.0))
     r_U = pipeline.clip_rewards(batch.unit["reward"], (-1.0, 1.0))
     R_N = pipeline.token_rewards(batch, Centered().baseline(r_U, batch.unit["group"]), None, 0.0)

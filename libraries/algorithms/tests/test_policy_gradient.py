@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.returns import gae, return_to_go
-from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, Snapshot, Update
+from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, RunOptions, Snapshot, Update
 from rlhf_algorithms.kl_loss import WithKL
 from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
@@ -59,8 +59,8 @@ class Mine(PolicyGradient):
     name = "mine"
 
 
-def build(advantage=Plain, loss=Ratio, **config):
-    return Mine(Mine.Config(**config), {"advantage": advantage(), "loss": loss(), "value_loss": Ratio()})
+def build(advantage=Plain, loss=Ratio, run=None, **config):
+    return Mine(Mine.Config(**config), {"advantage": advantage(), "loss": loss(), "value_loss": Ratio()}, run)
 
 
 OLD = Annotation("policy", "logprobs", "old_logprobs")
@@ -110,8 +110,8 @@ def test_critic_warmup_is_exactly_n_steps():
     assert roles == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]
 
 
-def test_the_coefficient_stands_still_while_the_critic_learns_alone():
-    """The policy is still its reference then: a KL of 0 would drive beta down before it has done anything."""
+def test_the_kl_coefficient_is_constant_during_critic_warmup():
+    """At that time the policy equals its reference: a KL of 0 would lower beta before the first update."""
     algorithm = build(Critic, critic_warmup=2, kl=KLConfig(coef=0.1, target=0.25, horizon=100.0))
     batch, _ = algorithm.assemble(fabricate.groups(0))
     assert batch.units == 12
@@ -120,8 +120,8 @@ def test_the_coefficient_stands_still_while_the_critic_learns_alone():
         assert algorithm.kl.beta == pytest.approx(beta, rel=1e-12)
 
 
-def test_a_batch_that_came_short_has_a_minibatch_for_each_sample():
-    """Twelve samples of a batch that should have more; the schedule is planned with what the config says."""
+def test_a_short_batch_has_one_minibatch_per_sample():
+    """The batch has twelve samples, fewer than the config says; the schedule is planned with the config's number."""
     algorithm = build(minibatches=20, epochs=2)
     batch, _ = algorithm.credit(algorithm.assemble(fabricate.groups(0))[0])
     [update] = algorithm.updates(0, batch)
@@ -138,12 +138,12 @@ def test_a_batch_that_came_short_has_a_minibatch_for_each_sample():
         (
             {"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)},
             OnlineShape(8, 9, 9),
-            "begins above overlong_max - overlong_buffer = 9 tokens, and no answer has more than 9",
+            "begins above overlong_max - overlong_buffer = 9 tokens, but no answer has more than 9",
         ),
         ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)}, OnlineShape(8, 9, 99), None),
     ],
 )
-def test_options_that_would_do_nothing_or_break_are_told_before_the_run(config, shape, says):
+def test_options_without_effect_are_refused_before_the_run(config, shape, says):
     told = build(**config).misfits(shape)
     assert not told if says is None else says in " ".join(told)
 
@@ -196,7 +196,7 @@ def test_kl_beside_a_loss_is_averaged_as_its_first_term_or_over_tokens(own, kl):
     assert inner.held == {"x": 1}
 
 
-def test_the_reference_follows_the_policy_behind_the_update():
+def test_the_reference_is_updated_after_the_policy():
     """Log-probs of the reference are annotated before a step's updates: a snapshot in front would come too late."""
     kl = KLConfig(coef=0.1, snapshot_every=2, snapshot_share=0.6)
     kinds = [[type(u) for u in build(kl=kl).updates(step)] for step in range(4)]
@@ -206,7 +206,7 @@ def test_the_reference_follows_the_policy_behind_the_update():
 
 
 def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
-    """The batch of all samples is credited; what is left of it is that without the truncated ones, bit for bit."""
+    """All samples are credited. The batch is then the untruncated part of the unmasked one, bit for bit."""
     plain, masked = build(), build(mask_truncated=True, minibatches=12)
     groups = fabricate.groups(0)
     whole, said = plain.credit(plain.assemble(groups)[0])
@@ -221,7 +221,7 @@ def test_truncated_samples_stay_in_the_baseline_and_are_not_trained_on():
     assert masked.updates(0)[0].minibatches == 12
 
 
-def test_where_all_samples_are_truncated_nothing_is_updated():
+def test_a_batch_of_truncated_samples_updates_nothing():
     algorithm = build(Critic, mask_truncated=True, kl=KLConfig(coef=0.1, where="loss", snapshot_every=1))
     groups = fabricate.groups(0)
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -249,7 +249,7 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_under_samples_of_an_earlier_poli
 
 
 def test_the_critic_learns_in_units_of_the_returns():
-    """Rewards of 100 and 300: whatever the critic says is taken by the scale so far, which is that of all returns."""
+    """Rewards of 100 and 300: the critic's values are scaled by the statistics of all returns so far."""
     algorithm, plain = build(Critic, normalise_values=True), build(Critic)
     seen = torch.zeros(0).double()
     for step in range(2):
@@ -335,11 +335,10 @@ def test_fixed_kl_keeps_no_state():
 
 
 def test_step_sources_reach_the_batch():
-    algorithm = build()
     groups = fabricate.groups(0)
     groups[0].trajectories[0].rewards["fabricated"].steps = ((1, 0, 3.0),)
-    assert not algorithm.assemble(groups)[0].tok["step_reward"].any()
-    algorithm.step_sources = {"fabricated": 2.0}
+    assert not build().assemble(groups)[0].tok["step_reward"].any()
+    algorithm = build(run=RunOptions(step_sources={"fabricated": 2.0}))
     assert algorithm.assemble(groups)[0].tok["step_reward"].sum() == 6.0
 
 
@@ -377,7 +376,7 @@ def test_openrlhf_preset_gives_way_to_explicit_fields():
         ({"coef": 0.0}, 0.0, "reward", "k1"),
     ],
 )
-def test_one_field_of_the_kl_leaves_the_presets_others(given, coef, where, estimator):
+def test_setting_one_field_of_kl_keeps_the_presets_other_fields(given, coef, where, estimator):
     kl = PolicyGradientConfig.model_validate({"preset": "openrlhf", "kl": given}).kl
     assert (kl.coef, kl.where, kl.chosen) == (coef, where, estimator)
 
@@ -410,7 +409,7 @@ def test_what_is_refused(make, message):
 
 
 def test_k1_as_a_loss_has_no_expected_gradient():
-    """Why it is refused: under the policy's own distribution the gradients of k1 cancel, those of k2 do not."""
+    """The reason for the refusal: in expectation under the policy the gradient of k1 is zero, that of k2 is not."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     ref = torch.log_softmax(torch.randn(20, generator=torch.Generator().manual_seed(1)).double(), 0)
     lp = torch.log_softmax(logits, 0)

@@ -1,4 +1,4 @@
-"""An algorithm that replaces a method of its base loses no option in silence."""
+"""An algorithm that overrides a method of its base is refused if an option would silently have no effect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Score(Loss):
 
 
 class ClipsFirst(PolicyGradient):
-    """Clips rewards before the baseline, and knows of nothing else."""
+    """Clips rewards before the baseline; applies no other option."""
 
     name = "clips_first"
     applies = ("reward_clip",)
@@ -109,7 +109,7 @@ def test_an_option_that_an_override_would_lose_is_refused(cls, config, lost):
     assert lost in str(error.value)
 
 
-def test_what_is_around_the_stages_stays():
+def test_options_applied_outside_the_stages_still_apply():
     groups = fabricate.groups(0, logprobs=False)
     algorithm = build(ClipsFirst, mask_truncated=True, reward_clip=(-0.1, 0.1))
     batch, _ = algorithm.credit(algorithm.assemble(groups)[0])
@@ -125,7 +125,7 @@ def test_options_that_are_named_or_that_the_base_applies_are_fine():
     build(Counts, mask_truncated=True, epochs=2, **IN_REWARD)
 
     class Further(ClipsFirst):
-        """Says what its base does."""
+        """Declares the options that its base applies."""
 
         applies = ("kl.coef",)
 

@@ -1,4 +1,4 @@
-"""The pad token of models that score sequences, against what transformers reads in a padded batch."""
+"""The pad token of models that score sequences: transformers reads the same scores in a padded batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_spare_special_token_and_never_one_without_a_row(tokenizer) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_transformers_reads_the_last_real_token_of_a_padded_batch(path, tokenizer, side: str) -> None:
-    """Also where the tokenizer pads with the end token, which ends both texts."""
+    """This holds even if the tokenizer pads with the end token, which ends both texts."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     texts = ["2+3=5<eos>", "12+31=43<eos>"]
 

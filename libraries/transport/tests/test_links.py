@@ -73,7 +73,7 @@ def take(end, header):
 
 
 def cross(source, sinks, seed, limit=2000):
-    """What each receiver got of one sync, as the controller runs it: one header after another."""
+    """The tensors that each receiver got in one sync. As in a run, each header is sent after the previous one."""
     sent: dict[str, str] = {}
     got = [{} for _ in sinks]
     with ThreadPoolExecutor(len(sinks) + 1) as pool:
@@ -172,7 +172,7 @@ def test_waiting_for_receivers_times_out(connect, kind):
 
 
 class TwoRanks(CountingTrainer):
-    """Notes on which ranks whole tensors are asked for."""
+    """Records the ranks that are asked for whole tensors."""
 
     def weights(self, view="live", every_rank=False):
         self.asked = view, every_rank

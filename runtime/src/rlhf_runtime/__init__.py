@@ -1,1 +1,1 @@
-"""What runs an experiment: run file, data, the training loop, checkpoints, metrics."""
+"""Runs an experiment: run file, data, the training loop, checkpoints, metrics."""

@@ -72,11 +72,11 @@ def test_a_different_run_is_reported(change, key):
 
 
 @pytest.mark.parametrize("change", [{"run__output": "b"}, {"run__name": "b"}, {"run__show_samples": 5}])
-def test_where_a_run_lives_and_what_it_prints_make_no_difference(change):
+def test_a_runs_location_and_console_output_are_not_compared(change):
     assert compare(meta(), meta(**change)) == []
 
 
-def test_what_was_and_what_is_are_told_apart():
+def test_a_difference_shows_the_old_and_the_new_value():
     newer = [{**PLUGINS[0], "version": "0.2.0"}]
     found = compare(meta(), meta(threads=1, plugins=newer, run__steps=20))
     assert sorted(str(d) for d in found) == [
@@ -87,13 +87,13 @@ def test_what_was_and_what_is_are_told_apart():
 
 
 @pytest.mark.parametrize(("before", "now"), [(PLUGINS, []), ([], PLUGINS)])
-def test_a_plugin_that_came_or_went_is_reported(before, now):
+def test_an_added_or_removed_plugin_is_reported(before, now):
     assert [(d.key, d.severity) for d in compare(meta(plugins=before), meta(plugins=now))] == [
         ("plugins.reward:math", "report")
     ]
 
 
-def test_the_same_run_has_nothing_to_say():
+def test_the_same_run_has_no_differences():
     assert require_same_run(compare(meta(), meta(run__output="b", run__resume=True)), "step-3") == []
 
 
@@ -124,7 +124,7 @@ def test_all_refused_keys_are_listed_at_once():
 
 
 @pytest.mark.parametrize("key", ["trainer.options.stage", "critic.trainer.stage", "roles.judge.trainer.stage"])
-def test_how_a_trainer_splits_its_sums_may_change(key):
+def test_options_of_a_trainers_layout_may_change(key):
     """As far as the trainer says so; other options of it stay."""
 
     def of(name, value):

@@ -22,7 +22,7 @@ def is_sound(checkpoint, step):
     assert not checkpoint.damage()
 
 
-def test_killed_at_every_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path):
+def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     points = int(done.stdout)

@@ -10,14 +10,14 @@ from rlhf_runtime.checkpoint import dumps, loads, read_json, write_json
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_floats_come_back_bit_for_bit(x):
+def test_floats_are_read_back_bit_equal(x):
     assert struct.pack("<d", loads(dumps(x))) == struct.pack("<d", x)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
-def test_any_state_comes_back(value):
+def test_any_state_is_read_back_equal(value):
     assert loads(dumps(value, nonfinite="mark")) == value
 
 
@@ -32,7 +32,7 @@ def test_nan_is_refused_unless_marked():
     assert back["low"] == -math.inf
 
 
-def test_what_plain_json_would_change_is_refused():
+def test_values_that_plain_json_would_change_are_refused():
     with pytest.raises(CheckpointError, match=r"state has the key 1; keys must be text"):
         dumps({1: "a"})
     with pytest.raises(CheckpointError, match=r"state\.a is a set, which JSON cannot hold. Allowed: dict"):
@@ -51,7 +51,7 @@ def test_scalars_of_numpy_become_numbers():
     }
 
 
-def test_half_characters_survive():
+def test_lone_surrogates_are_read_back():
     """Byte-level tokenizers can produce lone surrogates, which UTF-8 cannot hold."""
     assert loads(dumps(["\ud83d", "é"]).encode().decode()) == ["\ud83d", "é"]
 

@@ -9,7 +9,7 @@ def file(tmp_path, **about):
     return PartialFile(tmp_path / "out.jsonl", {"data": "a", "seed": 0, **about})
 
 
-def test_parts_become_the_file_and_go(tmp_path):
+def test_publishing_writes_the_file_and_removes_the_parts(tmp_path):
     made = file(tmp_path)
     assert list(made.resume()) == []
     made.add({"n": 1, "lines": ["one", "zwei ü"]})
@@ -36,7 +36,7 @@ def test_a_part_that_was_not_finished_is_made_again(tmp_path, torn):
     assert again.path.read_text() == "one\ntwo\n"
 
 
-def test_a_torn_first_line_is_a_new_start(tmp_path):
+def test_an_incomplete_first_line_starts_a_new_file(tmp_path):
     made = file(tmp_path)
     made.partial.write_bytes(b'{"data"')
     assert list(made.resume()) == []
@@ -44,10 +44,10 @@ def test_a_torn_first_line_is_a_new_start(tmp_path):
     assert len(list(file(tmp_path).resume())) == 1
 
 
-def test_parts_of_something_else_are_refused_by_what_differs(tmp_path):
+def test_parts_of_another_input_are_refused_naming_the_difference(tmp_path):
     made = file(tmp_path)
     list(made.resume())
-    with pytest.raises(ConfigError, match=r"begun with another data, another seed: .*--force"):
+    with pytest.raises(ConfigError, match=r"begun with another data, another seed. .*--force"):
         list(file(tmp_path, data="b", seed=1).resume())
     made.discard()
     assert list(file(tmp_path, data="b").resume()) == []

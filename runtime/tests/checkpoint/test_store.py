@@ -93,7 +93,7 @@ def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing, so it was never finished"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing, so saving did not finish"),
         (lambda p: (p / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "manifest.json is damaged"),
         (lambda p: (p / "policy" / "model.safetensors").unlink(), "policy/model.safetensors is missing"),
@@ -115,7 +115,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_note(tmp_path, damage, reaso
     assert store.newest().step == 2
 
 
-def test_a_flipped_bit_names_the_file_and_the_way_out(tmp_path):
+def test_the_error_for_a_flipped_bit_names_the_file_and_the_remedy(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         path = store.save(step, write("weights"), {})
@@ -168,7 +168,7 @@ def test_clean_repairs_the_pointer_to_the_best(tmp_path):
         (store.root / f"step-00000{step}" / "manifest.json").unlink()
     store.clean()
     assert store.best() is None
-    assert store.notes[-1] == "the best checkpoint, step 2, is no longer there"
+    assert store.notes[-1] == "the best checkpoint, step 2, no longer exists"
 
 
 def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_path):
@@ -192,6 +192,6 @@ def test_leftovers_are_removed_and_noted(tmp_path):
     assert "left by a process that was killed" in store.notes[0]
 
 
-def test_errors_cross_processes():
+def test_errors_pickle_between_processes():
     error = CheckpointError("x")
     assert str(pickle.loads(pickle.dumps(error))) == "x"

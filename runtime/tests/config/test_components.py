@@ -214,7 +214,7 @@ def test_build_and_select(plugins):
     assert "failing" in message
 
 
-def test_slots_take_the_bundles_defaults_only_while_their_plugin_is_kept(plugins):
+def test_slots_use_the_algorithms_defaults_only_with_the_default_plugin(plugins):
     def loss(**given):
         algorithm, _ = build_algorithm(plugins, Choice(use="algo", options={"loss": given} if given else {}))
         return algorithm.parts["loss"]

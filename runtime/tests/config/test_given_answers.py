@@ -27,7 +27,7 @@ class Mixing(Algorithm):
         return []
 
 
-def test_a_share_without_a_reward_fits():
+def test_given_answers_without_a_reward_are_accepted():
     check(load(None, BASE), Mixing(given=0.5, reward=False))
 
 
@@ -37,9 +37,13 @@ def test_a_share_without_a_reward_fits():
         ({"given": 0.5}, [("reward", "math")], "declares given = 0.5 and reward = True"),
         ({"given": 1.0, "reward": False}, [], "declares given = 1 and reward = False"),
         ({"given": -0.1, "reward": False}, [], "given needs reward = False and lies from 0 to below 1"),
-        ({"given": 0.25, "reward": False}, [("env", "game")], "answers of 0.25 of the rows.* but env 'game' is set"),
+        (
+            {"given": 0.25, "reward": False},
+            [("env", "game")],
+            "a share of 0.25 of the rows.* but env 'game' is set",
+        ),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(needs, flags, message):
+def test_combinations_that_given_answers_do_not_support_are_refused(needs, flags, message):
     with pytest.raises(ConfigError, match=message):
         check(load(None, [*BASE, *flags]), Mixing(**needs), rollout_needs_env=bool(flags) and flags[0][0] == "env")

@@ -44,6 +44,9 @@ def test_a_run_file_knows_which_options_were_set(write):
     run = load(path, [("data.train", "a.jsonl"), ("policy.trainer.lr", "0.1")])
     expected = {"run.seed", "algorithm.use", "algorithm.loss.clip_low", "data.train.0.path", "reward.0.use"}
     assert set(run.origins.options) == {*expected, "policy.trainer.lr"}
+    usual = [("trainer.lr", "0.1"), ("generator.use", "transformers"), ("launcher", "local")]
+    of_usual = {"trainer.lr", "generator.use", "launcher.use"}
+    assert set(load(path, usual).origins.options) - expected == of_usual, "nobody wrote trainer.use"
     assert run.model_copy(update={"eval": EvalSection(samples=2)}).origins.options == run.origins.options
     assert RunFile(algorithm="rloo", sampling={"top_k": 5}).origins.options == ("algorithm.use", "sampling.top_k")
 
@@ -147,7 +150,7 @@ def test_list_entries_by_index_and_by_name(write):
     assert [s.probability for s in run.data.train] == [0.25, 0.75]
 
 
-def test_an_entry_that_is_not_there(write):
+def test_an_index_beyond_the_list_is_refused(write):
     message = refused(
         write('algorithm = "x"\nreward = ["math", "length"]\n'),
         [("reward.lenght.weight", "2"), ("reward.5.weight", "1")],
@@ -221,7 +224,7 @@ def test_backend_triple(write):
     run = load(path, [("backend", "ray"), ("trainer.stage", "3")])
     assert (run.trainer.use, run.trainer.options) == ("deepspeed", {"lr": 1e-5, "stage": "3"})
     assert run.critic.trainer == {"lr": 2e-5}, "the run file's options are those of the run, wherever it runs"
-    assert "--backend loca: no such backend; there are local, ray. Did you mean 'local'?" in refused(
+    assert "--backend loca: no such backend; there are local, ray, simulated. Did you mean 'local'?" in refused(
         None, [("backend", "loca")]
     )
 
@@ -339,7 +342,7 @@ def given(**options):
     return load(None, [(name.replace("__", "."), Given(value)) for name, value in options.items()])
 
 
-def test_a_value_given_in_python_is_taken_as_it_is():
+def test_a_value_given_in_python_is_not_converted():
     run = given(algorithm="grpo", trainer__lr=1e-5, run__seed=3, run__name="3", eval__every=None, sampling__stop=["x"])
     assert (run.algorithm.use, run.trainer.options["lr"], run.run.seed, run.run.name) == ("grpo", 1e-5, 3, "3")
     assert (run.eval.every, run.sampling.stop) == (None, ("x",))
@@ -365,3 +368,22 @@ def test_lists_given_in_python_are_texts_or_tables():
     run = given(algorithm="grpo", reward=["math", {"use": "length", "weight": 0.5}], data__train=[{"path": "a.jsonl"}])
     assert [(r.use, r.weight) for r in run.reward] == [("math", 1.0), ("length", 0.5)]
     assert run.data.train[0].path == "a.jsonl"
+
+
+def test_a_placeholder_that_is_left_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'algorithm = "sft"\n[policy]\nmodel = "<fill in: a folder>"\n[data]\ntrain = ["a.jsonl", "<fill in: a file>"]\n'
+        'system = "<fill in the blank>"\nbatch_size = "x"\n'
+    )
+    with pytest.raises(ConfigError) as refused:
+        load(str(file))
+    assert str(refused.value) == (
+        "the run file is not filled in (2 problems):\n"
+        "  policy.model (run.toml, line 3): still holds the placeholder '<fill in: a folder>'. Write a value in its "
+        "place, or give --policy.model VALUE.\n"
+        "  data.train.1.path (run.toml, line 5): still holds the placeholder '<fill in: a file>'. Write a value in its "
+        "place, or give --data.train.1.path VALUE."
+    )
+    filled = [("policy.model", "m"), ("data.train", "b.jsonl"), ("data.batch_size", "3")]
+    assert load(str(file), filled).data.system == "<fill in the blank>"

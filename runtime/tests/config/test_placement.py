@@ -16,12 +16,12 @@ def places(**sections):
     return placement({name: PlacementSection(**s) for name, s in sections.items()}, ROLES, generator=True)
 
 
-def test_what_is_not_named_has_one_rank_on_one_device():
+def test_a_role_without_a_placement_has_one_rank_on_one_device():
     assert places() == {name: Place() for name in (*ROLES, "generator")}
     assert placement({}, ["policy"], generator=False) == {"policy": Place()}
 
 
-def test_neighbours_live_on_the_same_devices():
+def test_neighbours_are_on_the_same_devices():
     found = places(
         policy={"ranks": 4}, critic={"ranks": 4, "share": "policy"}, generator={"ranks": 2, "share": "policy"}
     )
@@ -45,7 +45,7 @@ def test_neighbours_live_on_the_same_devices():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(sections, message):
+def test_impossible_placements_are_refused(sections, message):
     with pytest.raises(ConfigError, match=message):
         places(**sections)
 
@@ -64,7 +64,7 @@ def test_an_engine_has_a_device_for_each_of_its_workers():
         assert part in str(info.value)
 
 
-def test_no_gpu_of_an_engine_stands_idle_and_further_cores_are_threads():
+def test_idle_gpus_of_an_engine_are_refused_and_idle_cores_are_not():
     idle = {"policy": Place(1, 4), GENERATOR: Place(1, 4, workers=2)}
     check_workers(idle, "cpu")
     with pytest.raises(ConfigError, match=r"4 GPUs and 2 workers .*: 2 would stand idle\. Set .*devices = 2,"):

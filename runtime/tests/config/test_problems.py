@@ -20,7 +20,7 @@ def told(**values):
     return describe(error.value, Several, "algorithm.loss", {"algorithm.loss.kind": "flag --algorithm.loss.kind"})
 
 
-def test_the_branch_that_fits_the_type_speaks():
+def test_the_error_is_of_the_union_branch_that_fits_the_type():
     [line] = told(kind="ippo")
     expected = "algorithm.loss.kind (flag --algorithm.loss.kind): should be 'sigmoid' or 'ipo', got string 'ippo'."
     assert line == f"{expected} Did you mean 'ipo'?"

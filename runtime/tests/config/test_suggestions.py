@@ -60,7 +60,7 @@ def suggestions(algorithm: str) -> Suggestions:
         ("grpo", "qqq", ""),
     ],
 )
-def test_names_of_newcomers(algorithm, path, expected):
+def test_names_of_other_frameworks_are_suggested(algorithm, path, expected):
     """Only what the run at hand has is suggested."""
     assert suggestions(algorithm).near(path, (), True) == (expected and f" Did you mean {expected}?")
 
@@ -134,7 +134,7 @@ def test_pythons_booleans_are_read_on_flags():
         ('a = "b', ""),
     ],
 )
-def test_what_toml_cannot_read_is_corrected(tmp_path, text, hint):
+def test_invalid_toml_gets_advice(tmp_path, text, hint):
     path = tmp_path / "run.toml"
     path.write_text(f"{text}\n")
     with pytest.raises(ConfigError, match="is not valid TOML: ") as error:

@@ -41,7 +41,7 @@ def messages(flags, algorithm=None, **given) -> str:
     return str(error.value)
 
 
-def test_what_fits_passes():
+def test_valid_combinations_pass():
     check(load(None, BASE), Fake())
     check(load(None, [*BASE[:3], ("env", "game")]), Fake(), rollout_needs_env=True)
     check(load(None, OFFLINE), Demonstrations())
@@ -67,11 +67,11 @@ class Shaped(Fake):
         ([("env", "game"), ("env.max_turns", "30")], True, "answer_tokens=2047, most_tokens=2047"),
     ],
 )
-def test_an_algorithm_is_asked_what_does_not_fit_the_size_of_batches_and_answers(flags, needs_env, shape):
+def test_an_algorithms_misfits_with_the_shape_of_the_run_are_reported(flags, needs_env, shape):
     assert shape in messages([*BASE, *flags], Shaped(), rollout_needs_env=needs_env)
 
 
-def test_an_evaluation_that_would_tell_nothing_is_refused():
+def test_an_evaluation_of_equal_answers_is_refused():
     data = ("data.eval", "b.jsonl")
     assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
     said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
@@ -91,13 +91,13 @@ def test_an_algorithm_that_needs_no_reward():
     check(load(None, [*BASE, ("stream.filter.low", "0"), ("data.eval", "b.jsonl")]), unscored)
     check(load(None, [*OFFLINE, ("data.eval", "b.jsonl"), ("eval.metric", "length")]), unscored)
     filtered = messages([*OFFLINE, ("stream.filter.low", "0")], unscored)
-    assert "stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME" in filtered
+    assert "stream.filter reads scores, but the run has no reward. Remove it, or set --reward NAME" in filtered
     evaluated = messages([*OFFLINE, ("data.eval", "b.jsonl")], unscored)
     assert "data.eval: nothing scores the answers" in evaluated
     assert "an online run needs a reward" in messages(OFFLINE)
 
 
-def test_roles_that_compute_with_each_others_heads_need_a_trainer_that_can():
+def test_shared_heads_need_a_trainer_with_that_capability():
     class Lends(Trainer):
         name = "lends"
         capabilities = frozenset({"lend:head", "export:module"})
@@ -110,7 +110,7 @@ def test_roles_that_compute_with_each_others_heads_need_a_trainer_that_can():
     flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
     check(load(None, flags), algorithm, trainer=Lends)
     said = messages(flags, algorithm, trainer=Keeps)
-    assert "imitate has roles compute with each other's output heads, which trainer 'keeps' cannot" in said
+    assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in said
 
 
 def test_settings_of_a_sync_that_never_happens_are_refused():
@@ -146,7 +146,7 @@ def test_truncated_sampling_needs_a_correction(key, value):
     ("flags", "given", "expected"),
     [
         ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
-        ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses none"),
+        ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses no environment"),
         (
             [("critic.model", "c")],
             {},
@@ -161,7 +161,7 @@ def test_truncated_sampling_needs_a_correction(key, value):
         (
             [("stream.round", "4"), ("stream.staleness", "1")],
             {},
-            "stream.round = 4 and stream.staleness = 1: both say with which weights a batch is generated",
+            "stream.round = 4 and stream.staleness = 1: both define which weights generate a batch",
         ),
     ],
 )
@@ -190,8 +190,8 @@ def test_rewards_at_turns_need_an_estimator_that_reads_them_there():
     reads, compares = Fake(), Fake()
     reads.parts, compares.parts = {"advantage": Estimator()}, {"advantage": Compares()}
     check(load(None, flags), reads, **env)
-    assert "env.credit = 'step': advantage 'compares' compares the sums" in messages(flags, compares, **env)
-    assert "algorithm 'leave_one_out' compares the sums" in messages(flags, **env)
+    assert "env.credit = 'step': advantage 'compares' compares sums of rewards" in messages(flags, compares, **env)
+    assert "algorithm 'leave_one_out' compares sums of rewards" in messages(flags, **env)
     check(load(None, [*BASE, ("env", "game")]), compares, **env)
     offline = messages([*flags, ("data.eval", "b.jsonl")], Demonstrations())
     assert "env.credit = 'step' is of training, and imitate learns from demonstrations" in offline
@@ -204,7 +204,7 @@ def test_a_recording_may_keep_the_environment_of_its_run():
     assert "answer_tokens=768, most_tokens=768" in shaped
 
 
-def test_layers_are_computed_again_where_there_is_a_backward_pass():
+def test_gradient_checkpointing_of_a_frozen_role_is_refused():
     """Of a policy that only answers a run file may say how it is trained."""
     policy, reference, judge = RoleSpec("policy"), RoleSpec("reference", like="policy"), RoleSpec("judge", model="j")
     roles = (policy, reference, judge)
@@ -215,7 +215,7 @@ def test_layers_are_computed_again_where_there_is_a_backward_pass():
     assert "roles.judge.gradient_checkpointing = true: judge is not trained" in said
 
 
-def test_what_is_missing_is_named_all_at_once():
+def test_all_missing_options_are_named_at_once():
     message = messages([("algorithm", "x")], Fake(group_min=2))
     assert "(4 problems)" in message
     assert "policy.model: no model is named. Set --model PATH" in message
@@ -231,7 +231,7 @@ def test_what_is_missing_is_named_all_at_once():
         ([("env", "game")], "env is set, but imitate learns from demonstrations"),
     ],
 )
-def test_what_an_offline_run_would_ignore_is_refused(flags, expected):
+def test_options_that_an_offline_run_ignores_are_refused(flags, expected):
     assert expected in messages([*OFFLINE, *flags], Demonstrations())
 
 
@@ -249,7 +249,7 @@ def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_sampl
     said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
     assert "generator 'borrows' (accept:module) cannot take weights from trainer 'divides' (export:tensors)" in said
     assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), rollout_needs_env=True)
-    assert "env 'game' is set, but rollout 'single_turn' uses none" in messages(
+    assert "env 'game' is set, but rollout 'single_turn' uses no environment" in messages(
         [*evaluated, ("env", "game")], Demonstrations()
     )
 
@@ -309,22 +309,22 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
 )
 def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
     said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
-    assert f"data.{field}: read of {reader} only; imitate learns from {form}. Remove what is not read." in said
+    assert f"data.{field}: used for {reader} only, but imitate learns from {form}. Remove what is not used." in said
     check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader.partition(" ")[0], WithMargin()))
 
 
-def test_answers_are_read_of_prompts_where_the_algorithm_learns_from_them():
+def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_answers():
     answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
     check(load(None, answer), Fake(reward=False, given=0.5))
     said = messages(answer, Fake(reward=False))
-    assert "data.response: read of demonstrations and labels only; leave_one_out learns from prompts" in said
-    assert "data.add_eos: read of demonstrations and pairs and labels only" in said
+    assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in said
+    assert "data.add_eos: used for demonstrations and pairs and labels only" in said
 
 
 @pytest.mark.parametrize(
     "flag", ["samples_per_prompt=4", "temperature=0.5", "top_p=0.9", "top_k=5", "min_p=0.1", "ignore_eos=true"]
 )
-def test_how_training_samples_are_drawn_is_refused_where_there_are_none(flag):
+def test_sampling_options_are_refused_without_training_samples(flag):
     name, value = flag.split("=")
     drawn = [*OFFLINE, (f"sampling.{name}", value)]
     assert f"sampling.{name} = " in messages(drawn, Demonstrations())
@@ -332,7 +332,7 @@ def test_how_training_samples_are_drawn_is_refused_where_there_are_none(flag):
     assert f"sampling.{name} = " in messages(evaluated, Demonstrations())
 
 
-def test_how_answers_end_is_read_where_an_offline_run_is_evaluated_by_answers():
+def test_stop_options_are_allowed_if_an_offline_run_is_evaluated_by_answers():
     limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
     check(load(None, [*limits, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
     said = messages(limits, Demonstrations())

@@ -140,7 +140,7 @@ def test_each_reason_has_its_own_policy(load, chars):
     assert (data.bad_rows, data.dropped) == (2, 2)
 
 
-def test_nothing_left_ends_instead_of_looping(load, chars):
+def test_data_without_a_usable_row_is_an_error(load, chars):
     data = load(chars, "pairs", [{**PAIR, "rejected": "good"}] * 3, bad_rows="drop")
     with pytest.raises(
         DataError, match=r"nothing is left to train on\. The last one: the chosen and the rejected answer"

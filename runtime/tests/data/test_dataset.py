@@ -72,7 +72,7 @@ def test_prompts_with_answers_are_read_as_both(write, chars, chat):
         prompt, answer = data.template.encode_answer(row)
         sequence = data.template.encode_demonstration(row).sequences[0]
         assert prompt == data.template.encode_prompt(row)
-        assert answer.ids == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
+        assert list(answer.ids) == [i for i, own in zip(sequence.ids, sequence.loss_mask, strict=True) if own]
         assert answer.ids[-1] in data.template.end_token_ids
         assert (answer.text, answer.given, answer.finish) == ("cde", True, "stop")
         assert sequence.ids[: len(prompt.ids + answer.ids)] == prompt.ids + answer.ids
@@ -99,7 +99,7 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
     assert (data.bad_rows, data.dropped) == (1, 1)
 
 
-def test_nothing_that_fits_ends_instead_of_looping(write, chars):
+def test_data_without_a_row_that_fits_is_an_error(write, chars):
     section = DataSection(train=(write("a.jsonl", prompts(4)[1:]),), max_prompt_tokens=1, too_long="drop")
     with pytest.raises(DataError, match="nothing is left to train on"):
         TrainData(section, chars, "prompts", 0).take(1)
@@ -136,7 +136,7 @@ def test_missing_columns_are_named_with_those_present_for_all_sources(write, cha
     assert "has no column 'response'; columns present: prompt. Name the right one with --data.response." in message
 
 
-def test_which_columns_are_required(write, chars, chat):
+def test_missing_required_columns_are_refused(write, chars, chat):
     only = write("a.jsonl", [{"text": "x"}])
     TrainData(DataSection(train=(only,), response="text", loss_on="all"), chars, "demonstrations", 0).take(1)
     TrainData(DataSection(train=(only,), input_template="{text}"), chars, "prompts", 0).take(1)

@@ -32,7 +32,7 @@ def test_pairs_are_the_first_best_and_the_first_worst():
     assert left_out(made) == {}
 
 
-def test_what_makes_no_pair_is_counted():
+def test_prompts_that_give_no_pair_are_counted():
     groups = [
         group(("a", 1.0), ("b", 1.0), ("c", 1.0)),
         group(("a", 1.0), ("a", 0.0)),
@@ -106,7 +106,7 @@ def test_among_messages_the_reward_is_the_system_message():
     ]
 
 
-def test_a_reward_is_asked_for_as_it_was_told(chars, chat):
+def test_a_reward_is_written_into_a_prompt_as_in_training(chars, chat):
     """What `rlhf eval` puts around a prompt by options is what the export put around it."""
     row = Row({"prompt": "q"}, "rows", 0)
     for tokenizer, asking, prompt in (
@@ -121,7 +121,7 @@ def test_a_reward_is_asked_for_as_it_was_told(chars, chat):
 @pytest.mark.parametrize(
     ("rewards", "what"), [([], "0 rewards"), ([1.0], "1 reward"), ([2.0, 2.0, 2.0], "3 rewards, all equal,")]
 )
-def test_rewards_that_tell_nothing_apart_are_refused(rewards, what):
+def test_equal_rewards_are_refused(rewards, what):
     with pytest.raises(DataError, match=f"^{what} cannot be normalised"):
         export.conditional([group(*(("a", r) for r in rewards))])
 

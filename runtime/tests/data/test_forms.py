@@ -151,7 +151,7 @@ def test_a_separator_over_several_tokens_and_bytes():
     data = "Да\n ки\n нет ки\n".encode()
 
     def decode(ids):
-        return bytes(ids).decode(errors="replace")
+        return bytes(list(ids)).decode(errors="replace")
 
     found = StepEnds(decode, "ки")(list(data))
     cut = [data[: i + 1].decode(errors="ignore") for i in found]

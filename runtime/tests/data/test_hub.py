@@ -154,7 +154,7 @@ def test_rows_are_those_of_the_files_whatever_their_kind(hub, client):
     assert not hub.asked("*/resolve/*/notes.txt") + hub.asked("*/resolve/*/test.jsonl")  # nothing else is loaded
 
 
-def test_what_is_not_there_is_said(hub, client):
+def test_missing_names_on_the_hub_are_reported(hub, client):
     asked = [
         source(), source(subset="mian"), source(subset="main", split="tets"), source(path="owner/odd"),
         source(path="owner/notes"), source(path="owner/script"),
@@ -184,7 +184,7 @@ def csv_card(options):
     return "---\n" + json.dumps({"configs": [{"config_name": "default", "data_files": "a.csv", **options}]}) + "\n---\n"
 
 
-def test_a_card_may_say_how_its_csv_is_written(hub, client):
+def test_a_card_may_define_the_form_of_csv(hub, client):
     """The rows are those that pandas, which `datasets` reads csv with, makes of the options, all cells being text."""
     import pandas as pd
 
@@ -243,13 +243,13 @@ def test_private_and_gated_need_a_token_that_is_never_shown(hub, client):
         "(the token of HF_TOKEN or `hf auth login` was sent). Correct the name, or set HF_TOKEN to a token that"
         in (wrong["error"])
     )
-    assert "is for those only whom its owner lets in" in barred["error"]
+    assert "is open only to users whom its owner accepts" in barred["error"]
     assert client.ask(hub.url, private, HF_TOKEN=TOKEN)[0]["rows"] == FIRST
     assert TOKEN not in client.printed
     assert not [p for p in client.home.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
 
 
-def test_without_a_network_the_cache_is_read_and_that_is_said(hub, client):
+def test_without_a_network_the_cache_is_used_and_reported(hub, client):
     (before,) = client.ask(hub.url, source(subset="main"))
     asked = len(hub.requests)
     there, more, none = client.ask(
@@ -262,12 +262,12 @@ def test_without_a_network_the_cache_is_read_and_that_is_said(hub, client):
     dead = "http://127.0.0.1:9"  # the discard port: refused
     again, none = client.ask(dead, source(subset="main"), source(path="owner/none"))
     assert again["rows"] == before["rows"]
-    assert "the hub is out of reach: dataset owner/rows@main is taken to be" in again["notes"][0]
+    assert "the hub cannot be reached: dataset owner/rows@main is assumed to be" in again["notes"][0]
     assert f"the dataset 'owner/none', revision 'main', of the hub {dead} could not be read: " in none["error"]
     assert "Look at the network, HF_ENDPOINT and proxies, or give a folder or file." in none["error"]
 
 
-def test_a_hub_that_never_answers_is_given_up(client):
+def test_a_hub_that_does_not_answer_times_out(client):
     """What is asked first, the commit, is asked with the client's own limit for such questions."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

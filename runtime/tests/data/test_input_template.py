@@ -26,7 +26,7 @@ def read(tmp_path, chars):
     return made
 
 
-def test_columns_are_found_wherever_they_stand():
+def test_columns_are_found_at_any_place_of_the_template():
     assert template_columns("{{}} {a} {b!r:>{width}} {c[0]} {d.e} {a}") == ("a", "b", "width", "c", "d")
 
 
@@ -42,7 +42,7 @@ def test_columns_are_found_wherever_they_stand():
         ("{{question}}", "names no column, so every row would have the same prompt"),
     ],
 )
-def test_a_template_that_is_none_is_refused_whatever_the_rows(read, template, why):
+def test_an_invalid_template_is_refused_before_rows_are_read(read, template, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         read(template)
 
@@ -62,7 +62,7 @@ def test_a_format_that_values_do_not_take_shows_in_the_first_row(read, template)
         read(template, bad_rows="drop")
 
 
-def test_a_column_of_some_rows_is_a_matter_of_the_others(read):
+def test_a_column_that_some_rows_lack_makes_those_rows_bad(read):
     rows = [{"question": "a", "response": "b"}, {"question": "a", "hint": "c", "response": "b"}]
     data = read("{question}{hint}", rows, shuffle=False, bad_rows="drop")
     assert [r["hint"] for r in data.take(1)] == ["c"]
@@ -72,5 +72,5 @@ def test_a_column_of_some_rows_is_a_matter_of_the_others(read):
 
 def test_a_chat_template_that_writes_no_message_is_refused(tmp_path, chat):
     (tmp_path / "t.jinja").write_text("{}")
-    with pytest.raises(ConfigError, match=r"the chat template writes '{}' whatever the user's message is"):
+    with pytest.raises(ConfigError, match=r"the chat template writes '{}' for every user message"):
         TrainData(DataSection(chat_template=str(tmp_path / "t.jinja")), copy.deepcopy(chat), "prompts", 0)

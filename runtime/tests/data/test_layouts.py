@@ -113,7 +113,7 @@ def test_recognised(form, row, columns, conversion):
         assert found(form, row) == (columns, conversion)
 
 
-def test_what_is_named_wins():
+def test_named_columns_have_precedence():
     row = {"prompt": "a", "q": "b", "response": "c", "r": "d", "messages": [USER, BOT], "ok": True, "label": "x"}
     demonstrations = {"prompt": "prompt", "response": "response"}
     assert found("demonstrations", row, chat=True) == (demonstrations, "")
@@ -147,7 +147,7 @@ def test_what_is_named_wins():
         ("pairs", {"question": "a", "query": "b", "chosen": "c", "rejected": "d"}, 2, {"prompt": "query"}),
     ],
 )
-def test_what_could_be_read_in_several_ways_is_refused(form, row, ways, naming):
+def test_ambiguous_columns_are_refused(form, row, ways, naming):
     with pytest.raises(DataError) as error:
         found(form, row, chat=True)
     message = str(error.value)
@@ -175,7 +175,7 @@ def test_what_could_be_read_in_several_ways_is_refused(form, row, ways, naming):
         ("demonstrations", {"prompt": "a"}, "has no column 'response';"),
     ],
 )
-def test_what_is_not_recognised_says_what_is_missing(form, row, message):
+def test_the_error_for_unknown_columns_says_what_is_missing(form, row, message):
     with pytest.raises(DataError) as error:
         found(form, row, chat=True)
     assert message in str(error.value)
@@ -215,7 +215,7 @@ def test_dialogues_as_plain_text(read, chars):
     assert data.template.encode_prompt(data.row("rows", 0)).text == HH  # for evaluation by answering
     assert data.notes == [
         f"data.train 'rows' ({data.section.train[0].path}) is read as chosen, rejected (Human/Assistant dialogues: "
-        "the prompt is their common front up to '\\n\\nAssistant:')"
+        "the prompt is their common prefix up to '\\n\\nAssistant:')"
     ]
 
 
@@ -229,8 +229,8 @@ def test_dialogues_as_messages(read, chat):
 @pytest.mark.parametrize(
     ("chosen", "rejected", "message"),
     [
-        (HH + " a", "\n\nHuman: ho\n\nAssistant: b", "no common front that ends with '\\n\\nAssistant:'"),
-        (HH + " a\n\nHuman: x\n\nAssistant: c", HH + " b", "part before the last answer: chosen goes on with ' a"),
+        (HH + " a", "\n\nHuman: ho\n\nAssistant: b", "no common prefix that ends with '\\n\\nAssistant:'"),
+        (HH + " a\n\nHuman: x\n\nAssistant: c", HH + " b", "differ before the last answer: chosen goes on with ' a"),
         (HH, HH + " b", "the answer is empty"),
         (HH + " a", HH + " a", "the chosen and the rejected answer are the same, token by token"),
         (HH + " a", 3, "columns 'chosen', 'rejected': rejected must be text, got int 3"),
@@ -256,7 +256,7 @@ def test_conversations_with_an_implicit_prompt(read, chat):
     assert data.template.encode_prompt(data.row("rows", 0)).text == "hi"
 
 
-def test_conversations_that_part_early(read, chat):
+def test_conversations_that_differ_early_are_refused(read, chat):
     more = {"role": "user", "content": "and"}
     row = {"chosen": [USER, BOT, more, NO], "rejected": [USER, NO, more, BOT]}
     with pytest.raises(DataError, match="line 1: the chosen and the rejected conversation differ before their last"):
@@ -371,7 +371,7 @@ def test_each_source_has_its_own_layout(tmp_path, chat):
     ]  # fmt: skip
 
 
-def test_a_layout_crosses_processes(chars):
+def test_a_layout_pickles(chars):
     import pickle
 
     layout = recognise("pairs", ["chosen", "rejected"], {"chosen": HH + " a", "rejected": HH + " b"})
@@ -408,7 +408,7 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
         ),
     ],
 )
-def test_values_that_are_no_such_thing_make_a_bad_row(tmp_path, chat, form, row, said):
+def test_values_of_a_wrong_form_make_a_bad_row(tmp_path, chat, form, row, said):
     """Behind a first row that is as it should be; not a TypeError that ends the run without file and line."""
     good = {"conversations": {"conversations": [HUMAN, GPT]}, "label": PRM800K}
     first = good.get([*row][-1], {"prompt": "p", "steps": [{"text": "t", "rating": 1}]})

@@ -45,7 +45,7 @@ def test_the_seed_decides_and_shuffle_false_keeps_the_files_order(make):
     assert [i for _, i in ids(RowOrder([make("a", 5)], seed=1, shuffle=False).take(7))] == [0, 1, 2, 3, 4, 0, 1]
 
 
-def test_probabilities_are_met_and_every_source_is_passed_through(make):
+def test_draws_follow_the_probabilities_and_use_every_row_of_a_source(make):
     order = RowOrder([make("a", 10, 0.2), make("b", 10, 0.8)], seed=5)
     rows = ids(order.take(2000))
     assert abs(sum(s == "a" for s, _ in rows) - 400) < 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import DataError
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.recorded_answers import Answer, read_answers
 from rlhf_runtime.data.template import Template
@@ -26,15 +26,15 @@ def write(path, *trajectories, prompt=lambda t: t.row["prompt"]):
     groups = {}
     for t in trajectories:
         groups.setdefault(t.index[0], Group(t.row, t.index[0], [])).trajectories.append(t)
-    write_groups(path, groups.values(), prompt)
+    (write_groups if path.suffix == ".arrow" else write_lines)(path, groups.values(), prompt)
     return path
 
 
 def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
     run = tmp_path / "run"
     (run / "rollouts").mkdir(parents=True)
-    second = write(run / "rollouts" / "step-000002.jsonl", sample((2, 0), "\u2028d", reward=None))
-    write(run / "rollouts" / "step-000001.jsonl", sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"))
+    second = write(run / "rollouts" / "step-000002.arrow", sample((2, 0), "\u2028d", reward=None))
+    write(run / "rollouts" / "step-000001.arrow", sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"))
     expected = [
         [Answer(0, "p0", "a", 0.5), Answer(1, "p0", "b", 0.5)],
         [Answer(0, "p1", "c", 0.5)],
@@ -51,7 +51,7 @@ def test_prompts_may_be_messages(tmp_path):
     assert read_answers([path]).groups == [[Answer(0, MESSAGES, "yes", 0.5)]]
 
 
-def test_what_is_no_answer_is_counted(tmp_path):
+def test_samples_that_are_not_answers_are_counted(tmp_path):
     episode = [*sample((0, 0)).turns, Turn([3], False, text="more"), Turn([4], True, [-1.0], text="end")]
     opened = [sample((0, 0)).turns[0], *sample((0, 0)).turns]
     path = write(
@@ -85,7 +85,7 @@ def test_a_last_line_without_its_line_end_counts(tmp_path):
     cut.write_text(whole.read_text().removesuffix("\n"))
     assert read_answers([cut]) == read_answers([whole])
     cut.write_text(whole.read_text()[:-20])
-    with pytest.raises(DataError, match=r"g.jsonl:2 is not a recorded sample: .* not valid JSON"):
+    with pytest.raises(DataError, match=r"g.jsonl:2 is not valid JSON.*Recorded samples are in a run's rollouts/"):
         read_answers([cut])
     cut.write_text("")
     assert read_answers([cut]).groups == []
@@ -94,8 +94,11 @@ def test_a_last_line_without_its_line_end_counts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"group": 0}\n', r"f.jsonl:1 is not a recorded sample: it has no 'sample'. Such are in a run's rollouts/"),
-        ("{\n", r"f.jsonl:1 is not a recorded sample: .* not valid JSON"),
+        (
+            '{"group": 0}\n',
+            r"f.jsonl:1 is not a recorded sample: it has no 'sample'. Recorded samples are in",
+        ),
+        ("{\n", r"f.jsonl:1 is not valid JSON"),
         ('"x"\n', r"f.jsonl:1 is not a recorded sample: TypeError"),
     ],
 )
@@ -107,9 +110,9 @@ def test_a_damaged_line_is_named(tmp_path, content, message):
 
 
 def test_samples_without_their_prompt_are_refused(tmp_path):
-    path = tmp_path / "ready.jsonl"
+    path = tmp_path / "ready.arrow"
     write_groups(path, [Group(sample((0, 0)).row, 0, [sample((0, 0))])])  # as a checkpoint keeps them
-    with pytest.raises(DataError, match=r"ready.jsonl:1 is not a recorded sample: it has no 'prompt'"):
+    with pytest.raises(DataError, match=r"ready.arrow, row 1 is not a recorded sample: it has no 'prompt'"):
         read_answers([path])
 
 
@@ -120,7 +123,7 @@ def test_a_folder_without_samples_says_what_is_allowed(tmp_path):
         read_answers([tmp_path / "nowhere"])
 
 
-def test_a_prompt_is_told_as_it_was_asked(chars, chat):
+def test_a_prompt_is_recorded_as_text_or_messages(chars, chat):
     """Text or messages, the system message included; not where an environment put something into the context."""
     row = Row({"prompt": "1+1="}, "rows", 0)
     plain = Template(chars, DataSection(template="plain", system="add: ", input_template="{prompt} "))

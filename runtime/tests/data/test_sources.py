@@ -55,7 +55,7 @@ def test_every_kind_gives_the_same_rows(tmp_path):
         assert len(source(path, max_rows=2)) == 2
 
 
-def test_texts_as_views_are_texts(tmp_path):
+def test_string_views_are_read_as_text(tmp_path):
     """What polars writes to arrow files; pyarrow takes no rows of it."""
     import pyarrow as pa
 
@@ -120,12 +120,12 @@ def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path)
         ("a.parquet.gz", b"x", "unknown kind of file"),
     ],
 )
-def test_what_is_wrong_with_a_file(tmp_path, name, content, expected):
+def test_malformed_files_are_refused_with_the_line(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
     assert expected in refused(tmp_path / name)
 
 
-def test_missing_files_say_what_is_there(tmp_path):
+def test_the_error_for_a_missing_file_lists_existing_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}\n")
     message = refused(tmp_path / "trian.jsonl")
     assert "no data file" in message
@@ -149,7 +149,7 @@ def test_splits_and_subsets(tmp_path):
     assert "a saved folder has no subsets" in refused(tmp_path / "one", subset="x")
 
 
-def test_fingerprints_follow_content_and_nothing_else(tmp_path):
+def test_fingerprints_depend_on_the_content_only(tmp_path):
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory
@@ -103,11 +105,15 @@ def test_template_plain_ignores_the_chat_template_on_request(chat):
     assert Template(chat, section(template="plain")).encode_prompt(row(prompt="hi")).text == "hi"
 
 
-def test_prompts_are_not_shared_between_samples(chat):
+def test_samples_share_the_array_of_their_prompt_and_none_can_lengthen_it(chat):
     template = Template(chat, section())
-    first = template.encode_prompt(row(prompt="hi"))
-    first.ids.append(7)
-    assert template.encode_prompt(row(prompt="hi")).ids == first.ids[:-1]
+    first, second = (template.encode_prompt(row(prompt="hi")) for _ in range(2))
+    assert first.ids is second.ids
+    assert first is not second
+    with pytest.raises(BufferError):
+        first.ids.append(7)
+    with pytest.raises(BufferError):
+        first.ids += second.ids
 
 
 def test_template_kwargs_reach_the_template(with_template):
@@ -118,7 +124,7 @@ def test_template_kwargs_reach_the_template(with_template):
 
 def test_template_kwargs_that_are_not_the_templates_are_refused(chat):
     kwargs = {"enable_thinking": True, "tokenize": True, "add_generation_prompt": False}
-    with pytest.raises(ConfigError, match=r"^data.template_kwargs: add_generation_prompt, tokenize would say how"):
+    with pytest.raises(ConfigError, match=r"^data.template_kwargs: add_generation_prompt, tokenize controls how"):
         Template(chat, section(template_kwargs=kwargs))
 
 
@@ -208,7 +214,7 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         template = Template(tokenizer, section())
         prompt = template.encode_prompt(row(prompt="a")).ids
         sampled = tokenizer("4!" + end, add_special_tokens=False)["input_ids"]
-        ids = prompt + sampled + template.encode_observation("ok?").ids
+        ids = prompt + array("i", sampled) + template.encode_observation("ok?").ids
         turns = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "4!"},
@@ -216,7 +222,7 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         ]
         expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-        cut = prompt + sampled[:-1] + template.encode_observation("ok?", closed=False).ids
+        cut = prompt + array("i", sampled[:-1]) + template.encode_observation("ok?", closed=False).ids
         assert tokenizer.decode(cut, skip_special_tokens=False) == expected
         assert template.encode_observation("ok?").text.strip().endswith("ok?" if tokenizer is chat else "assistant")
 
@@ -232,7 +238,7 @@ def test_opening_is_in_the_users_message(chat, chars):
     assert [t.text for t in Template(chars, section()).encode_opening(row(prompt="a"), "b")] == ["a", "b"]
 
 
-def test_a_trajectory_that_failed_before_it_began_was_asked_nothing(chars):
+def test_a_trajectory_that_failed_before_its_first_turn_has_no_prompt(chars):
     assert Template(chars, section()).prompt_of(Trajectory(row(prompt="a"), [], (0, 0), status="failed")) is None
 
 
@@ -300,7 +306,7 @@ def test_prompt_tokens_are_those_that_sampling_sees(bpe):
     template, prompt, answer = Template(bpe, section()), "Q: 2+2\nA:", " 4\nassistant"
     together = bpe(prompt + answer, add_special_tokens=False)["input_ids"]
     seen = template.encode_prompt(row(prompt=prompt)).ids
-    assert together[: len(seen)] != seen  # the case is a real one
+    assert together[: len(seen)] != list(seen)  # the case is a real one
     sequence = template.encode_demonstration(row(prompt=prompt, response=answer)).sequences[0]
     assert sequence.ids[: len(seen)] == seen
     assert trained(bpe, sequence) == answer + "<|im_end|>"
@@ -374,7 +380,7 @@ def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_train
     assert 'data.loss_on = "completion"' in message
 
 
-def test_answers_are_only_trained_where_the_policy_would_give_them(with_template):
+def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_template):
     """Without thinking, Qwen3's empty block is part of what the policy is given, and only before the last answer."""
     tokenizer = with_template(THINKING)
     off = {"messages": "m", "template_kwargs": {"enable_thinking": False}}
@@ -406,7 +412,7 @@ def test_answers_are_only_trained_where_the_policy_would_give_them(with_template
 def test_templates_that_change_the_text_are_refused(with_template):
     tokenizer = with_template(CHATML.replace("m.content", "m.content | replace('4', 'four')"))
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
-    assert "the chat template changes what the messages say" in message
+    assert "the chat template changes the text of messages" in message
     assert "{% generation %}" in message
 
 
@@ -416,7 +422,7 @@ def test_generation_blocks_must_be_one_per_answer(with_template):
     assert "marks 1 passages with {% generation %} for 2 assistant messages" in message
 
 
-def test_what_a_template_with_generation_blocks_refuses_is_a_bad_row(with_template):
+def test_a_row_that_a_template_with_generation_blocks_refuses_is_bad(with_template):
     """Not an error of its own kind: `data.bad_rows = "drop"` leaves it out, and else its file and line are named."""
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + GENERATION
     template = Template(with_template(strict), section(messages="m", template_kwargs={"bos_token": "x"}))
@@ -461,7 +467,7 @@ def test_a_sequence_ends_where_a_sample_would(with_template, template):
         assert sequence.loss_mask[-1]
 
 
-def test_answers_of_several_messages_that_part_early(chat):
+def test_answers_of_several_messages_that_differ_early_are_refused(chat):
     """Behind a prompt as in whole conversations: only the last answers would be trained on, in contexts that differ."""
     a, b, more = ({"role": r, "content": c} for r, c in (("assistant", "g"), ("assistant", "b"), ("user", "u")))
     columns = {"prompt": "p", "chosen": [a, more, b], "rejected": [b, more, a]}
@@ -477,7 +483,7 @@ def test_answers_of_several_messages_that_part_early(chat):
     assert "differ before their last answers" in refused(lambda: Template(chat, section()).encode_pair(row(**one)))
 
 
-def test_begin_and_end_tokens_that_a_text_says_itself_stand_once(bpe):
+def test_begin_and_end_tokens_in_a_text_are_not_repeated(bpe):
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
@@ -523,7 +529,7 @@ def spaced(scheme: str):
 
 
 @pytest.mark.parametrize("scheme", ["legacy", "first", "always", "never"])
-def test_no_space_comes_between_a_prompt_and_an_answer_whose_tokens_are_apart(scheme):
+def test_no_space_is_inserted_between_a_prompt_and_a_separately_tokenised_answer(scheme):
     tokenizer = spaced(scheme)
     template = Template(tokenizer, section())
     asked = template.encode_prompt(row(prompt="A: ")).ids
@@ -550,10 +556,10 @@ def test_an_observation_has_the_tokens_of_the_whole_conversation(scheme):
     template = Template(tokenizer, section())
     turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "42"}, {"role": "user", "content": "4"}]
     answered = template.encode_demonstration(row(prompt="A", response="42")).sequences[0].ids
-    assert [*answered, *template.encode_observation("4").ids] == template.encode_prompt(row(prompt=turns)).ids
+    assert answered + template.encode_observation("4").ids == template.encode_prompt(row(prompt=turns)).ids
 
 
-def test_a_continuation_whose_tokens_cannot_be_told_is_refused():
+def test_a_continuation_with_uncertain_tokens_is_refused():
     tokenizer = spaced("legacy")
     backend = tokenizer.backend_tokenizer
     merges = [(a, "4") for a in (".", "x", "\n")]

@@ -158,7 +158,7 @@ def test_a_tag_at_the_end_that_the_template_leaves_out_is_refused(chat, monkeypa
 
 
 @pytest.mark.parametrize("answer", ["42", "<think>so</think> 42", " 42 "])
-def test_without_an_opening_an_answer_begins_behind_what_the_policy_is_given(chat, monkeypatch, answer):
+def test_without_a_generation_prompt_an_answer_begins_after_the_policys_context(chat, monkeypatch, answer):
     monkeypatch.setattr(chat, "chat_template", UNOPENED)
     encoder = Template(chat, DataSection(messages="m", loss_on="assistant"))
     messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", answer] * 2, strict=True)]
@@ -169,7 +169,7 @@ def test_without_an_opening_an_answer_begins_behind_what_the_policy_is_given(cha
     assert sequence.loss_mask[len(given) :] == [True] * (len(sequence.ids) - len(given))
 
 
-def test_without_an_opening_the_context_of_an_answer_must_be_what_the_policy_is_given(chat, monkeypatch):
+def test_without_a_generation_prompt_the_context_of_an_answer_must_be_the_policys(chat, monkeypatch):
     hint = UNOPENED.replace("{{ ' ' + m", "{% if loop.last %}(so){% endif %}{{ ' ' + m").replace("'[' + ", "'[' + ")
     asks = hint + "{% if add_generation_prompt %}{% endif %}"
     monkeypatch.setattr(

@@ -64,7 +64,7 @@ def test_an_embedding_too_small_is_refused_without_a_tokenizer_too(policy, other
         check(policy, other)
 
 
-def test_further_tokens_of_a_role_do_no_harm(policy, other):
+def test_additional_tokens_of_a_role_are_accepted(policy, other):
     edit(other / "tokenizer.json", lambda t: t["model"]["vocab"].update({"further": len(t["model"]["vocab"])}))
     check(policy, other)
 

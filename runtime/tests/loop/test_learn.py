@@ -8,7 +8,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.types import Annotation, LossOutput, Reduce, Update
-from rlhf_runtime.loop.learn import learn, train
+from rlhf_runtime.loop.learn import learn, minibatches, train
 
 
 class Told:
@@ -94,7 +94,7 @@ def test_a_step_of_skipped_optimizer_steps_only_has_no_gradient_norm():
     assert metrics == {"policy/lr": 0.3, "policy/skipped": 1.0}
 
 
-def test_each_minibatch_is_weighed_by_itself_after_a_prepass_with_the_weights_of_then():
+def test_each_minibatch_is_weighed_alone_after_a_prepass_with_the_current_weights():
     role = Told(*[step(0.0, 0.0, 1.0, 1.0, 0.1)] * 4)
     loss = Plain((Annotation("policy", "logprobs", "now"),))
     train(batch(), loss, {"policy": role}, Update("policy", "plain", epochs=2, minibatches=2), 0, 0, print)
@@ -108,7 +108,20 @@ def test_each_minibatch_is_weighed_by_itself_after_a_prepass_with_the_weights_of
         assert sorted(int(m.ids_N[i]) for m in epoch for i in (0, 3)) == [0, 1, 2, 3], "every unit once"
 
 
-def test_what_goes_wrong_before_an_optimizer_step_names_the_loss_or_the_algorithm():
+def test_every_epoch_step_and_seed_has_an_order_of_its_own():
+    def orders(seed: int, step: int) -> list[list[int]]:
+        found = list(minibatches(batch(12), Update("policy", "plain", epochs=2, minibatches=2), seed, step))
+        assert [minibatch.units for minibatch in found] == [6] * 4
+        units = [int(minibatch.ids_N[3 * n]) for minibatch in found for n in range(6)]
+        return [units[:12], units[12:]]
+
+    made = [*orders(0, 0), *orders(0, 1), *orders(1, 0)]
+    assert all(sorted(order) == list(range(12)) for order in made)
+    assert len({tuple(order) for order in made}) == 6
+    assert orders(0, 0) == made[:2]
+
+
+def test_errors_before_an_optimizer_step_name_the_loss_or_the_algorithm():
     class Refusing(Plain):
         def prepare(self, batch):
             raise ValueError("no pairs")

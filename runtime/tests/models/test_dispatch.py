@@ -58,7 +58,7 @@ def test_five_units_on_four_ranks_leave_no_rank_without_work():
     assert sum(len(units) for rank in fillers(shares) for units in rank) == 3
 
 
-def test_what_a_rank_repeats_is_the_shortest_unit():
+def test_a_rank_without_work_repeats_the_shortest_unit():
     assert plan([30, 9, 40], ranks=4, budget=40) == [[[2]], [[0]], [[1]], [[1]]]
     assert fillers([[[2]], [[0]], [[1]], [[1]]]) == [[[]], [[]], [[]], [[1]]]
     assert plan([9, 30, 9], ranks=4, budget=40) == [[[1]], [[0]], [[2]], [[2]]], "of equals the last"
@@ -97,7 +97,7 @@ def test_shared_prefixes_keep_every_guarantee(groups, ranks, budget):
 
 @settings(max_examples=200, deadline=None)
 @given(groups, st.integers(1, 5), st.integers(1, 1500))
-def test_knowing_what_is_shared_never_makes_a_plan_longer(groups, ranks, budget):
+def test_shared_prefixes_never_make_a_plan_longer(groups, ranks, budget):
     def longest(shares):  # of the ranks, in every micro-batch, and what a micro-batch costs
         parts = zip(*shares, strict=True)
         return sum(max(computed(units, tokens, order, shared) for units in m) + budget / 32 for m in parts)
@@ -110,7 +110,7 @@ def test_knowing_what_is_shared_never_makes_a_plan_longer(groups, ranks, budget)
     assert longest(plan(tokens, ranks, budget, order, shared)) <= without_luck
 
 
-def test_the_samples_of_a_prompt_meet_in_a_micro_batch():
+def test_the_samples_of_a_prompt_are_in_one_micro_batch():
     tokens, order, shared = batch_of([(8, 200, 64)] * 16)
     [micros] = plan(tokens, 1, 2048, order, shared)
     assert sum(computed(units, tokens, order, shared) for units in micros) == 16 * (200 + 8 * 64)

@@ -116,7 +116,7 @@ def test_a_resume_computes_only_what_is_new(run):
     assert torch.equal(again.annotate(batch, [READ]).tok["ref_logprobs"], along(batch))
 
 
-def test_what_was_computed_before_a_failure_is_kept(run, monkeypatch):
+def test_values_computed_before_a_failure_are_kept(run, monkeypatch):
     computed = Counting.forward
 
     def fails_at_the_second_part(self, micros, heads, view):
@@ -132,7 +132,7 @@ def test_what_was_computed_before_a_failure_is_kept(run, monkeypatch):
     assert run.groups[1].sequences == 1  # all but [15, 16]
 
 
-def test_another_model_starts_anew(run, tmp_path):
+def test_values_of_another_model_are_computed_again(run, tmp_path):
     first = ModelSpec(RoleSpec("reference"), str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     run(spec=first)
@@ -141,11 +141,11 @@ def test_another_model_starts_anew(run, tmp_path):
     assert [g.sequences for g in run.groups] == [7, 7]  # [7, 8] comes twice in the first part
 
 
-def test_the_mask_is_part_of_what_values_are_found_by(run):
+def test_the_mask_is_part_of_the_key_of_values(run):
     role = run()
     ids = ROWS[0].sequences[0].ids
     other = pack([UnitData([SequenceData(ids, {"loss_mask": [False, True, True, True]})])])
-    with pytest.raises(TrainingError, match=r"reads it at another place.*Remove precompute of 'reference'"):
+    with pytest.raises(TrainingError, match=r"reads it at other tokens.*Remove precompute of 'reference'"):
         role.annotate(other, [READ])
 
 
@@ -153,14 +153,14 @@ def test_the_mask_is_part_of_what_values_are_found_by(run):
     ("change", "said"),
     [
         ({"data": "prompts"}, "learns from samples that do not exist before the run"),
-        ({"wanted": ()}, "reads nothing off it"),
+        ({"wanted": ()}, "reads none of its outputs"),
         (
             {"wanted": (Annotation("reference", "logprobs", "twin", per_row=False),)},
-            "computes 'twin' on rows put together",
+            "computes 'twin' on combinations of rows",
         ),
     ],
 )
-def test_what_cannot_be_precomputed_is_refused(change, said):
+def test_roles_that_cannot_be_precomputed_are_refused(change, said):
     algorithm = type("Other", (Reads,), change)()
     [problem] = problems_of(["reference"], algorithm, {"policy"}, set())
     assert problem.startswith("reference.precompute = true, but reads ")
@@ -169,11 +169,11 @@ def test_what_cannot_be_precomputed_is_refused(change, said):
 
 def test_trained_and_replaced_roles_are_refused():
     assert "trains it" in problems_of(["reference"], Reads(), {"reference"}, set())[0]
-    assert "replaces its weights on the way" in problems_of(["reference"], Reads(), set(), {"reference"})[0]
+    assert "replaces its weights during the run" in problems_of(["reference"], Reads(), set(), {"reference"})[0]
     assert problems_of(["reference"], Reads(), {"policy"}, set()) == []
 
 
-def test_a_value_is_found_again_by_all_that_it_was_computed_from():
+def test_the_key_of_a_value_contains_all_of_its_inputs():
     def one(mask=(False, True, True), ids=(5, 6, 7), **columns):
         tok = {"loss_mask": list(mask), "unread": [1.0, 2.0, 3.0], **columns}
         return pack([UnitData([SequenceData(ids, tok)])])

@@ -116,7 +116,7 @@ def test_split_and_ranks_change_nothing(ranks, budget):
 
 @pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2), (6, 3)])
 @pytest.mark.parametrize("budget", [1, 8, 1000])
-def test_ranks_that_compute_together_get_one_share_that_counts_once(ranks, together, budget):
+def test_ranks_that_divide_layers_get_one_share_that_counts_once(ranks, together, budget):
     data, loss = batch(), NLL()
     weighted, update = weigh(data, loss.reduce()), Update("policy", "loss")
     apart, joint = role(ranks // together, budget), role(ranks, budget, together=together)
@@ -134,7 +134,7 @@ def test_ranks_that_compute_together_get_one_share_that_counts_once(ranks, toget
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("budget", [1, 100, 1000])
-def test_units_that_share_a_prompt_meet_and_nothing_changes(ranks, budget):
+def test_units_that_share_a_prompt_are_computed_together_with_equal_results(ranks, budget):
     data, loss = pairs(), NLL()
     weighted = weigh(data, loss.reduce())
     whole, split = role(1, 10_000), role(ranks, budget, shares=True)
@@ -205,7 +205,7 @@ def test_sequences_that_no_head_reads_are_not_computed(size):
     assert sum(w.computed for w in group.workers) == (6 if size == 1 else 3 + 3 + 3)  # the shortest unit repeated
 
 
-def test_what_no_head_reads_at_all_is_computed_whole():
+def test_a_batch_that_no_head_reads_is_computed_whole():
     """An algorithm may ask for an output under a mask that this batch's rows do not have."""
     data = pack([UnitData([SequenceData([10, 11], {"loss_mask": [False, False]})]) for _ in range(2)])
     role_ = role(1, 64)

@@ -85,9 +85,9 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
     [
         (Lent("nobody"), {}, "there is no such role; there are policy, teacher, judge"),
         (Lent("judge"), {}, "it has a 'scalar' head"),
-        (Lent("policy", to="judge"), {}, "its weights change on the way"),
-        (Lent("teacher"), {"snapshots": {"teacher"}}, "its weights change on the way"),
-        (Lent("teacher"), {"precomputed": ["teacher"]}, "teacher.precompute = true keeps no model"),
+        (Lent("policy", to="judge"), {}, "its weights change during the run"),
+        (Lent("teacher"), {"snapshots": {"teacher"}}, "its weights change during the run"),
+        (Lent("teacher"), {"precomputed": ["teacher"]}, "teacher.precompute = true unloads its model"),
     ],
 )
 def test_heads_that_cannot_be_lent(lent, given, said):

@@ -78,6 +78,8 @@ class Copying(Generator):
 
     def __init__(self):
         self.held, self.calls = {}, []
+        self.discards = False
+        """Whether it discards its weights while it sleeps."""
         self.forgets = ()
         """Tensors that arrive and are not used."""
 
@@ -108,6 +110,7 @@ class Copying(Generator):
 
     def wake(self):
         self.calls.append("wake")
+        return self.discards
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def made():
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(9, 9), (2048, 24)])
-def test_canaries_are_no_longer_than_the_generator_takes(made, monkeypatch, longest, tokens):
+def test_canaries_are_no_longer_than_the_generator_accepts(made, monkeypatch, longest, tokens):
     trainer, _, generator, sync, _ = made
     seen = []
     answer = generator.logprobs
@@ -157,7 +160,7 @@ def withhold(name):
     return lose
 
 
-def test_a_sync_that_works_says_what_it_moved(made):
+def test_a_sync_reports_the_bytes_that_it_sent(made):
     trainer, _, generator, sync, _ = made
     metrics = sync(bucket_mb=1).push(1)
     assert all(torch.equal(generator.held[n], t) for n, t in trainer.live.items())
@@ -174,7 +177,7 @@ def test_a_sync_that_works_says_what_it_moved(made):
         (swap, "received other values of body, head"),
     ],
 )
-def test_what_is_lost_or_mixed_up_on_the_way_is_named(made, fault, named):
+def test_lost_or_swapped_tensors_are_named(made, fault, named):
     _, group, _, sync, _ = made
     group.lost = fault
     with pytest.raises(SyncError, match=named) as raised:
@@ -203,7 +206,9 @@ def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(mad
         (float("nan"), "bf16", "bf16", 9.0, False),
     ],
 )
-def test_how_far_a_canary_may_differ(made, monkeypatch, shift, trainer_dtype, generator_dtype, tolerance, passes):
+def test_the_tolerance_of_canaries_depends_on_the_arithmetic(
+    made, monkeypatch, shift, trainer_dtype, generator_dtype, tolerance, passes
+):
     """On average over a canary's tokens, of the worst canary of the worst engine."""
     _, _, generator, sync, _ = made
     prove, answer = generator.end_load, generator.logprobs
@@ -282,16 +287,17 @@ def test_a_version_that_was_not_asked_for_is_refused(made, monkeypatch):
         sync().push(1)
 
 
-def test_a_replaced_engine_gets_the_weights_of_now(made):
+def test_a_replaced_engine_gets_the_current_weights(made):
     trainer, _, generator, sync, _ = made
-    sync().push(4)
+    weights = sync()
+    weights.push(4)
     generator.held = {}
-    generator.refresh()
+    weights.refresh()
     assert generator.version == 4
     assert torch.equal(generator.held["head"], trainer.live["head"])
 
 
-def test_buckets_keep_order_and_limit_and_survive_the_way():
+def test_buckets_keep_order_and_limit_and_can_be_sent():
     weights = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16)), ("c", torch.zeros(100)),
                ("d", torch.tensor(3)), ("e", torch.zeros(0, 4))]  # fmt: skip
     sent = {}
@@ -313,7 +319,7 @@ def test_buckets_keep_order_and_limit_and_survive_the_way():
         list(buckets(iter(weights), 0, {}))
 
 
-def test_a_bucket_hands_its_bytes_over_without_a_copy():
+def test_a_bucket_pickles_without_a_copy_of_its_bytes():
     out_of_band = []
     bucket = Bucket((("a", torch.zeros(1000)),), ("",))
     stream = pickle.dumps(bucket, protocol=5, buffer_callback=out_of_band.append)
@@ -321,7 +327,7 @@ def test_a_bucket_hands_its_bytes_over_without_a_copy():
     assert sum(b.raw().nbytes for b in out_of_band) == 4000
 
 
-def test_phases_give_memory_away_in_turn(made):
+def test_phases_give_memory_to_roles_and_generator_in_turn(made):
     trainer, group, generator, _, _ = made
     trained = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1)
     frozen_trainer = Bigram()
@@ -330,13 +336,14 @@ def test_phases_give_memory_away_in_turn(made):
     base = Role(ModelSpec(RoleSpec("base"), "m"), group, 1, view="base")
     gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), Table())
     roles = {"policy": trained, "reference": frozen, "base": base, "gone": gone}
-    apart = Phases(generator, roles, {"policy": Place(), "reference": Place(), "generator": Place()})
+    everywhere = {"policy": Place(), "reference": Place(), "generator": Place()}
+    apart = Phases(generator, roles, everywhere, lambda: order.append("refresh"))
     with apart.generating():
         pass
     assert order == []
     together = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
     together["base"] = together["gone"] = Place(share="policy")
-    phases = Phases(generator, roles, together)
+    phases = Phases(generator, roles, together, lambda: order.append("refresh"))
     with suppress(KeyError), phases.generating():
         order.append("generate")
         raise KeyError
@@ -364,10 +371,14 @@ def test_phases_give_memory_away_in_turn(made):
     with phases.together():  # inside a round there is nothing to generate
         pass
     assert order == []
+    generator.discards = True
+    with phases.generating():
+        order.append("generate")
+    assert order == ["offload", "wake", "refresh", "generate", "sleep", "reload"]
 
 
 @pytest.mark.parametrize("phase", ["generating", "together"])
-def test_of_what_fails_in_a_phase_the_first_is_seen_and_the_others_get_their_devices(made, monkeypatch, phase):
+def test_the_first_error_of_a_phase_is_raised_and_other_roles_reload(made, monkeypatch, phase):
     """A generator that stalls, say: the roles beside it are to save what was learnt."""
     trainer, group, generator, _, _ = made
     frozen_trainer = Bigram()
@@ -376,7 +387,7 @@ def test_of_what_fails_in_a_phase_the_first_is_seen_and_the_others_get_their_dev
         "policy": Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1),
     }
     places = {"policy": Place(), "reference": Place(share="policy"), "generator": Place(share="policy")}
-    phases = Phases(generator, roles, places)
+    phases = Phases(generator, roles, places, lambda: None)
 
     def gone():
         raise WorkerError("nobody here")
@@ -399,7 +410,7 @@ def test_of_what_fails_in_a_phase_the_first_is_seen_and_the_others_get_their_dev
     assert trainer.calls == ["offload", "reload"] * 2
 
 
-def test_the_trainer_computes_while_the_generator_gets_ready(made, monkeypatch):
+def test_the_trainer_computes_while_the_generator_prepares(made, monkeypatch):
     """What it begins is begun before the end of the load, and asked for afterwards."""
     _, group, generator, sync, _ = made
     order = []

@@ -29,13 +29,13 @@ def test_losses_go_down():
     "metric",
     ["loss/sigmoid", "eval/loss/odds", "loss/nll", "divergence", "eval/kl", "nll", "eval/truncated", "gsm/unscored"],
 )
-def test_terms_of_losses_divergences_and_what_failed_go_down(metric):
+def test_losses_divergences_and_failures_improve_downwards(metric):
     tracker = BestTracker(metric)
     assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, True, False]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "eval/lossless/pass@1", "reward_margin", "agreement"])
-def test_all_else_goes_up(metric):
+def test_other_metrics_improve_upwards(metric):
     tracker = BestTracker(metric)
     assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
 

@@ -73,7 +73,7 @@ def test_scores_of_their_own_are_reported_beside_rewards():
     assert "score" not in evaluation_metrics([scored])
 
 
-def test_sources_apart():
+def test_metrics_are_also_reported_per_source():
     metrics = evaluation_metrics([group([1.0], "gsm"), group([0.0], "gsm"), group([0.0], "code", finish="length")])
     assert metrics["pass@1"] == pytest.approx(1 / 3)
     assert metrics["gsm/pass@1"] == 0.5
@@ -84,7 +84,7 @@ def test_sources_apart():
     assert "a/pass@1" not in evaluation_metrics([group([1.0])])  # one source: said once
 
 
-def test_a_failed_answer_is_no_wrong_answer():
+def test_a_failed_answer_does_not_count_as_wrong():
     metrics = evaluation_metrics([group([1.0, None]), group([None, None])], samples=2)
     assert metrics["pass@1"] == 1.0
     assert metrics["unscored"] == 0.75

@@ -36,14 +36,14 @@ def test_every_run_gets_a_number_and_the_link_follows():
     assert default_folder(again=False) == Path("runs/20"), "an empty one is free"
 
 
-def test_a_number_without_a_finished_step_is_used_again_where_nobody_works():
+def test_a_folder_without_a_finished_step_is_used_again_if_no_run_holds_it():
     failed = started(default_folder(again=False), steps=0)
     assert default_folder(again=False) == Path("runs/2"), "it may still be at work"
     failed.close()
     assert default_folder(again=False) == Path("runs/1")
 
 
-def test_without_a_run_there_is_nothing_to_go_on_with():
+def test_resuming_without_a_run_is_refused():
     assert default_folder(again=True) == Path("runs/latest")
 
 

@@ -174,13 +174,13 @@ def test_cut_goes_back_to_the_checkpoint(tmp_path):
             directory.rollouts(step).write_text("{}\n")
             directory.export(step, lambda f: (f / "model").write_text("x"))
             directory.keep_batch(step, "gradient is nan", batch)
-    (tmp_path / "rollouts" / ".saving-step-000004.jsonl").write_text("half")
+    (tmp_path / "rollouts" / ".saving-step-000004.arrow").write_text("half")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     with RunDirectory.create(tmp_path, resume=True) as directory:
         directory.cut(2)
         assert [line["step"] for line in read_metrics(directory.metrics.path)] == [1, 2]
-        assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
+        assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step-000001.arrow", "step-000002.arrow"]
         assert sorted(p.name for p in (tmp_path / "exports").iterdir()) == ["step-000001", "step-000002"]
         kept = ["step-000001-0001.safetensors", "step-000002-0001.safetensors"]
         assert sorted(p.name for p in (tmp_path / "skipped").iterdir()) == kept
@@ -244,7 +244,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_says_what_a_resume_does(t
 WRITTEN = ("rollouts", "exports", "skipped", "precomputed")
 
 
-def test_a_run_of_no_finished_step_is_replaced(tmp_path):
+def test_a_run_without_a_finished_step_is_replaced(tmp_path):
     with begin(tmp_path) as directory:
         directory.metrics.append(0, {"eval/reward": 1.0})  # an evaluation before the first step
     for name in WRITTEN:
@@ -259,7 +259,7 @@ def test_a_run_of_no_finished_step_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("saved", ["checkpoints/step-000001", "exports/step-000001", "model", "model-critic"])
-def test_what_was_saved_is_not_replaced_unasked(tmp_path, saved):
+def test_a_saved_run_is_not_replaced_without_overwrite(tmp_path, saved):
     begin(tmp_path).close()
     (tmp_path / saved).mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
@@ -271,7 +271,7 @@ def test_what_was_saved_is_not_replaced_unasked(tmp_path, saved):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
 
 
-def test_a_damaged_record_is_not_replaced_unasked(tmp_path):
+def test_a_damaged_record_is_not_replaced_without_overwrite(tmp_path):
     begin(tmp_path).close()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -279,7 +279,7 @@ def test_a_damaged_record_is_not_replaced_unasked(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", [None, "{}", "no json", '{"schema": 1}', '{"schema": 2, "starts": []}', "[]"])
-def test_what_is_not_recognisably_a_run_is_never_deleted(tmp_path, manifest):
+def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path, manifest):
     (tmp_path / "model").mkdir()
     if manifest is not None:
         (tmp_path / "manifest.json").write_text(manifest)
@@ -312,6 +312,33 @@ def test_a_lock_of_this_process_is_seen_and_kept(tmp_path):
         with pytest.raises(ConfigError, match="another run of this process is at work"):
             RunDirectory.create(tmp_path)
     assert not FolderLock.is_held(tmp_path)
+
+
+def test_a_check_leaves_the_lock_of_an_earlier_run_as_it_is(tmp_path):
+    start(tmp_path).close()
+    lock = tmp_path / ".lock"
+    lock.write_text("process 1 on another-machine\n")
+    os.utime(lock, (1e9, 1e9))  # `rlhf runs` shows when a killed run was last at work
+    RunDirectory.check(tmp_path, overwrite=True)
+    assert (lock.read_text(), lock.stat().st_mtime) == ("process 1 on another-machine\n", 1e9)
+
+
+def test_a_new_run_deletes_what_an_earlier_one_was_given_and_it_does_not_read(tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "model-0123456789ab").mkdir()
+    names = ("train-0123456789ab.jsonl", "train-ba9876543210.jsonl", "notes.txt")
+    for name in names:
+        (given / name).touch()
+    named = f"[data]\ntrain = ['{given}/train-ba9876543210.jsonl']\n"
+    with RunDirectory.create(tmp_path) as directory:
+        directory.write_config(named)
+        directory.write_manifest(7, PLUGINS, 0)
+        directory.metrics.append(1, {})
+    assert sorted(path.name for path in given.iterdir()) == ["notes.txt", "train-ba9876543210.jsonl"]
+    with RunDirectory.create(tmp_path, resume=True) as directory:
+        directory.write_config("")
+    assert len(list(given.iterdir())) == 2, "a resume deletes nothing"
 
 
 def test_the_manifest_says_how_the_last_start_ended(tmp_path):

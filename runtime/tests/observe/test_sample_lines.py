@@ -31,7 +31,7 @@ def test_the_best_and_the_worst_are_chosen(groups, expected):
     assert [(title, (s.group, s.sample)) for title, s in best_and_worst(groups)] == expected
 
 
-def test_they_are_printed_without_what_would_steer_the_terminal():
+def test_samples_are_printed_without_control_characters():
     out = io.StringIO()
     Progress(9, stream=out).samples(4, [group(0, 0.5, 1.0)])
     assert out.getvalue() == (

@@ -14,7 +14,7 @@ def sample(turn_rewards=(), **rewards):
     return Trajectory(ROW, turns, (0, 0), rewards=rewards)
 
 
-def test_each_source_by_itself_over_the_samples_it_applied_to():
+def test_each_source_is_averaged_over_the_samples_that_it_scored():
     groups = [
         Group(ROW, 0, [sample(math=RewardResult(1.0), style=RewardResult(-2.0)), sample(math=RewardResult(0.0))]),
         Group(ROW, 1, [sample(math=RewardResult(0.5), style=RewardResult(None)), sample()]),

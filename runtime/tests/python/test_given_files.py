@@ -125,7 +125,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path, loaded):
         GivenFiles(tmp_path).model(loaded[0], None)
 
 
-def test_what_is_no_model_or_tokenizer_is_refused(tmp_path, loaded):
+def test_an_object_that_is_not_a_model_or_tokenizer_is_refused(tmp_path, loaded):
     with pytest.raises(ConfigError, match=r"model: a dict object is no model of transformers"):
         GivenFiles(tmp_path).model({}, loaded[1])
     with pytest.raises(ConfigError, match=r"tokenizer: got str 'path'; give a tokenizer of transformers"):

@@ -94,7 +94,7 @@ def test_a_conversation_as_prompt_makes_each_completion_a_message():
     assert scored(f, group("2", prompt=messages)) == [1.0]
 
 
-def test_a_function_may_say_nothing_about_a_sample():
+def test_a_function_may_return_none_for_a_sample():
     assert values(lambda completions: [None, 1], group("2", "3")) == [None, 1.0]
     assert values(lambda prompt, completion, row: None, group("2")) == [None]
 
@@ -134,7 +134,7 @@ def test_functions_that_no_module_holds_run_in_worker_processes(reward):
     assert scored(reward, group("2", "33")) == [2.0, 4.0]
 
 
-def test_a_plain_function_runs_elsewhere_and_an_async_one_here():
+def test_a_plain_function_runs_in_a_worker_and_an_async_one_in_this_process():
     seen = []
 
     def plain(completions):
@@ -215,7 +215,7 @@ def test_other_parameters_are_refused_with_both_forms(function):
 
 
 @pytest.mark.parametrize("given", [3, object, {"a": 1.0}])
-def test_what_is_no_reward_is_refused_with_both_forms(given):
+def test_an_object_that_is_not_a_reward_is_refused_with_both_forms(given):
     with pytest.raises(ConfigError, match=r"reward: got .*; give a function, a Reward class" + BOTH):
         reward_entries(Plugins(), given)
 

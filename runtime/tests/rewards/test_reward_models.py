@@ -100,7 +100,7 @@ def test_a_head_at_given_tokens() -> None:
     assert model.ask(read_role, ONE, IDS, places)[0] == pytest.approx([v[0] for v in expected[0]])
 
 
-def test_what_predicts_a_token_is_read_before_it() -> None:
+def test_outputs_that_predict_a_token_are_read_at_the_position_before_it() -> None:
     model = Model("lm")
     logits_TV = torch.log_softmax(model.logits(IDS[2]), 1)
     found = model.ask(read_role, LOGPROBS, IDS, [[], [], [1, 4]])
@@ -116,7 +116,7 @@ def test_values_and_scores_of_a_scalar_head() -> None:
     assert [v[0] for v in last] == pytest.approx(scores)
 
 
-def test_nothing_is_computed_where_nothing_is_read() -> None:
+def test_sequences_without_positions_are_not_computed() -> None:
     model = Model("lm")
     calls = []
     model.role.group.call = lambda method, per_rank: calls.append(method)  # type: ignore[method-assign]
@@ -125,17 +125,17 @@ def test_nothing_is_computed_where_nothing_is_read() -> None:
 
 
 @pytest.mark.parametrize("at", [[4], [-1], [2, 1], [1, 1]])
-def test_positions_that_are_not_there_are_refused(at: list[int]) -> None:
+def test_positions_beyond_a_sequence_are_refused(at: list[int]) -> None:
     with pytest.raises(RewardError, match=r"asked at \[.*of a sequence of 4 tokens; positions increase .* 0 \.\. 3"):
         Model("lm").ask(read_role, ONE, IDS[:1], [at])
 
 
-def test_nothing_predicts_a_first_token() -> None:
+def test_reading_before_a_first_token_is_refused() -> None:
     with pytest.raises(RewardError, match=r"1 \.\. 3"):
         Model("lm").ask(read_role, LOGPROBS, IDS[:1], [[0]])
 
 
-def test_what_a_reward_cannot_give_is_refused() -> None:
+def test_heads_that_need_columns_are_refused() -> None:
     columns = Head("needy", LOGPROBS.fn, columns=("targets",))
     with pytest.raises(RewardError, match="'needy' needs columns"):
         asyncio.run(read_role({}, MainThread())("judge", columns, IDS, [[1], [], []]))  # type: ignore[arg-type]

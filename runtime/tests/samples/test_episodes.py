@@ -1,4 +1,4 @@
-"""Environments: deadlines, exclusive workers, closed once, and one sample's failure is not another's."""
+"""Environments: deadlines, a worker for each open episode, one close, and failures that fail only their own sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def section(**options) -> EnvSection:
 
 
 class Counter(Env):
-    """Counts its calls; an action is what goes wrong."""
+    """Counts its calls; the action says how the step fails."""
 
     name = "counter"
     closed = 0
@@ -172,7 +172,7 @@ def plain(from_file) -> Resolved:
     return from_file("env", PLAIN)
 
 
-def test_a_plain_env_runs_in_a_worker_of_its_own(plain) -> None:
+def test_a_plain_env_runs_in_its_own_worker(plain) -> None:
     steps = play(plain, "a", "done")
     assert [(s.observation, s.done) for s in steps] == [("1", False), ("2", True)]
     assert steps[0].sampling == Sampling(max_new_tokens=3, stop=(";",))
@@ -209,7 +209,7 @@ def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None
     assert isinstance(bad, EnvError)
     with pytest.raises(EnvError, match=message):
         raise bad
-    assert [[s.observation for s in steps] for steps in good] == [["1", "2"], ["1", "2"]]  # never a shared state
+    assert [[s.observation for s in steps] for steps in good] == [["1", "2"], ["1", "2"]]  # no shared state
 
 
 def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, tmp_path) -> None:
@@ -245,7 +245,7 @@ def test_concurrency_is_a_limit_on_open_episodes_and_workers_are_reused(plain, t
 
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
-def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
+def test_an_env_sees_and_may_replace_the_sampling_parameters(plain, kind: str) -> None:
     async def scenario():
         episodes = Episodes(in_process(Counter) if kind == "async" else plain, None, section())
         episode = episodes.open()
@@ -261,7 +261,7 @@ def test_an_env_sees_how_its_policy_is_sampled(plain, kind: str) -> None:
     assert asyncio.run(scenario()) == replace(Sampling(max_new_tokens=7, top_k=5), **changed)
 
 
-def test_the_limit_is_the_option_or_one_that_its_kind_bears(plain) -> None:
+def test_the_limit_is_the_option_or_the_default_for_plain_or_async(plain) -> None:
     assert Episodes(in_process(Counter), None, section()).limit == 256
     assert Episodes(plain, None, section()).limit == 16
     assert Episodes(in_process(Counter), None, section(concurrency=3)).limit == 3

@@ -1,4 +1,4 @@
-"""Rollouts, environments and rewards together: real processes, real deadlines, a generator that needs no model."""
+"""Rollouts, environments and rewards together: real processes and deadlines, and a generator without a model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Characters:
 
 
 class Dots:
-    """Samples one dot, whatever it is asked."""
+    """Answers every request with one dot."""
 
     def generate(self, requests):
         for position, _ in enumerate(requests):
@@ -106,7 +106,7 @@ def play(from_file):
     return run
 
 
-def test_more_samples_than_the_environment_takes_at_once(play) -> None:
+def test_more_samples_than_the_environment_allows_at_once_all_complete(play) -> None:
     groups = play(*["ok"] * 4, samples=3, concurrency=2)
     texts = {"".join(t.text for t in s.turns) for g in groups for s in g.trajectories}
     assert texts == {"p.1.2."}
@@ -131,7 +131,7 @@ def test_episodes_of_an_async_environment_are_limited_too(play, concurrency: int
         ("slow reward", "RewardError: reward 'r' (file): score() took longer than its deadline of 1 s"),
     ],
 )
-def test_what_fails_takes_no_other_sample_with_it(play, act: str, message: str) -> None:
+def test_a_failure_fails_no_other_sample(play, act: str, message: str) -> None:
     good, bad, also_good = play("ok", act, "ok", samples=1)
     assert [good.trajectories[0].reward, also_good.trajectories[0].reward] == [2.5, 2.5]
     (failed,) = bad.trajectories
@@ -141,7 +141,7 @@ def test_what_fails_takes_no_other_sample_with_it(play, act: str, message: str) 
         play("ok", act, samples=1, abort=True)
 
 
-def test_an_environment_that_never_ends_is_ended(play) -> None:
+def test_an_environment_that_never_ends_is_ended_at_max_turns(play) -> None:
     (group,) = play("endless", samples=1)
     assert sum(t.sampled for t in group.trajectories[0].turns) == 5
     assert group.trajectories[0].reward == 3.5

@@ -27,7 +27,7 @@ def judge(name: str, model: str) -> ActiveReward:
     return ActiveReward(name, plugins.resolve("reward", name), Judge())
 
 
-def test_two_rewards_that_mean_different_models_by_one_role_are_refused():
+def test_two_rewards_that_declare_one_role_differently_are_refused():
     algorithm, _ = build_algorithm(Plugins.discover(), Choice(use="rloo"))
     found = declared_roles(algorithm, [judge("a", "one"), judge("b", "one")])
     assert found["judge"].model == "one"

@@ -21,7 +21,7 @@ def notes(algorithm: str, *flags: tuple[str, str]) -> list[str]:
 def test_samples_of_an_older_policy_without_a_correction_are_named_with_what_to_set():
     assert notes("grpo", OLD) == [
         "stream.staleness = 2: samples are 2 steps old when they are trained on, and no importance weight corrects for "
-        "it: the loss takes them for samples of the policy that its step begins with. Set "
+        "it: the loss treats them as samples of the policy at the start of the step. Set "
         "--algorithm.loss.correction.preset tis or --stream.staleness 0."
     ]
     (of_rounds,) = notes("rloo", ("stream.round", "2"))
@@ -42,5 +42,5 @@ def test_samples_of_an_older_policy_without_a_correction_are_named_with_what_to_
         ("sft", []),
     ],
 )
-def test_nothing_is_said_where_nothing_is_off(algorithm, flags):
+def test_no_warning_without_an_older_policy(algorithm, flags):
     assert notes(algorithm, *flags) == []

@@ -28,7 +28,7 @@ main.close()
 """
 
 
-def test_a_call_that_never_returns_keeps_no_process_from_ending() -> None:
+def test_a_call_that_never_returns_does_not_block_the_exit() -> None:
     done = subprocess.run([sys.executable, "-c", NEVER_RETURNS], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
 
@@ -46,7 +46,7 @@ def test_results_and_errors_come_back() -> None:
         main.close()
 
 
-def test_no_more_than_the_limit_are_under_way_and_all_come_to_pass() -> None:
+def test_calls_are_limited_and_all_complete() -> None:
     threads, begun, release = Threads(2), threading.Semaphore(0), threading.Event()
 
     def call(number: int) -> int:
@@ -62,7 +62,7 @@ def test_no_more_than_the_limit_are_under_way_and_all_come_to_pass() -> None:
     assert [f.result(60) for f in futures] == list(range(6))
 
 
-def test_what_has_not_begun_at_the_end_does_not_begin() -> None:
+def test_waiting_calls_do_not_start_after_shutdown() -> None:
     threads, release = Threads(1), threading.Event()
     first, second = threads.submit(release.wait, 60), threads.submit(int, "1")
     threads.shutdown()

@@ -41,7 +41,7 @@ def test_a_coroutine_that_blocks_the_event_loop_is_named_once(capsys):
     assert "Write it as plain `def`" in heard[0]
 
 
-def test_one_that_awaits_is_not(capsys):
+def test_a_coroutine_that_awaits_is_not_named(capsys):
     async def sleeps():
         await asyncio.sleep(0.5)
         return 7
@@ -54,7 +54,7 @@ def test_one_that_awaits_is_not(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_blocks_is_given_up_after_a_stop_was_asked_for(capsys):
+def test_a_coroutine_that_blocks_is_abandoned_after_a_stop_request(capsys):
     """Not before, and the reason names the request and the line."""
     waiting = threading.Event()
 
@@ -68,7 +68,7 @@ def test_one_that_blocks_is_given_up_after_a_stop_was_asked_for(capsys):
     began = time.monotonic()
     try:
         with pytest.raises(
-            StandstillError, match=r"^SIGTERM asked the run to stop, and for .* s blocks\(\) at "
+            StandstillError, match=r"^SIGTERM asked the run to stop, but for .* s blocks\(\) at "
         ) as error:
             main.run(blocks())
         assert time.monotonic() - began >= 0.8
@@ -77,10 +77,10 @@ def test_one_that_blocks_is_given_up_after_a_stop_was_asked_for(capsys):
         asking.join()
         main.close()
     line = inspect.getsourcelines(blocks)[1] + 1
-    assert f"{__file__}:{line} let nothing else happen" in str(error.value)
+    assert f"{__file__}:{line} blocked all rollouts, rewards and environments" in str(error.value)
 
 
-def test_one_that_awaits_comes_to_its_end_whoever_asked_for_a_stop():
+def test_a_coroutine_that_awaits_completes_after_a_stop_request():
     async def sleeps():
         await asyncio.sleep(0.6)
         return 7

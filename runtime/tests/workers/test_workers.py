@@ -104,7 +104,9 @@ def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> No
         ("memory", r"score\(\) raised MemoryError: no room \(.*reward_0.py:\d+\)"),
     ],
 )
-def test_a_death_or_an_exception_says_its_first_cause(from_file, make_group, act: str, message: str) -> None:
+def test_the_error_for_a_death_or_an_exception_names_its_first_cause(
+    from_file, make_group, act: str, message: str
+) -> None:
     with pytest.raises(RewardError, match=message):
         asyncio.run(call(from_file("reward", REWARD), make_group("2", act=act)))
 
@@ -140,7 +142,7 @@ def holding(path: Path) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
 @pytest.mark.parametrize("way", DETACHED)
-def test_what_a_worker_started_in_another_session_ends_with_it(
+def test_processes_that_a_worker_started_in_another_session_end_with_it(
     from_file, make_group, tmp_path, monkeypatch, way: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # is that of every process that is started from here
@@ -297,11 +299,11 @@ RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        ("[1.0]", r"worker process sent what is no answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
-        ("1" * 5000, "sent what is no answer"),
-        ("no JSON", "sent what is no answer"),
-        ("[" * 100000, "sent what is no answer"),
-        ('{"answer": 1}', "sent what is no answer"),
+        ("[1.0]", r"worker process sent an invalid answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
+        ("1" * 5000, "sent an invalid answer"),
+        ("no JSON", "sent an invalid answer"),
+        ("[" * 100000, "sent an invalid answer"),
+        ('{"answer": 1}', "sent an invalid answer"),
         ("huge", "announced an answer of 1152921504606846976 bytes, of at most 1073741824, and was killed"),
         ('{"reply": 1.0}', "was answered by its worker process with float 1.0; allowed: a list"),
         ('{"reply": []}', "returned 0 results for 1 trajectories"),
@@ -315,7 +317,7 @@ RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
     ],
     ids=lambda text: text[:30],
 )
-def test_what_a_worker_answers_is_checked_as_it_arrives(from_file, make_group, act: str, message: str) -> None:
+def test_the_answer_of_a_worker_is_checked_on_arrival(from_file, make_group, act: str, message: str) -> None:
     resolved, group = from_file("reward", ANSWERS), make_group("2", act=act)
 
     async def scenario() -> None:
@@ -345,7 +347,7 @@ STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info
             '{"reply": [1]}',
             r"step\(\) was answered by its worker process with list \[1\]; allowed: observation",
         ),
-        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent what is no answer"),
+        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent an invalid answer"),
         ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
         ("step", reply(STEP.replace("0.5", "1" + "0" * 1000)), r"EnvStep\(reward=int 1000"),
         ("step", reply(STEP.replace("true", "1")), r"EnvStep\(done=int 1\)"),

@@ -1,4 +1,4 @@
-"""For plugin authors: one conformance suite a kind, fabricated data, tiny models, and a plain reference trainer.
+"""For plugin authors: a conformance suite for each kind, fabricated data, tiny models and a plain reference trainer.
 
 Import from the modules: ``from rlhf_testing.loss import LossContract``.
 What each suite proves: ``docs/reference/conformance.md``.

@@ -23,12 +23,12 @@ UNRELATED = "import math\n\nANSWER = 42\n"
 
 
 class AdapterContract(Contract):
-    """Checks that an adapter knows its files without executing them, and makes components of them."""
+    """Checks that an adapter recognises its files without executing them, and makes components from them."""
 
     kind = "adapter"
     adapter: Any = None
     files: Sequence[tuple[str, str, str | None]] = ()
-    """(kind, source text, attribute or None) of files that this adapter is for."""
+    """(kind, source text, attribute or None) of files that this adapter adapts."""
 
     def given(self) -> Sequence[tuple[str, str, str | None]]:
         if not self.files:
@@ -59,7 +59,8 @@ class AdapterContract(Contract):
                 expect(not ours, f"{about} recognises() imported {sorted(ours)}: it must only look at the text")
 
     def test_adapts(self) -> None:
-        """A foreign file becomes a component class of the kind, and what ``importing`` provided is gone afterwards."""
+        """A foreign file becomes a component class of the kind, and ``importing`` restores ``sys.modules``
+        afterwards."""
         from rlhf.interfaces import KINDS
 
         for config in self.grid():
@@ -77,7 +78,7 @@ class AdapterContract(Contract):
                 cls(cls.Config())
 
     def test_missing_attribute(self) -> None:
-        """An attribute that the file does not have is refused with a message, never taken for another."""
+        """An attribute that the file does not have is refused with a message. No other attribute is used instead."""
         from rlhf.errors import PluginInvalid
 
         for config in self.grid():
@@ -96,5 +97,5 @@ class AdapterContract(Contract):
         module = types.ModuleType("rlhf_testing_foreign_file")
         module.__file__ = "foreign_file.py"
         with adapter.importing():
-            exec(compile(text, "foreign_file.py", "exec"), module.__dict__)  # what loading a file does
+            exec(compile(text, "foreign_file.py", "exec"), module.__dict__)  # as loading a file does
             return adapter.adapt(kind, module, attribute)

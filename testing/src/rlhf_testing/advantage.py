@@ -27,7 +27,7 @@ from rlhf_testing.contract import Contract, Nonconformance, expect, missing
 from rlhf_testing.options import check_options
 
 TOLERANCE = 1e-5
-"""Relative to the largest value: float32 sums of a few dozen tokens in another order."""
+"""Relative to the largest value. It allows for float32 sums of a few dozen tokens in a different order."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4
     values_NA = torch.where(mask_NA, scale * torch.randn(n, width, generator=g), torch.zeros(n, width))
     boot_N = torch.where(torch.arange(n) % 2 == 0, torch.zeros(n), scale * torch.randn(n, generator=g))
     r_N = scale * torch.randn(n, generator=g, dtype=torch.float64)
-    group_N = torch.arange(3).repeat_interleave(samples) * 7 + 5  # not 0, 1, 2: group numbers count over the run
+    group_N = torch.arange(3).repeat_interleave(samples) * 7 + 5  # not 0, 1, 2: group numbers count over the whole run
     return Credit(r_N, group_N, R_NA, mask_NA, values_NA if values else None, boot_N if values else None)
 
 
@@ -86,7 +86,7 @@ class AdvantageContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_shapes(self) -> None:
-        """``baseline`` gives float64 [N], ``returns`` two [N, A]; inputs are left alone; equal calls agree."""
+        """``baseline`` returns float64 [N], ``returns`` two [N, A]. Inputs are not changed. Equal calls agree."""
         for about, _, e, c in self.cases():
             before = c.rows(torch.arange(len(c.r_N)))
             with generators_left_alone(about):
@@ -99,7 +99,8 @@ class AdvantageContract(Contract):
             expect(same_bits(adv_NA, again), f"{about} returns() gives other numbers on the second call: keep it pure")
 
     def test_declared_needs(self) -> None:
-        """``needs_values``, ``normalise`` and ``group_min`` are usable, and enough over the grid of configs."""
+        """``needs_values``, ``normalise`` and ``group_min`` are valid, and what they declare suffices for every
+        config."""
         for about, _, e, c in self.cases():
             expect(isinstance(e.needs_values, bool), f"{about} needs_values is {e.needs_values!r}, not True or False")
             allowed = ("none", "center", "whiten")
@@ -159,11 +160,12 @@ class AdvantageContract(Contract):
                     whole[n][c.mask_NA],
                     one[c.mask_NA],
                     f"{about} the {what} of a trajectory depend on the others in returns(): statistics of the group "
-                    "belong into baseline(), those of the batch into `normalise`",
+                    "belong in baseline(), those of the batch in `normalise`",
                 )
 
     def test_other_groups(self) -> None:
-        """Other rewards in other groups do not move the baseline of this one; a common scale of the batch they may."""
+        """Rewards of other groups do not change the baseline of this group. They may change a common scale of the
+        batch."""
         for about, _, e, c in self.cases():
             first_N = c.group_N == c.group_N[0]
             others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
@@ -173,7 +175,7 @@ class AdvantageContract(Contract):
                 theirs,
                 scale * ours,
                 f"{about} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
-                "batch: take the statistic by group_N (rlhf.ops.groups); what is of the whole batch is `normalise`",
+                "batch: take the statistic by group_N (rlhf.ops.groups); use `normalise` for statistics of the batch",
             )
 
     def test_equal_rewards(self) -> None:
@@ -262,7 +264,7 @@ class AdvantageContract(Contract):
 
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
-    """What ``baseline`` gave, as it must be."""
+    """Returns the result of ``baseline``. Fails where its shape or dtype is wrong."""
     r_N = baseline_of(estimator, c.r_N, c.group_N, c.own_tokens_N)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
@@ -272,7 +274,7 @@ def _baseline(estimator: Any, c: Credit) -> Tensor:
 
 
 def _pair(estimator: Any, c: Credit, got: Any) -> tuple[Tensor, Tensor]:
-    """What ``returns`` gave, as it must be."""
+    """Returns the result of ``returns``. Fails where its form is wrong."""
     shape = tuple(c.R_NA.shape)
     what = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
     expect(isinstance(got, tuple) and len(got) == 2, f"{what}, got {_shown(got)}")

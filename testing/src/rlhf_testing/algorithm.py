@@ -18,12 +18,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from rlhf.ops.batch import Batch
-from rlhf.types import Group, Needs, RoleSpec, Snapshot, Update
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Needs, RoleSpec, RunOptions, Snapshot, Update
 from rlhf_runtime.config.problems import describe
 
 from rlhf_testing import fabricate
@@ -34,7 +36,7 @@ from rlhf_testing.contract import Contract, Nonconformance, check_state, expect,
 from rlhf_testing.options import check_options
 
 COLUMNS = '"columns": {NAME}'
-"""How an author gives a column to the rows of this suite."""
+"""The entry of ``conformance`` with which an author adds a column to the rows of this suite."""
 
 
 class AlgorithmContract(Contract):
@@ -43,26 +45,25 @@ class AlgorithmContract(Contract):
     kind = "algorithm"
     algorithm: Any = None
     parts: Mapping[str, Callable[[], Any]] = {}
-    """{slot: what builds the part}; where a slot is absent, the plugin it names, with its defaults."""
+    """{slot: a function that builds the part}. For other slots the suite builds the slot's default plugin."""
     columns: Mapping[str, Any] = {}
-    """Further columns of the made-up rows: whatever the algorithm reads beside ``prompt`` and ``answer``. Of pairs,
-    ``margin`` is also in ``Example.values``."""
+    """Further columns of the made-up rows: those that the algorithm reads in addition to ``prompt`` and ``answer``. For
+    pairs, ``margin`` is also in ``Example.values``."""
     steps: int = 2
-    """Steps in which ``updates`` is asked for; more where something starts later (a warm-up)."""
+    """Number of steps to run. Raise it for an algorithm that starts something later (a warm-up)."""
 
-    def build(self, config: Any) -> Any:
+    def build(self, config: Any, run: RunOptions | None = None) -> Any:
         parts = {name: self._part(name, slot) for name, slot in self.cls.slots.items()}
-        algorithm = self.cls(config, {**parts, **{n: make() for n, make in self.parts.items() if n not in parts}})
+        parts |= {n: make() for n, make in self.parts.items() if n not in parts}
+        algorithm = self.cls(config, parts, run or RunOptions())
         algorithm.use_tokens(fabricate.TOKENS)
         return algorithm
 
     def _part(self, name: str, slot: Any) -> Any:
         if name in self.parts:
             return self.parts[name]()
-        from rlhf.plugins import Plugins
-
         try:
-            cls = Plugins.discover().resolve(slot.kind, slot.use).cls
+            cls = self._plugins.resolve(slot.kind, slot.use).cls
         except Exception as error:
             raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error}") from error
         try:
@@ -71,9 +72,13 @@ class AlgorithmContract(Contract):
             wrong = "; ".join(describe(error, cls.Config, f"slots[{name!r}].defaults", {}))
             raise Nonconformance(f"{self.about()} {wrong}") from error
 
+    @cached_property
+    def _plugins(self) -> Plugins:
+        return Plugins.discover()
+
     def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
-        """What ``assemble`` is given: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
-        have log-probs only where ``needs().generator_logprobs`` asks for them."""
+        """The input of ``assemble``: scored groups, or tokenised examples of the algorithm's data form. Sampled turns
+        have log-probs only where ``needs().generator_logprobs`` is set."""
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
@@ -81,7 +86,7 @@ class AlgorithmContract(Contract):
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:
-        """One whole step but the optimizer's, on fresh data and a fresh algorithm."""
+        """One whole step without the optimizer, on fresh data and a fresh algorithm."""
         algorithm = options.pop("algorithm", None) or self.build(config)
         data = options.pop("data", None) or self.data(algorithm)
         try:
@@ -102,7 +107,8 @@ class AlgorithmContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_needs(self) -> None:
-        """``needs()`` names each role once, what a role is like exists, and something is trained."""
+        """``needs()`` names each role once, the role that another is ``like`` exists, and at least one role is
+        trained."""
         for config in self.grid():
             about, algorithm = self.about(config), self.build(config)
             needs = algorithm.needs()
@@ -118,7 +124,7 @@ class AlgorithmContract(Contract):
                 expect(known, f"{about} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
                 expect(
                     role.like is None or role.like in names,
-                    f"{about} role {role.name!r} is like {role.like!r}, which is no role: {names}",
+                    f"{about} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",
                 )
             frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
             for each in needs.lent:
@@ -146,8 +152,8 @@ class AlgorithmContract(Contract):
             )
 
     def test_smallest_group(self) -> None:
-        """Groups of ``group_min`` samples and equal rewards give finite credit and gradients, or nothing to learn from;
-        groups of ``group_min`` samples with other rewards are enough then."""
+        """Groups of ``group_min`` samples with equal rewards give finite credit and gradients, or no batch. Where they
+        give no batch, groups of ``group_min`` samples with unequal rewards give one."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
@@ -164,8 +170,8 @@ class AlgorithmContract(Contract):
             expect(not bad, f"{about} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
 
     def test_rewards_teach(self) -> None:
-        """In groups of ``group_min`` samples, unequal rewards give other credit than equal ones: ``group_min`` is
-        enough to learn from."""
+        """In groups of ``group_min`` samples, unequal rewards give different credit than equal rewards. Otherwise
+        ``group_min`` is too small to learn from."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
@@ -191,7 +197,8 @@ class AlgorithmContract(Contract):
                 )
 
     def test_longer_contexts(self) -> None:
-        """Longer prompts and observations change no credit: it is of the tokens that the policy chose."""
+        """Longer prompts and observations do not change the credit, which belongs to the tokens that the policy
+        chose."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
@@ -206,8 +213,8 @@ class AlgorithmContract(Contract):
             )
 
     def test_nothing_to_learn_from(self) -> None:
-        """Failed samples stay out, and so do samples without a reward unless ``Needs.reward`` is False. When none is
-        left, ``assemble`` returns no batch."""
+        """Failed samples are left out, and so are samples without a reward unless ``Needs.reward`` is False. If no
+        sample is left, ``assemble`` returns no batch."""
         if self.cls.data != "prompts":
             return
         for config in self.grid():
@@ -233,8 +240,8 @@ class AlgorithmContract(Contract):
             expect(got is None, f"{about} assemble() must return no batch when {why}, got {type(got)}")
 
     def test_options(self) -> None:
-        """Each option that a config sets changes what is needed of the data, what is trained and how often, credit, a
-        gradient, or what exports hold. Another role that is loaded, or another metric, is not enough."""
+        """Each option that a config sets changes the data that is needed, what is trained and how often, the credit, a
+        gradient, or the content of exports. An additional role or metric is not enough."""
 
         def effect(config: Any) -> Any:
             algorithm, steps = self.build(config), []
@@ -262,14 +269,15 @@ class AlgorithmContract(Contract):
                     )
 
     def test_order_of_samples(self) -> None:
-        """Permuting the samples of each group, and the groups, permutes the credit and leaves the gradients alone."""
+        """Permuting the groups, and the samples of each group, permutes the credit and does not change the
+        gradients."""
         for config in self.grid():
             about = self.about(config)
             data = self.data(self.build(config))
             mixed = [_shuffled(d, n) if isinstance(d, Group) else d for n, d in enumerate(data)][::-1]
             a, b = self.step(config, data=data), self.step(config, data=mixed)
             one, two = _by_unit(a.batch, a.credited), _by_unit(b.batch, b.credited)
-            expect(one.keys() == two.keys(), f"{about} another order of the samples makes other units of them")
+            expect(one.keys() == two.keys(), f"{about} a different order of the samples gives different units")
             for key, columns in one.items():
                 for name, values in columns.items():
                     apart = float((values - two[key][name]).abs().max()) if values.numel() else 0.0
@@ -298,7 +306,7 @@ class AlgorithmContract(Contract):
             )
 
     def test_state(self) -> None:
-        """After a step, the state restores a fresh instance: equal needs, annotations, updates and state."""
+        """A fresh instance that loads the state after a step has equal needs, annotations, updates and state."""
         for config in self.grid():
             about, algorithm, fresh = self.about(config), self.build(config), self.build(config)
             self.step(config, algorithm=algorithm)
@@ -335,7 +343,8 @@ class AlgorithmContract(Contract):
                 )
 
     def test_updates(self) -> None:
-        """Updates train declared, trained roles with a loss that is a part; snapshots copy declared roles."""
+        """Updates train roles that are declared as trained, with a loss from the parts. Snapshots copy declared
+        roles."""
         for config in self.grid():
             about, algorithm = self.about(config), self.build(config)
             roles = {r.name: r for r in algorithm.needs().roles}
@@ -372,7 +381,7 @@ def _shuffled(group: Group, seed: int) -> Group:
 
 
 def _by_unit(batch: Batch, names: set[str]) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
-    """{tokens of a unit: its values of the columns that credit() made}."""
+    """{tokens of a unit: the unit's values in the columns that credit() made}."""
     made = {}
     for u in range(batch.units):
         one = batch.select([u])

@@ -1,9 +1,10 @@
-"""What the suite of algorithms asks of credit: prompts and observations do not change it, rewards do."""
+"""Helpers of the algorithm suite for credit: longer prompts and observations must not change it, rewards must."""
 
 from __future__ import annotations
 
 import copy
 import random
+from array import array
 from collections.abc import Sequence
 
 from rlhf.ops.batch import Batch
@@ -22,7 +23,8 @@ def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
             rng = random.Random(group.trajectories[0].index[0])
             for turn in trajectory.turns:
                 if not turn.sampled:
-                    turn.ids = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))] + turn.ids
+                    more = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))]
+                    turn.ids = array("i", more) + turn.ids
     return made
 
 
@@ -36,7 +38,7 @@ def with_rewards(groups: Sequence[Group], reward: float) -> list[Group]:
 
 
 def credited_columns(step: Step) -> dict[str, Tensor]:
-    """{column that ``credit`` made: its values, of token columns those under the loss mask}, in float64."""
+    """{column that ``credit`` made: its values in float64}. Of token columns only the values under the loss mask."""
     batch: Batch = step.batch
     made = {}
     for name in sorted(step.credited):
@@ -46,8 +48,8 @@ def credited_columns(step: Step) -> dict[str, Tensor]:
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
-    """{column: largest difference, relative to the larger of its largest value and 1}; infinity where the shapes
-    differ. Columns with a difference above 1e-5 only."""
+    """{column: largest difference, relative to max(largest value, 1)}; infinity where the shapes differ. Only columns
+    with a difference above 1e-5."""
     found = {}
     for name in sorted(a.keys() | b.keys()):
         one, two = a.get(name), b.get(name)

@@ -1,4 +1,4 @@
-"""One step of an algorithm as the controllers run it, on tiny models, keeping every gradient: for the suite."""
+"""Runs one step of an algorithm as the controllers do, on tiny models, and keeps every gradient for the suite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_testing.recording import Recording
 
 @dataclass
 class Learned:
-    """One optimizer batch of one update."""
+    """The result of one optimizer batch of one update."""
 
     total: float
     size: float
@@ -34,18 +34,18 @@ class Learned:
 
 @dataclass
 class Step:
-    """What a step produced."""
+    """The results of a step."""
 
     batch: Batch
     annotated: Batch
-    """Before ``credit``."""
+    """The batch before ``credit``."""
     credited: set[str]
     """Columns that ``credit`` added."""
     updates: list[Update | Snapshot]
     metrics: dict[str, float] = field(default_factory=dict)
     finished: dict[str, float] = field(default_factory=dict)
     runs: dict[str, Learned] = field(default_factory=dict)
-    """By role and loss slot."""
+    """The result of each update, by role and loss slot."""
 
 
 def model_step(
@@ -61,11 +61,12 @@ def model_step(
     """Assemble, annotate, credit and take every update's gradient.
 
     Args:
-        poison: NaN at masked positions of every float token column (outside the mask that an annotation was made over,
-            else outside ``loss_mask``), before credit and before updates.
-        layout: how the optimizer batch is split (:func:`rlhf_testing.compare.layouts`); one micro-batch where empty.
-        annotated_as: take what the models say of each token from this batch, of the same samples after other prompts.
-        end: call ``finish``.
+        poison: put NaN at masked positions of every float token column, before credit and before updates. The mask is
+            the one that an annotation was made over, else ``loss_mask``.
+        layout: how the optimizer batch is split (:func:`rlhf_testing.compare.layouts`); empty: one micro-batch.
+        annotated_as: copy the annotations of each token from this batch, which holds the same samples after other
+            prompts.
+        end: whether to call ``finish``.
     """
     needs = algorithm.needs()
     trainers = {
@@ -113,7 +114,7 @@ def model_step(
 
 
 def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[str, float]]:
-    """What ``assemble`` returned, in the form that the contract asks for."""
+    """Returns the result of ``assemble``. Fails where its form is wrong."""
     made = algorithm.assemble(data)
     pair = isinstance(made, tuple) and len(made) == 2
     fits = pair and (made[0] is None or isinstance(made[0], Batch)) and isinstance(made[1], Mapping)
@@ -124,7 +125,7 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
 
 
 def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation], who: str) -> Batch:
-    """``column := role's output`` for each; the role must be declared and its view known."""
+    """Writes each annotation's output of a role into its column. Fails for an undeclared role or an unknown view."""
     for a in wanted:
         trainer = _named(trainers, a.role, f"{who} reads the role", "needs() declares")
         expect(a.view in ("live", "ema", "base"), f"{who} asks for the view {a.view!r}; there are live, ema, base")
@@ -139,8 +140,8 @@ def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation
 
 
 def same_annotations(batch: Batch, other: Batch, over: Mapping[str, str]) -> Batch:
-    """``batch`` with the annotations of ``other``, token by token under the mask each was made over; an annotation over
-    other tokens than the samples' own stays as it is."""
+    """``batch`` with the annotations of ``other``, copied token by token under the mask of each annotation. An
+    annotation over tokens that the policy did not sample is not changed."""
     for name, mask in over.items():
         if mask == "last_token":
             batch = batch.with_column("seq", name, other.seq[name])
@@ -154,7 +155,7 @@ def same_annotations(batch: Batch, other: Batch, over: Mapping[str, str]) -> Bat
 def learn(
     trainer: Any, trainers: dict[str, Any], loss: Loss, update: Update, batch: Batch, layout: str
 ) -> tuple[Learned, dict[str, float]]:
-    """The gradient of the whole batch as one optimizer step, only the declared columns travelling."""
+    """The gradient of the whole batch as one optimizer step. The model gets only the declared columns."""
     expect(
         update.minibatches <= batch.units and update.epochs >= 1,
         f"{update.minibatches} minibatches of {batch.units} units in {update.epochs} epochs cannot be made",
@@ -173,8 +174,8 @@ def learn(
 
 
 def poisoned(batch: Batch, over: Mapping[str, str]) -> Batch:
-    """NaN at masked positions of every float token column but the temperature's; ``over``: the masks of those columns
-    whose mask is not ``loss_mask``."""
+    """The batch with NaN at masked positions of every float token column except the temperature. ``over`` holds the
+    mask names of columns whose mask is not ``loss_mask``."""
     tok = {}
     for name, values in batch.tok.items():
         mask_N = batch.tok[over.get(name, "loss_mask")]

@@ -1,4 +1,4 @@
-"""Plugin methods may be ``async def`` or plain ``def``; the suites call both alike, and under a time limit."""
+"""Calls plugin methods, which may be ``async def`` or plain ``def``, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rlhf_testing.contract import Nonconformance
 def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> Any:
     """``method(*arguments)``, awaited where it returns an awaitable.
 
-    Raises Nonconformance where an ``async`` method takes longer than ``limit`` seconds. (A plain method cannot be
-    stopped from inside this process; the runtime runs those in a worker that it kills.)
-    """
+    Raises Nonconformance where an ``async`` method takes longer than ``limit`` seconds. A plain method cannot be
+    stopped from inside this process; the runtime runs plain methods in a worker process that it can kill."""
 
     async def run() -> Any:
         result = method(*arguments)

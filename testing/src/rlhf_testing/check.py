@@ -18,12 +18,12 @@ from typing import Any
 
 from rlhf.interfaces.check import Examination, Finding, Probe, ProbeAnswer
 
-from rlhf_testing.contract import Contract, Nonconformance, expect
+from rlhf_testing.contract import Nonconformance, PluginContract, expect
 
 HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
 
 
-class CheckContract(Contract):
+class CheckContract(PluginContract):
     """Checks the findings of a check: on this machine, and where every probe fails."""
 
     kind = "check"
@@ -32,9 +32,9 @@ class CheckContract(Contract):
     """Names of the findings on this machine, in order; not compared where empty."""
 
     def findings(self, examination: Examination) -> list[Finding]:
-        """What ``look`` gives."""
+        """The findings that ``look`` returns. Fails where their form is wrong."""
         try:
-            found = list(self.build(self.grid()[0]).look(examination))
+            found = list(self.cls().look(examination))
         except Exception as error:
             raise Nonconformance(
                 f"{self.about()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
@@ -49,7 +49,7 @@ class CheckContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_findings(self) -> None:
-        """On this machine ``look`` gives findings, each with a name, a status, what was found and what to do."""
+        """On this machine ``look`` returns findings, each with a name, a status, what was found and what to do."""
         found = self.findings(Examination(ask=in_this_process))
         expect(bool(found), f"{self.about()} look() gives nothing; a check that does not apply is a finding 'skipped'")
         names = [finding.name for finding in found]
@@ -57,7 +57,7 @@ class CheckContract(Contract):
         expect(expected, f"{self.about()} the findings here are {names}, expected are {list(self.finds)}")
 
     def test_a_failing_probe_is_a_finding(self) -> None:
-        """Where a probe does not finish, that is a finding, and ``look`` does not raise."""
+        """Where a probe does not finish, ``look`` reports a finding and does not raise."""
         asked = []
 
         def fails(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
@@ -69,7 +69,8 @@ class CheckContract(Contract):
         expect(said, f"{self.about()} a probe was killed, and no finding warns or fails: {found}")
 
     def test_import_is_light(self) -> None:
-        """Importing its module imports no framework: a broken one would end the report. Probes import them."""
+        """Importing the check's module imports no framework, because a broken framework would end the report. Probes
+        import them."""
         if not self.registered:
             return
         code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"

@@ -19,14 +19,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_testing.contract import Contract, Nonconformance, expect, missing
+from rlhf_testing.contract import Nonconformance, PluginContract, expect, missing
 
 HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
 LONGEST = 100
-"""Characters of the line that ``rlhf --help`` shows."""
+"""Maximum characters of the line that ``rlhf --help`` shows."""
 
 
-class CommandContract(Contract):
+class CommandContract(PluginContract):
     """Checks what ``rlhf --help``, ``rlhf NAME --help`` and a call need."""
 
     kind = "command"
@@ -35,10 +35,10 @@ class CommandContract(Contract):
     """(words after the command's name, exit code) of calls that may be made here."""
 
     def parser(self) -> argparse.ArgumentParser:
-        """The parser with the command's own arguments, as the program makes it."""
+        """A parser with the command's own arguments, built as the program builds it."""
         parser = argparse.ArgumentParser(prog=f"rlhf {self.cls.name}", allow_abbrev=False)
         try:
-            result = self.build(self.grid()[0]).add_arguments(parser)
+            result = self.cls().add_arguments(parser)
         except Exception as error:
             raise Nonconformance(f"{self.about()} add_arguments() raised {type(error).__name__}: {error}") from error
         expect(result is None, f"{self.about()} add_arguments() returned {result!r}; it must return None")
@@ -79,8 +79,7 @@ class CommandContract(Contract):
         if not self.registered:
             return
         import importlib
-
-        from importlib_metadata import entry_points
+        from importlib.metadata import entry_points
 
         package = self.cls.__module__.split(".")[0]
         points = [p for p in entry_points(group="rlhf.command", name=self.cls.name) if p.module.startswith(package)]
@@ -93,7 +92,8 @@ class CommandContract(Contract):
             )
 
     def test_import_is_light(self) -> None:
-        """Importing its module imports no framework: its help would take seconds. ``run`` imports what it needs."""
+        """Importing the command's module imports no framework, because its help would take seconds. ``run`` imports
+        what it needs."""
         if not self.registered:
             return
         code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"
@@ -111,7 +111,7 @@ class CommandContract(Contract):
         for words, code in self.calls:
             args = self.parsed(words)
             with contextlib.redirect_stdout(io.StringIO()):
-                got = self.build(self.grid()[0]).run(args)
+                got = self.cls().run(args)
             expect(
                 type(got) is int and got == code,
                 f"{self.about()} run() with {list(words)} returned {got!r}, expected the exit code {code}",

@@ -1,4 +1,5 @@
-"""How the suites compare: norm-wise for gradients, bit for bit where nothing may change, and ways to split a batch."""
+"""Comparisons of the suites, norm-wise for gradients and bit for bit where nothing may change; ways to split a
+batch."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ GRADIENT = 1e-5
 """Norm-wise relative difference of two gradients that are equal in exact arithmetic. A policy-gradient loss is near
 zero by construction, so the loss itself has no meaningful relative error."""
 LOSS = 1e-6
-"""Loss difference over ``sum |weight * value|``: the size of what was added, not of what is left."""
+"""Allowed loss difference, relative to ``sum |weight * value|``. The terms of a loss may cancel, so the loss itself is
+no measure of rounding."""
 
 _ODD = 0x5EED0DD
-"""A seed that nobody takes."""
+"""A seed that no plugin is likely to use."""
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -47,10 +49,10 @@ def _bytes(a: Tensor) -> Tensor:
 
 @contextmanager
 def generators_left_alone(about: str) -> Iterator[None]:
-    """Fails where what is done inside draws from, or seeds, a generator of random numbers that the process shares: the
-    dropout of a model, for one, draws from torch's."""
+    """Fails where the code inside draws from, or seeds, a random generator that the process shares. A model's dropout,
+    for example, draws from torch's generator."""
     before = torch.get_rng_state(), random.getstate()
-    torch.manual_seed(_ODD)  # that somebody seeds again what he seeded alike is noticed too
+    torch.manual_seed(_ODD)  # an unusual seed, so that seeding again is noticed
     random.seed(_ODD)
     torchs, pythons = torch.get_rng_state(), random.getstate()
     try:
@@ -62,8 +64,8 @@ def generators_left_alone(about: str) -> Iterator[None]:
         random.setstate(before[1])
     expect(
         not moved,
-        f"{about} draws from or seeds {' and '.join(moved)} generator of the whole process. Give what is random one of "
-        "its own: torch.Generator().manual_seed(n), random.Random(n)",
+        f"{about} draws from or seeds {' and '.join(moved)} generator of the whole process. Use a random generator of "
+        "your own: torch.Generator().manual_seed(n), random.Random(n)",
     )
 
 
@@ -75,8 +77,8 @@ def finite(a: Mapping[str, Tensor]) -> list[str]:
 def layouts(units: int, seed: int = 0) -> dict[str, list[list[int]]]:
     """Ways to lay out an optimizer batch, by name: {layout: [units of each micro-batch, ...]}.
 
-    Micro-batches of one rank and ranks add alike, so a split over ranks is a split into micro-batches.
-    """
+    Gradients of ranks add like gradients of micro-batches, so a split over ranks is tested as a split into
+    micro-batches."""
     order = list(range(units))
     shuffled = order[:]
     random.Random(seed).shuffle(shuffled)

@@ -1,4 +1,4 @@
-"""The suites without pytest: what ``rlhf plugins check NAME`` runs."""
+"""Runs the suites without pytest, for ``rlhf plugins check NAME``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, Protocol
 from rlhf.errors import PluginInvalid
 from rlhf.plugins.resolved import FILE, IN_PROCESS
 
-from rlhf_testing.contract import Contract
+from rlhf_testing.contract import Contract, PluginContract
 from rlhf_testing.hearing import DECOY, Hearing
 
 SUITES: dict[str, tuple[str, str]] = {
     kind: (f"rlhf_testing.{kind}", f"{kind.title()}Contract")
     for kind in (
-        "algorithm", "advantage", "loss", "rollout", "reward", "env", "trainer", "generator", "launcher", "observer",
-        "adapter", "backend", "command", "check",
+        "algorithm", "advantage", "loss", "curriculum", "rollout", "reward", "env", "trainer", "generator", "launcher",
+        "observer", "adapter", "backend", "command", "check",
     )
 }  # fmt: skip
-"""{kind: (module, class)}; imported when asked for, as most import torch."""
+"""{kind: (module, class)}. The modules are imported on demand, because most of them import torch."""
 
 ATTRIBUTE = "conformance"
 """A component class may hold a mapping of suite attributes under this name: ``{"rows": [...]}``, ``{"columns": ...}``,
@@ -35,7 +35,7 @@ beside the function."""
 
 
 class Selected(Protocol):
-    """What is checked: a :class:`rlhf.plugins.Resolved`, or anything with these three."""
+    """The plugin to check: a :class:`rlhf.plugins.Resolved`, or any object with these three attributes."""
 
     @property
     def kind(self) -> str: ...
@@ -48,7 +48,7 @@ class Selected(Protocol):
 
 
 SECRETS = "secrets"
-"""Name of the check that is made after the others: what they printed and raised holds no secret."""
+"""Name of the check that runs after the others: their output and errors contain no secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class CheckResult:
     """One check of one plugin."""
 
     name: str
-    """Without ``test_``: ``split_invariance``."""
+    """Name of the test method without ``test_``, for example ``split_invariance``."""
     passed: bool
-    """Also True for a check that was left out, as the author did not supply what it needs; ``detail`` says what."""
+    """Also True for a skipped check, which needs something that the author did not supply (see ``detail``)."""
     detail: str
-    """What the check proves; where it failed, what is wrong; where it was left out, what it needs."""
+    """What the check proves; where it failed, what is wrong; where it was skipped, what it needs."""
     skipped: bool = False
 
 
-def suite(kind: str) -> type[Contract]:
+def suite(kind: str) -> type[PluginContract]:
     """The suite class of a kind. Raises PluginInvalid for an unknown one."""
     if kind not in SUITES:
         raise PluginInvalid(f"there is no conformance suite for kind {kind!r}; kinds are {sorted(SUITES)}")
@@ -86,7 +86,7 @@ def run(
         progress: called after each check.
         only: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
 
-    Nothing a plugin raises stops the others, and warnings are kept quiet.
+    An exception in one check does not stop the others. Warnings are not shown.
     """
     contract = suite(resolved.kind)
     attributes = dict(getattr(resolved.cls, ATTRIBUTE, {}))
@@ -108,7 +108,7 @@ def run(
 
     hearing = Hearing()
     for name in _methods(contract):
-        if only not in _short(name) and only not in SECRETS:  # what every check prints is searched for secrets
+        if only not in _short(name) and only not in SECRETS:  # the check for secrets needs the output of all checks
             continue
         with hearing():
             result = _run(name, getattr(instance, name), resolved.cls)
@@ -125,10 +125,11 @@ def _secrets(hearing: Hearing) -> CheckResult:
     return CheckResult(SECRETS, False, said)
 
 
-def _methods(contract: type[Contract]) -> Iterator[str]:
+def _methods(contract: type[PluginContract]) -> Iterator[str]:
     """Names of the test methods, those of every component first, then in the order they are written."""
     seen: set[str] = set()
-    for base in (Contract, *reversed(contract.__mro__)):
+    first = [base for base in (PluginContract, Contract) if issubclass(contract, base)]
+    for base in (*first, *reversed(contract.__mro__)):
         for name in vars(base):
             if name.startswith("test_") and name not in seen:
                 seen.add(name)
@@ -164,7 +165,8 @@ def _run(name: str, check: Callable[[], None], cls: type[Any]) -> CheckResult:
 
 
 def _place(error: BaseException, cls: type[Any]) -> str:
-    """Where in the plugin's own code the error was raised: `` (loss.py:12)``; nothing where it was not raised there."""
+    """The line of the plugin's own code at which the error was raised: `` (loss.py:12)``. Empty where it was raised
+    elsewhere."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
     own = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]

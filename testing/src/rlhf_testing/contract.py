@@ -1,4 +1,4 @@
-"""What the suites of all kinds share: how a check fails, the grid of configs, and the checks of every component.
+"""Shared parts of all suites: how a check fails, the grid of configs, and the checks of every component.
 
 A suite is a plain class with ``test_`` methods. pytest collects a subclass whose name starts with ``Test``;
 :func:`rlhf_testing.conformance.run` calls the same methods without pytest.
@@ -45,7 +45,7 @@ def missing(what: str) -> unittest.SkipTest:
 
 @contextlib.contextmanager
 def knowing_columns(about: str, give: str) -> Iterator[None]:
-    """Where the plugin reads a column that the made-up rows lack, the failure says how to give it.
+    """Turns the error about a column that the made-up rows lack into a failure that says how to add the column.
 
     Args:
         give: the entry of ``conformance`` that holds columns, with NAME in place of the column's name, or EACH in place
@@ -68,15 +68,10 @@ def knowing_columns(about: str, give: str) -> Iterator[None]:
         ) from error
 
 
-class Contract:
+class PluginContract:
     """Base of the suites. ``kind`` names both the kind and the attribute that holds the class under test."""
 
     kind: ClassVar[str] = ""
-    configs: Sequence[ComponentConfig] = ()
-    """Configs to check, beside each other; where empty, the defaults."""
-    without_effect: Mapping[str, str] = {}
-    """{option, or option = value: why it changes nothing that the suite sees}, for the check ``options`` of algorithms,
-    advantages and losses: ``{"entropy_coef = 0.0": "reports only"}``."""
     registered: bool = True
     """False for a class that no installed distribution offers (a single file, an example)."""
 
@@ -87,30 +82,15 @@ class Contract:
         expect(isinstance(found, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
         return found
 
-    def grid(self) -> list[Any]:
-        """The configs, the defaults where the author gave none."""
-        if self.configs:
-            return list(self.configs)
-        try:
-            return [self.cls.Config()]
-        except ValidationError as error:
-            first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
-            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({why})") from None
-
-    def build(self, config: Any) -> Any:
-        """One instance, as the runtime builds it."""
-        return self.cls(config)
-
     def about(self, config: Any = None) -> str:
-        """Who is spoken of, for messages: the class, and what of the config is not at its default."""
+        """The subject of messages: the class, and the options of the config that are not at their defaults."""
         changed = "" if config is None else ", ".join(not_default(config))
         return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{changed and f' with {changed}'}:"
 
     # -------------------------------------------------------------------------- checks of every kind
 
     def test_class(self) -> None:
-        """The class is complete and of its kind, and its name is usable on a command line."""
+        """The class is complete, subclasses its kind's interface, and has a name that works on a command line."""
         from rlhf.interfaces import KINDS
 
         cls, base = self.cls, KINDS[self.kind]
@@ -119,9 +99,11 @@ class Contract:
         expect(not abstract, f"{cls.__name__} does not define {abstract}")
         name = cls.name
         expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
+        options = hasattr(cls, "Config") and not hasattr(base, "Config")
+        expect(not options, f"{cls.__name__} has a Config, but a {self.kind} has no options: remove it")
         for ours, theirs in misspelled(cls, base):
             raise Nonconformance(
-                f"{cls.__name__}.{ours} is nothing that kind {self.kind} has, so nobody calls it. Did you mean "
+                f"{cls.__name__}.{ours} is not a member of kind {self.kind}, so it is never called. Did you mean "
                 f"{theirs!r}?"
             )
         for problem in uncallable(cls, base):
@@ -133,7 +115,7 @@ class Contract:
         """The name in the distribution's metadata is the class's name."""
         if not self.registered:
             return
-        from importlib_metadata import entry_points
+        from importlib.metadata import entry_points
 
         cls, package = self.cls, self.cls.__module__.split(".")[0]
         points = [p for p in entry_points(group=f"rlhf.{self.kind}") if p.module.split(".")[0] == package]
@@ -143,6 +125,31 @@ class Contract:
             f"{cls.__name__}.name is {cls.name!r}, but package {package!r} offers {names} in the entry-point group "
             f"'rlhf.{self.kind}'. Make them equal, then reinstall the distribution.",
         )
+
+
+class Contract(PluginContract):
+    """Base of the suites of a run's parts, which have a config and state for the checkpoint."""
+
+    configs: Sequence[ComponentConfig] = ()
+    """Configs to check, each by itself; empty: only the default config."""
+    without_effect: Mapping[str, str] = {}
+    """{``option`` or ``option = value``: why it has no effect that the suite can measure}, for the check ``options`` of
+    algorithms, advantages and losses: ``{"entropy_coef = 0.0": "reports only"}``."""
+
+    def grid(self) -> list[Any]:
+        """The configs to check; the default config where the author gave none."""
+        if self.configs:
+            return list(self.configs)
+        try:
+            return [self.cls.Config()]
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
+            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({why})") from None
+
+    def build(self, config: Any) -> Any:
+        """An instance, built as the runtime builds it."""
+        return self.cls(config)
 
     def test_config(self) -> None:
         """The config is strict, frozen, documented, and equal after a round trip through JSON."""
@@ -173,7 +180,7 @@ def not_default(config: BaseModel, path: str = "") -> list[str]:
 
 
 def no_number(value: Any) -> str:
-    """Empty for a finite number; else what was got, and what to write."""
+    """Empty for a finite number, else a text with the value, what is allowed and what to write."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
         return ""
     hint = " Write float(...)." if isinstance(value, bool | str) else ""
@@ -221,7 +228,7 @@ def check_fields(cls: type[BaseModel], path: str = "") -> None:
         expect(
             bool((info.description or "").strip()),
             f"{where} is not documented: put a string literal below the field; "
-            "the tables and `plugins show` are made of them",
+            "the tables and `plugins show` are made from these texts",
         )
         expect(
             not names_secret(name),

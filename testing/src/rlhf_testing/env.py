@@ -32,18 +32,18 @@ Answers = list[Any]
 
 
 class EnvContract(Contract):
-    """Plays whole episodes, twice, and compares what the environment answered."""
+    """Plays whole episodes twice and compares the environment's answers."""
 
     kind = "env"
     env: Any = None
     rows: Sequence[Mapping[str, Any]] = ({"prompt": "Begin.", "answer": "4"},)
-    """Data rows: whatever the environment reads must be in them."""
+    """Data rows. They must have every column that the environment reads."""
     actions: Sequence[str] = ("4", "yes", "", "\N{SNOWMAN}", "a longer answer " * 20)
-    """What the policy says, turn by turn, over and over until the episode is done."""
+    """The policy's answers, turn by turn. They repeat until the episode is done."""
     max_turns: int = 12
-    """Turns after which an episode is left (the run file's ``env.max_turns`` does the same)."""
+    """Maximum turns of an episode, as ``env.max_turns`` in the run file."""
     limit: float = 30.0
-    """Seconds for one call."""
+    """Maximum seconds for one call."""
 
     def row(self, index: int) -> Any:
         return fabricate.row(self.rows[index], index)
@@ -67,7 +67,7 @@ class EnvContract(Contract):
         """``reset``, ``step`` and ``close`` are all ``async def`` or all plain ``def``."""
         own = {n: getattr(self.cls, n) for n in ("reset", "step", "close")}
         if own["close"] is Env.close:
-            del own["close"]  # inherited: does nothing, fits both
+            del own["close"]  # the inherited close() does nothing and fits both
         kinds = {n: inspect.iscoroutinefunction(f) for n, f in own.items()}
         expect(
             len(set(kinds.values())) <= 1,
@@ -76,15 +76,16 @@ class EnvContract(Contract):
         )
 
     def test_episodes(self) -> None:
-        """Observations are texts, steps are EnvSteps with finite rewards, whichever action comes first; the row is left
-        alone."""
+        """Observations are texts and steps are EnvSteps with finite rewards, whichever action comes first. The row is
+        not changed."""
         for config in self.grid():
             for index in range(len(self.rows)):
                 for first in range(len(self.actions)):
                     self.play(config, index, first % 2, first)
 
     def test_replay(self) -> None:
-        """Equal row, seed and actions give equal answers, whatever else was drawn or is open beside it."""
+        """Equal rows, seeds and actions give equal answers, whatever the state of global random generators is and
+        whichever other episodes are open."""
         for config in self.grid():
             for index in range(len(self.rows)):
                 for seed in (0, 7):
@@ -122,7 +123,7 @@ class EnvContract(Contract):
         return main.answers
 
     def test_closes_early(self) -> None:
-        """``close`` works before the first step, in the middle of an episode, and where ``reset`` never ran."""
+        """``close`` works before the first step, in the middle of an episode, and without ``reset``."""
         for config in self.grid():
             self.open(config, 0, 0).close()
             unused = self.build(config)
@@ -132,8 +133,8 @@ class EnvContract(Contract):
                 raise Nonconformance(f"{self.about(config)} close() without reset() raises {error!r}") from error
 
     def test_gives_everything_back(self) -> None:
-        """After ``close`` nothing that an episode opened is left: no file or connection, no process, no thread. A run
-        opens thousands of episodes, and those of plain environments live in processes that serve one after another."""
+        """``close`` releases everything that an episode opened: files, connections, processes, threads. A run opens
+        thousands of episodes, and the worker process of a plain environment serves many of them in turn."""
         for config in self.grid():
             for whole, when in ((True, "an episode that was played to its end"), (False, "one that was left at once")):
                 left = leaks(lambda: self._closed(config, whole))  # noqa: B023
@@ -144,7 +145,7 @@ class EnvContract(Contract):
                 )
 
     def _closed(self, config: Any, whole: bool) -> Episode:
-        """An episode after its end, still referred to: an object that is forgotten may close its files by itself."""
+        """An episode after its end. It is returned because a garbage-collected object may close its files by itself."""
         episode = self.open(config, 0, 0)
         for turn in range(self.max_turns if whole else 0):
             if episode.done:

@@ -1,7 +1,7 @@
 """Made-up data with seeds: groups of trajectories, tokenised examples, batches and their columns.
 
-The shapes are the awkward ones on purpose: several turns, rewritten contexts, truncated and empty answers, units
-of very different length, and a temperature that changes between turns. Torch is imported only where tensors are made.
+The data has difficult shapes on purpose: several turns, rewritten contexts, truncated and empty answers, units of very
+different length, and a temperature that changes between turns. Torch is imported only where tensors are made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENS = Tokens(
 
 
 class NoColumn(KeyError):
-    """A made-up row has no such column. ``args``: the column's name, and the names of those that it has."""
+    """A made-up row lacks a column. ``args``: the column's name, and the names of the row's columns."""
 
 
 class Columns(dict[str, Any]):
@@ -61,7 +61,7 @@ def groups(
     scored: bool = True,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Group]:
-    """Scored groups, as a controller hands them to ``Algorithm.assemble``.
+    """Scored groups, as a controller passes them to ``Algorithm.assemble``.
 
     Sample 1 of a group ends truncated, sample 2 (with ``multi_turn``) has three sampled turns, of which the last
     starts on a rewritten context (``fresh``). No two trajectories have the same tokens.
@@ -223,8 +223,9 @@ def output_head(role: str, seed: int) -> OutputHead:
 def read(
     role: RoleSpec, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
 ) -> list[list[Any]]:
-    """What a head gives at these positions (as ``RewardContext.read_role``) of a model whose outputs after a prefix are
-    a fixed function of the role and the prefix: 256 logits of a language model, N of a head ``classes:N``."""
+    """The values of a head at these positions, as ``RewardContext.read_role`` returns them. The stand-in model's
+    outputs after a prefix are a fixed function of the role and the prefix: 256 logits of a language model, N of a head
+    ``classes:N``."""
     import torch
 
     size = {"lm": 256, "scalar": 1}.get(role.head) or int(role.head.partition(":")[2])

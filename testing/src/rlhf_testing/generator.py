@@ -7,7 +7,7 @@
     class TestMyGenerator(GeneratorContract):
         generator = MyGenerator
 
-The truth is :class:`rlhf_testing.plain.PlainTrainer` on the same weights: one sequence at a time, in fp32.
+The reference is :class:`rlhf_testing.plain.PlainTrainer` on the same weights: one sequence at a time, in fp32.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
 
 LOGPROB = 1e-5
-"""Absolute: fp32 log-probs of a cached, batched decode against a forward pass over the whole sequence."""
+"""Allowed absolute difference between fp32 log-probs of a cached, batched decode and of a forward pass over the whole
+sequence."""
 TEMPERATURES = (0.7, 1.0, 1.3)
 PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 8))
-"""Equal ones share their prefill; lengths differ."""
+"""Prompts of different lengths. Equal prompts may share their prefill."""
 
 
 class Sampled:
-    """A generator with its source of weights and the plain statement of them."""
+    """A generator, with the reference trainer from which it gets its weights."""
 
     def __init__(self, generator: Any, source: PlainTrainer, decode: Any) -> None:
         self.generator, self.source, self.decode = generator, source, decode
 
     def turns(self, requests: Sequence[GenerationRequest], about: str) -> list[Turn]:
-        """One turn per request, in request order; each answered exactly once."""
+        """One turn per request, in request order. Fails unless each request is answered exactly once."""
         got = list(self.generator.generate(requests))
         order = sorted(n for n, _ in got)
         expect(
@@ -60,20 +61,21 @@ class Sampled:
             return self.source.logits(torch.tensor(list(ids)))
 
     def logprobs(self, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:
-        """[T, V] log-probs from which each sampled token was drawn, before any truncation."""
+        """[T, V] log-probs of the distributions that the sampled tokens were drawn from, before any truncation."""
         rows = self.logits([*prompt, *ids])[len(prompt) - 1 : -1]
         return torch.log_softmax(rows / temperature, 1)
 
 
 class GeneratorContract(SamplingChecks, LinkChecks, Contract):
-    """Log-probs against the reference; seeds, neighbours, stops, budgets; the weights' owner left untouched."""
+    """Checks log-probs against the reference, seeds, batching, stops and budgets, and that the trainer is not
+    changed."""
 
     kind = "generator"
     generator: Any = None
     architectures: Sequence[str] = ("qwen3",)
     """Model types of transformers to check."""
     sizes: Mapping[str, int] = {}
-    """Of the tiny models, where the generator's kernels ask for some: ``{"head_dim": 32}``."""
+    """Sizes of the tiny models, where the generator's kernels need particular ones: ``{"head_dim": 32}``."""
 
     def path(self, architecture: str = "", seed: int = 0) -> Path:
         """The folder of the tiny model that :meth:`make` samples from."""
@@ -96,7 +98,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
         return sampled
 
     def load(self, sampled: Sampled, version: int) -> Any:
-        """Hand the source's weights over, in the way the generator's capabilities ask for."""
+        """Load the source's weights into the generator, in the way that its capabilities require."""
         if "accept:module" in self.cls.capabilities:
             return sampled.generator.load(sampled.source, version)
         sampled.generator.begin_load(version)
@@ -114,7 +116,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_turns(self) -> None:
-        """Each request is answered once, by a sampled turn that is complete and says which weights chose it."""
+        """Each request is answered once, by a complete sampled turn that names the version of its weights."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             sampling = Sampling(max_new_tokens=7, temperature=0.9)
@@ -150,8 +152,8 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
                     )
 
     def test_truncated_sampling(self) -> None:
-        """With top_p, top_k or min_p only allowed tokens are drawn, and log-probs are of what is left, renormalised:
-        the distribution that the tokens were drawn from."""
+        """With top_p, top_k or min_p only allowed tokens are drawn, and log-probs are those of the renormalised
+        distribution that the tokens were drawn from."""
         capabilities = self.cls.capabilities
         for config in self.grid():
             about, s = self.about(config), self.make(config)
@@ -178,7 +180,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             want = rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
             got = torch.tensor(turn.logprobs)
             apart = float((got - want).abs().max())
-            if keep is not None:  # at the edge of a truncation rounding decides: the mass left lies between two
+            if keep is not None:  # rounding decides at the edge of a truncation, so the mass has two bounds
                 most, least = (_log_mass(rows, partial(keep, margin=m)) for m in (1.0, -1.0))
                 apart = float(torch.maximum(want - most - got, got - want + least).max())
             expect(
@@ -189,7 +191,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
         return list(zip(requests, turns, strict=True))
 
     def test_new_weights(self) -> None:
-        """After new weights, nothing of the old ones is left; ``load`` proves its version."""
+        """After new weights are loaded, samples come from them only. ``load`` proves its version."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             sampling = Sampling(8, ignore_eos=True)
@@ -203,7 +205,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
                 expect(turn.versions == ((0, 3),), f"{about} after load(..., 3) a turn says versions {turn.versions}")
 
     def test_source_untouched(self) -> None:
-        """Weights, modes, gradients and the global random state of the process stay as they were."""
+        """Generating does not change the trainer's weights, modes and gradients or the global random state."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             module = s.source.module
@@ -230,8 +232,8 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
 
     def test_pause(self) -> None:
-        """Where it can ``pause``: meanwhile nothing is drawn, and after ``resume`` the samples are those of a
-        generator that did not."""
+        """A generator that can ``pause`` draws nothing while paused. After ``resume`` its samples equal those of a
+        generator that was not paused."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             if "pause" not in s.generator.capabilities:
@@ -246,13 +248,13 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             except ModelError:
                 s.generator.resume()
             else:
-                expect(False, f"{about} a paused generator goes on: its iterator raises ModelError until resume()")
+                expect(False, f"{about} a paused generator goes on: its iterator must raise ModelError until resume()")
             found += running
             after = [turn.ids for _, turn in sorted(found, key=lambda pair: pair[0])]
             expect(after == before, f"{about} samples differ after pause() and resume()")
 
     def test_sleep(self) -> None:
-        """After ``sleep`` and ``wake`` it samples as before."""
+        """After ``sleep`` and ``wake`` the samples are the same as before."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             requests = self.requests(Sampling(6))
@@ -265,8 +267,8 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
 
 
 def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: float = 1.0) -> bool:
-    """Whether the truncation admits the token; ``margin`` 1 admits what rounding at its edge may admit, -1 only what
-    it must."""
+    """Whether the truncation allows the token. ``margin`` 1 also allows tokens at the edge that rounding may allow, -1
+    only tokens that are allowed in spite of rounding."""
     p_V, mine = logprobs_V.exp(), float(logprobs_V[token].exp())
     above = p_V > mine * (1 + 1e-4 * margin)
     above[token] = False
@@ -278,6 +280,6 @@ def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: flo
 
 
 def _log_mass(rows: Tensor, keep: Callable[[Tensor, int], bool]) -> Tensor:
-    """Per row of log-probs: the log of the probability that is kept."""
+    """For each row of log-probs, the log of the probability mass that is kept."""
     kept = torch.tensor([[keep(row, token) for token in range(len(row))] for row in rows])
     return rows.masked_fill(~kept, float("-inf")).logsumexp(-1)

@@ -1,4 +1,4 @@
-"""The part of the generator suite that is about links: weights that do not pass through the driver."""
+"""The generator suite's checks of links, which send weights without passing through the driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUCKET_BYTES = 2**14
 
 
 class LinkChecks:
-    """Mixed into :class:`rlhf_testing.generator.GeneratorContract`, which has the methods named here."""
+    """A mixin of :class:`rlhf_testing.generator.GeneratorContract`, which defines the methods declared here."""
 
     make: Any
     grid: Any
@@ -25,8 +25,8 @@ class LinkChecks:
     _same_logprobs: Any
 
     def test_links(self) -> None:
-        """With the capability ``accept:links``: weights that come over a link are proven and sampled from, and a second
-        link replaces the first. Checked on CPUs, over shared memory, with one configuration: GPU memory cannot be
+        """With the capability ``accept:links``, weights that come over a link are proven and sampled from, and a second
+        link replaces the first. The check uses CPUs, shared memory and one configuration, because GPU memory cannot be
         shared within one process, and a link does not depend on options."""
         from rlhf_transport.coordination import serve
         from rlhf_transport.ends import ConnectedTrainer
@@ -42,7 +42,7 @@ class LinkChecks:
             isinstance(generator, ReceivesOverLinks),
             f"{about} has the capability accept:links and is no rlhf_transport.receiving.ReceivesOverLinks",
         )
-        stores = []  # each serves until it is collected, and an ignored link must time out, not break
+        stores = []  # kept alive: a store serves until it is collected, and an unread link must time out
         for version in (1, 2):
             other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=4 + version))))
             s.source.load_weights(other.weights())

@@ -1,4 +1,4 @@
-"""The part of the generator suite about what is drawn and when it ends: seeds, neighbours, distribution, stops."""
+"""The generator suite's checks of sampling: seeds, batching, distribution, budgets and stops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = (20, 21, 22)
 
 
 class SamplingChecks:
-    """Mixed into :class:`rlhf_testing.generator.GeneratorContract`, which has the four methods named here."""
+    """A mixin of :class:`rlhf_testing.generator.GeneratorContract`, which defines the four methods declared here."""
 
     make: Any
     requests: Any
@@ -22,7 +22,8 @@ class SamplingChecks:
     about: Any
 
     def test_seeds(self) -> None:
-        """Equal seeds repeat bit for bit in a fresh generator, whatever the global random state; others differ."""
+        """Equal seeds give bit-equal samples in a fresh generator, whatever the global random state is. Different seeds
+        give different samples."""
         for config in self.grid():
             about = self.about(config)
             requests = self.requests(Sampling(10, ignore_eos=True))
@@ -37,7 +38,7 @@ class SamplingChecks:
             expect(ids[0] != ids[2], f"{about} two samples of one prompt with different seeds are equal: {ids[0]}")
 
     def test_neighbours(self) -> None:
-        """A request draws the same tokens alone, in a batch, and in any position of it."""
+        """A request draws the same tokens alone and at any position of a batch."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             requests = self.requests(Sampling(10, ignore_eos=True))
@@ -53,7 +54,8 @@ class SamplingChecks:
                     )
 
     def test_distribution(self) -> None:
-        """First tokens follow the tempered softmax of the reference (chi-square over eight bins of like mass)."""
+        """First tokens follow the reference's softmax at the temperature (chi-square over eight bins of similar
+        mass)."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             for temperature in (0.7, 1.3):
@@ -91,7 +93,7 @@ class SamplingChecks:
                 )
 
     def test_budgets(self) -> None:
-        """``max_new_tokens`` is each request's own; using it up finishes as ``length``."""
+        """``max_new_tokens`` applies to each request by itself, and a turn that reaches it finishes as ``length``."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             sampling = Sampling(1, ignore_eos=True)
@@ -108,7 +110,7 @@ class SamplingChecks:
                 )
 
     def test_stops(self) -> None:
-        """End tokens, stop tokens and stop strings end a turn where they first appear, and belong to it."""
+        """End tokens, stop tokens and stop strings end a turn where they first appear, and are part of the turn."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             free = s.turns([GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True))], about)[0]

@@ -1,4 +1,4 @@
-"""What a plugin prints while it is checked: passed on, but for secrets."""
+"""Passes on what a plugin prints while it is checked, with secrets replaced."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TextIO
 from rlhf.secrets import names_secret
 
 DECOY = "RLHF_CHECK_API_KEY"
-"""An environment variable that is set meanwhile, so that a plugin which prints all of them is noticed anywhere."""
+"""An environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
 _SHORTEST = 8
-"""Characters of a value that no text holds by chance."""
+"""Minimum characters of a secret's value. Shorter values may occur in a text by chance."""
 
 
 class Hearing:
-    """Listens to ``print`` and ``sys.stdout.write``; ``told`` are the variables whose values were printed."""
+    """Intercepts ``print`` and ``sys.stdout.write``. ``told`` holds the variables whose values were printed."""
 
     def __init__(self) -> None:
         self.told: set[str] = set()
@@ -37,7 +37,7 @@ class Hearing:
             os.environ.pop(DECOY, None)
 
     def hide(self, text: str) -> str:
-        """The text with ``$NAME`` in place of each secret, which is noted."""
+        """The text with ``$NAME`` in place of each secret. The names are added to ``told``."""
         for name, value in self.secrets.items():
             if value in text:
                 self.told.add(name)
@@ -46,7 +46,7 @@ class Hearing:
 
 
 class _Passing(io.TextIOBase):
-    """A stream that hands on what it gets."""
+    """A stream that passes text on, without secrets."""
 
     def __init__(self, hearing: Hearing, to: TextIO) -> None:
         self._hearing, self._to = hearing, to

@@ -1,4 +1,4 @@
-"""A hub on this machine's loopback: what the real clients ask of one, from folders that a test fills."""
+"""A model hub on this machine's loopback interface. It serves folders that a test fills to the real hub clients."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Commits, each {path: bytes}, and what branches and tags mean."""
+    """Commits, each {path: bytes}, and the branches and tags that name them."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     token: str | None = None
-    """Who wants to read it must send this one."""
+    """The token that a client must send to read the repository; None: no token is needed."""
     gated: bool = False
-    """Known to all, read by nobody."""
+    """True: every client can see the repository, but none can read its files."""
 
 
 class LoopbackHub(AbstractContextManager["LoopbackHub"]):
-    """Serves while it is entered; ``url`` is for HF_ENDPOINT, which clients read when they are imported.
+    """Serves inside its ``with`` block. ``url`` is for HF_ENDPOINT, which clients read when they are imported.
 
-    Answers what huggingface_hub asks for whole files: repo info, trees, paths-info, HEAD and GET of ``resolve`` with
-    ETag and X-Repo-Commit, and errors with the codes that its exceptions are made of.
+    Answers the requests of huggingface_hub for whole files: repo info, trees, paths-info, HEAD and GET of ``resolve``
+    with ETag and X-Repo-Commit, and errors with the codes that huggingface_hub turns into its exceptions.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.requests: list[tuple[str, str]] = []
-        """(method, path) of everything that was asked."""
+        """(method, path) of every request."""
 
     def publish(
         self,
@@ -52,7 +52,8 @@ class LoopbackHub(AbstractContextManager["LoopbackHub"]):
         token: str | None = None,
         gated: bool = False,
     ) -> str:
-        """A commit with these files, or a folder's, which the branch or tag ``ref`` means from now on."""
+        """Adds a commit with these files, or those of a folder, and points the branch or tag ``ref`` to it. Returns the
+        commit."""
         if isinstance(files, Path):
             root = files
             files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
@@ -65,7 +66,7 @@ class LoopbackHub(AbstractContextManager["LoopbackHub"]):
         return commit
 
     def asked(self, pattern: str) -> list[str]:
-        """``GET /path`` of the requests whose path matches, as in a shell."""
+        """``GET /path`` of the requests whose path matches a shell pattern."""
         return [f"{method} {path}" for method, path in self.requests if fnmatch.fnmatch(path, pattern)]
 
     def __enter__(self) -> LoopbackHub:
@@ -160,4 +161,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""

@@ -25,7 +25,7 @@ from rlhf_testing.contract import Contract, Nonconformance, expect
 
 
 class CountingTrainer(Trainer):
-    """Holds a counter instead of a model; importable in worker processes."""
+    """Holds a counter instead of a model. Worker processes can import it."""
 
     name = "counting"
 
@@ -77,7 +77,7 @@ class CountingTrainer(Trainer):
 
 
 class CountingGenerator(Generator):
-    """Answers every request with its own tokens; importable in worker processes."""
+    """Answers every request with the request's own tokens. Worker processes can import it."""
 
     name = "counting"
 
@@ -88,7 +88,7 @@ class CountingGenerator(Generator):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         for n, request in enumerate(requests):
-            yield n, Turn(list(request.ids), True, [0.0] * len(request.ids), ((0, self.version),), "stop")
+            yield n, Turn(request.ids, True, [0.0] * len(request.ids), ((0, self.version),), "stop")
 
     def begin_load(self, version: int) -> None:
         self.version = version
@@ -111,7 +111,7 @@ class LauncherContract(Contract):
 
     def launched(self, config: Any, size: int) -> tuple[Any, Any]:
         launcher = self.build(config)
-        launcher.place({"policy": Place(size)})
+        launcher.place({"policy": Place(size)}, (), Path.cwd())
         return launcher, launcher.launch_trainer(CountingTrainer, None, self.spec("policy", size))
 
     def spec(self, role: str, size: int = 1) -> ModelSpec:
@@ -120,7 +120,7 @@ class LauncherContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_calls(self) -> None:
-        """``call`` reaches every rank with its own arguments and answers in rank order; workers keep their state."""
+        """``call`` passes every rank its own arguments and returns results in rank order. Workers keep their state."""
         for config in self.grid():
             for size in self.world_sizes:
                 about = self.about(config)
@@ -152,7 +152,7 @@ class LauncherContract(Contract):
                 launcher.shutdown()
 
     def test_first_cause(self) -> None:
-        """What a worker raises arrives with its message, and the group can be called again."""
+        """An exception of a worker reaches the caller with its message, and the group can be called again."""
         for config in self.grid():
             for size in self.world_sizes:
                 about = self.about(config)
@@ -169,7 +169,7 @@ class LauncherContract(Contract):
                 launcher.shutdown()
 
     def test_groups_are_apart(self) -> None:
-        """Two roles are two groups with workers of their own."""
+        """Two roles are two groups with separate workers."""
         for config in self.grid():
             launcher = self.build(config)
             launcher.place({"policy": Place(), "critic": Place(share="policy")})
@@ -180,12 +180,13 @@ class LauncherContract(Contract):
             launcher.shutdown()
 
     def test_generator(self) -> None:
-        """``launch_generator`` gives a generator that takes what a trainer streams and answers every request."""
+        """``launch_generator`` returns a generator that accepts a trainer's weight stream and answers every request."""
         for config in self.grid():
             about, launcher = self.about(config), self.build(config)
             launcher.place({"policy": Place(), GENERATOR: Place(share="policy")})
             policy = launcher.launch_trainer(CountingTrainer, None, self.spec("policy"))
-            generator = launcher.launch_generator(CountingGenerator, None, GeneratorSpec((0,), str))
+            spec = GeneratorSpec((0,), str)
+            generator = launcher.launch_generator(CountingGenerator, None, spec, policy, lambda: None)
             expect(isinstance(generator, Generator), f"{about} launch_generator() gives a {type(generator).__name__}")
             generator.begin_load(5)
             for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
@@ -198,14 +199,14 @@ class LauncherContract(Contract):
                 f"{about} four tensors of version 5 were sent, {sent}; the proof is {proofs}",
             )
             requests = [GenerationRequest((n + 1, 7), n, Sampling()) for n in range(5)]
-            got = {n: tuple(turn.ids) for n, turn in generator.generate(requests)}
+            got = {n: turn.ids for n, turn in generator.generate(requests)}
             expect(
                 got == {n: r.ids for n, r in enumerate(requests)}, f"{about} requests and answers do not match: {got}"
             )
             launcher.shutdown()
 
     def test_values_of_a_stream(self) -> None:
-        """What a stream gives can be read here, whatever it is that travels."""
+        """``value`` converts the items of a stream to values that this process can read."""
         for config in self.grid():
             launcher, group = self.launched(config, self.world_sizes[0])
             buckets = [group.value(item) for item in group.stream("buckets", "live", 24)]
@@ -215,7 +216,7 @@ class LauncherContract(Contract):
             launcher.shutdown()
 
     def test_shutdown_twice(self) -> None:
-        """``shutdown`` of groups and launcher can be called again, and where nothing was launched."""
+        """``shutdown`` of groups and launcher can be called twice, and before anything was launched."""
         for config in self.grid():
             launcher, group = self.launched(config, self.world_sizes[0])
             for _ in range(2):

@@ -1,6 +1,6 @@
-"""What this process holds that somebody has to give back: open files, child processes, threads.
+"""Finds leaks of this process: open files, child processes, threads.
 
-A leak is what grows with every use. What a library keeps after its first use, a cache or a pool, is none.
+A leak grows with every use. What a library keeps after its first use, such as a cache or a pool, is not a leak.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 Held = dict[str, dict[Any, str]]
-"""{kind: {what tells one from another: what it is, in words}}."""
+"""{kind: {identity of an object: its description}}."""
 
 WARM = 2
-"""Uses before the first look."""
+"""Number of uses before the first measurement."""
 USES = 3
-"""Uses in each of which a leak must show."""
+"""Number of measured uses. A leak must grow in each of them."""
 
 
 def held() -> Held:
-    """By ``open files``, ``child processes`` and ``threads``; a kind that this system does not tell is left out."""
+    """The held objects by ``open files``, ``child processes`` and ``threads``. A kind that this system does not report
+    is left out."""
     found: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
     for kind, of in (("open files", _files), ("child processes", _children)):
         if (told := of()) is not None:
@@ -31,10 +32,10 @@ def held() -> Held:
 
 
 def leaks(use: Callable[[], object]) -> list[str]:
-    """What is left of ``use()``, one line for each kind of which every use leaves some.
+    """The leaks of ``use()``: one line for each kind of object that every use leaves behind.
 
     Args:
-        use: whatever it returns is kept to the end: nothing is given back only because nobody refers to it any more.
+        use: its return values are kept to the end, so that garbage collection does not hide a leak.
     """
     kept = [use() for _ in range(WARM)]
     gc.collect()
@@ -61,7 +62,7 @@ def _files() -> dict[Any, str] | None:
         for name in names:
             try:
                 found[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
-            except (OSError, ValueError):  # the folder's own, closed by now
+            except (OSError, ValueError):  # the descriptor of the folder itself, which is closed by now
                 continue
         return found
     return None
@@ -75,7 +76,7 @@ def _target(link: Path) -> str:
 
 
 def _children() -> dict[Any, str] | None:
-    """Those that ended and were not waited for are among them."""
+    """Child processes, including those that ended and were not waited for."""
     own, found = os.getpid(), dict[Any, str]()
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]

@@ -41,7 +41,8 @@ from rlhf_testing.options import check_options
 
 
 class LossContract(LossSubject):
-    """Checks a loss without any model: its outputs are leaf tensors, and gradients are taken with respect to them."""
+    """Checks a loss without a model: the model outputs are leaf tensors, and gradients are taken with respect to
+    them."""
 
     def case(self, config: Any, seed: int = 0, **options: Any) -> LossCase:
         """An optimizer batch with leaf outputs for one config."""
@@ -57,7 +58,7 @@ class LossContract(LossSubject):
     # ------------------------------------------------------------------------------------- checks
 
     def test_declared_needs(self) -> None:
-        """The declared outputs, columns and terms are enough, over the grid of configs; the call is pure."""
+        """The declared outputs, columns and terms suffice for every config, and the call is pure."""
         for config, case in self.cases():
             about = self.about(config)
             before = {k: v.clone() for k, v in case.batch.tok.items()}
@@ -71,7 +72,8 @@ class LossContract(LossSubject):
                 expect(same_bits(old, case.batch.tok[name]), f"{about} the call changed the column {name!r} in place")
 
     def test_heads(self) -> None:
-        """Outputs and columns are named once, in tuples; a head of its own gives float32 values of each token alone."""
+        """Outputs and columns are tuples that name each item once. A head of the loss's own returns float32 values, and
+        each value depends on its own token only."""
         for config in self.grid():
             about, loss = self.about(config), self.build(config)
             check_declared(about, loss, self.build(config))
@@ -81,7 +83,7 @@ class LossContract(LossSubject):
                     check_head(about, case, head)
 
     def test_masked_positions(self) -> None:
-        """NaN and other token ids at masked positions change nothing, bit for bit."""
+        """NaN and changed token ids at masked positions change no result, bit for bit."""
         for config, case in self.cases():
             about = self.about(config)
             clean, poisoned = case.run(case.whole()), case.run(case.whole(), poison=True)
@@ -164,7 +166,7 @@ class LossContract(LossSubject):
         )
 
     def test_gradient_reaches(self) -> None:
-        """Something is trained: the gradient is not zero for every config."""
+        """At least one config gives a gradient that is not zero."""
         norms = [norm(case.run(case.whole()).gradients) for _, case in self.cases()]
         expect(
             any(n > 0 for n in norms), f"{self.about()} no gradient reaches any model output: is something detached?"

@@ -1,4 +1,4 @@
-"""One optimizer batch for the loss suite: leaf outputs, columns, and the same evaluation that ranks perform."""
+"""One optimizer batch for the loss suite: leaf outputs, columns, and the evaluation that ranks perform."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ EXTREME: dict[str, tuple[float, float, float]] = {
 
 @dataclass
 class Run:
-    """What the ranks would report for one optimizer batch."""
+    """The result that the ranks would report for one optimizer batch."""
 
     total: float
     size: float
-    """``sum |weight * value|`` over all terms: what a loss difference is measured against."""
+    """``sum |weight * value|`` over all terms. Loss differences are measured relative to it."""
     gradients: dict[str, Tensor]
     sums: dict[str, tuple[float, float]]
 
 
 class LossSubject(Contract):
-    """The loss under test, and what a batch for it holds."""
+    """The loss under test, and the content of its batches."""
 
     kind = "loss"
     loss: Any = None
@@ -56,15 +56,15 @@ class LossSubject(Contract):
     levels: Mapping[str, str] = {}
     """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token."""
     hidden_size: int = fabricate.HIDDEN
-    """Of the made-up models, for columns that are hidden states."""
+    """Hidden size of the made-up models, for columns that hold hidden states."""
 
     def column(self, name: str, size: int, seed: int) -> Tensor:
         """Values of a batch column; override for one that is not a plain number (an index, a 0/1 label)."""
         return fabricate.values(name, size, seed)
 
     def assembled(self, batch: Batch, seed: int) -> Batch:
-        """The fabricated units as the loss's algorithm lays them out; override to add what ``prepare`` reads and drops
-        (sequences of another role, their masks and columns)."""
+        """The fabricated units in the layout of the loss's algorithm. Override it to add what ``prepare`` reads and
+        then drops (sequences of another role, their masks and columns)."""
         return batch
 
 
@@ -118,7 +118,7 @@ class LossCase:
         return batch.with_column(level, name, values, over=self.over)  # type: ignore[arg-type]
 
     def _leaf(self, head: Head, batch: Batch) -> Tensor:
-        if head.name not in BUILTIN or head.reads == "hidden":  # what the head reads; it is applied in outputs()
+        if head.name not in BUILTIN or head.reads == "hidden":  # the head's input; outputs() applies the head
             size = fabricate.VOCABULARY if head.reads == "logits" else fabricate.HIDDEN
             values = fabricate.values(f"{head.name}/{head.reads}", batch.tokens * size, self.seed).view(-1, size)
             if self.extreme is not None:
@@ -132,8 +132,8 @@ class LossCase:
         return values.requires_grad_()
 
     def prepare(self, poison: bool = False) -> Batch:
-        """The driver's part: ``prepare`` on the whole batch, then the weights. With ``poison`` the columns enter
-        with NaN at masked positions, where the batch zeroes them."""
+        """The driver's part: ``prepare`` on the whole batch, then the weights. With ``poison`` the columns have NaN at
+        masked positions, which are otherwise zero."""
         batch = self.plain
         if poison:
             for name, values in batch.tok.items():
@@ -152,7 +152,7 @@ class LossCase:
         return [list(range(self.batch.units))]
 
     def run(self, parts: Sequence[Sequence[int]], poison: bool = False) -> Run:
-        """Evaluate the micro-batches of these units; gradients with respect to the leaves add up."""
+        """Evaluate micro-batches of these units. Gradients with respect to the leaves add up."""
         batch = self.batch
         if poison:
             tok = {k: self._poisoned(v, batch) if v.is_floating_point() else v for k, v in batch.tok.items()}
@@ -185,7 +185,7 @@ class LossCase:
         return Run(total, recorder.size, gradients, add_sums(sums))
 
     def _suggest_levels(self, error: Exception) -> None:
-        """Shapes that do not fit may come of a column that the suite made per token and that is none."""
+        """Explains an error about shapes: the suite may have made a column per token that is per sequence or unit."""
         made = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
         if made:
             raise Nonconformance(
@@ -195,7 +195,7 @@ class LossCase:
             ) from error
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:
-        """Model outputs of a micro-batch, as a trainer would give them, attached to the leaves."""
+        """The model outputs of a micro-batch, in the form of a trainer's, connected to the leaves for gradients."""
         made = {}
         for head in self.heads:
             if head.over == "last_token":
@@ -211,16 +211,16 @@ class LossCase:
         return made
 
     def gradients_of(self, total: Tensor) -> dict[str, Tensor]:
-        """Gradients with respect to the leaves; zero where none arrives."""
+        """Gradients with respect to the leaves; zero where no gradient arrives."""
         if not total.requires_grad:
             return {k: torch.zeros_like(v) for k, v in self.leaves.items()}
-        # Where prepare() drops sequences, the way from the leaves to the batch is a graph that several runs go through.
+        # Where prepare() drops sequences, several runs share the graph from the leaves to the batch.
         got = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True, retain_graph=True)
         return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), got, strict=True)}
 
 
 class Padded:
-    """What a plain statement reads: one row per sequence, right-padded, in float64, attached to the same leaves.
+    """The input of a plain statement: one row per sequence, right-padded, in float64, connected to the same leaves.
 
     ``x[name]`` is [B, T] for token outputs and columns (zero outside the mask), [B] per sequence, [U] per unit.
     """

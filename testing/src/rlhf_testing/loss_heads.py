@@ -1,4 +1,4 @@
-"""What a loss declares to read, checked by itself: outputs, columns, and heads of its own."""
+"""Checks of what a loss declares to read: outputs, columns, and heads of its own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf_testing.contract import Nonconformance, expect
 from rlhf_testing.loss_case import LEAF, LossCase
 
 CHUNK = 3
-"""Tokens of a chunk; trainers take thousands."""
+"""Tokens per chunk. Trainers use thousands."""
 TOLERANCE = 1e-5
-"""Of the largest value: a matrix product of fewer rows adds in another order."""
+"""Relative to the largest value. A matrix product of fewer rows adds in a different order."""
 
 
 class Declared(dict[str, Any]):
-    """A head's columns; one that it does not declare is named."""
+    """A head's columns. Reading a column that the head does not declare fails with the column's name."""
 
     def __init__(self, head: Head, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -39,7 +39,7 @@ class Declared(dict[str, Any]):
 
 
 def check_declared(about: str, loss: Loss, again: Loss) -> None:
-    """Tuples of names and Heads, each once, and the same from another instance of the same config."""
+    """Checks that the declarations are tuples of names and Heads, each once, and equal in another instance."""
     for method in ("outputs", "columns"):
         given = getattr(loss, method)()
         expect(
@@ -57,8 +57,8 @@ def check_declared(about: str, loss: Loss, again: Loss) -> None:
     for head in heads:
         expect(
             fns.get(head.name) is head.fn or fns.get(head.name) == head.fn,
-            f"{about} the function of head {head.name!r} is another one each time that outputs() is asked: define it "
-            "once, outside of it (a lambda or a function inside of it is new in every call, and travels nowhere)",
+            f"{about} the function of head {head.name!r} is another one in each call of outputs(): define it once, "
+            "outside of outputs() (a function made inside is new in every call and cannot be pickled)",
         )
     declared, other = ([f(each) for f in _PARTS] for each in (loss, again))
     expect(declared == other, f"{about} outputs(), columns() and reduce() must be functions of the config alone")
@@ -68,7 +68,7 @@ _PARTS = (lambda loss: loss.outputs(), lambda loss: loss.columns(), lambda loss:
 
 
 def check_head(about: str, case: LossCase, head: Head) -> None:
-    """A head of the loss's own: one row of values a token, each a function of that token alone, in float32."""
+    """Checks a head of the loss's own: one row of float32 values per token, which depends on that token alone."""
     who = f"{about} head {head.name!r}"
     try:
         inspect.signature(head.fn).bind(None, None, None, None)
@@ -96,12 +96,12 @@ def check_head(about: str, case: LossCase, head: Head) -> None:
     low = whole.is_floating_point() and torch.finfo(whole.dtype).bits < 32
     expect(not low, f"{who} gives {whole.dtype}: what it reads is float32, and so are its values")
     bad = int((~torch.isfinite(whole.float())).sum())
-    expect(not bad, f"{who} gives {bad} values that are not finite, of ordinary ones between -3 and 3")
+    expect(not bad, f"{who} gives {bad} values that are not finite, for ordinary input between -3 and 3")
     expect(same_bits(whole, values(order)), f"{who} gives other values on the second call: keep it pure")
     chunks = torch.cat([values(order[i : i + CHUNK]) for i in range(0, len(order), CHUNK)])
     apart = float((chunks.double() - whole.double()).abs().max())
     expect(
         apart <= TOLERANCE * max(1e-12, float(whole.double().abs().max())),
         f"{who} depends on which tokens share a chunk (by {apart:.1e}): it is called chunk by chunk, so a value may "
-        "depend on its own token only; what is of the batch is a column (Loss.prepare)",
+        "depend on its own token only; put what depends on the batch into a column (Loss.prepare)",
     )

@@ -1,4 +1,4 @@
-"""A class's members against those of its interface: written nearly alike, called differently, or taken already."""
+"""Compares the members of a class with those of its interface: misspelled names, wrong signatures, taken options."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
-    """[(a public name that ``cls`` defines, the member of the interface ``base`` that it leaves at its default and that
-    is written nearly so)]: ``step_finish``, where ``step_finished`` is what the runtime calls."""
+    """[(a public name that ``cls`` defines, a similarly spelled member of the interface ``base`` that ``cls`` does not
+    override)]. Example: ``step_finish``, where the runtime calls ``step_finished``."""
     optional = [
         n
         for n in dir(base)
@@ -22,8 +22,8 @@ def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
 
 
 def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
-    """What is wrong with methods that ``cls`` writes otherwise than the interface ``base``: other arguments, plain
-    where it is awaited, or no property where it is one."""
+    """Problems with methods of ``cls`` that the interface ``base`` declares differently: other arguments, plain instead
+    of ``async``, or a method instead of a property."""
     for name in dir(base):
         theirs, ours = inspect.getattr_static(base, name), inspect.getattr_static(cls, name)
         if theirs is ours or (name.startswith("_") and name != "__call__"):
@@ -46,7 +46,8 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
 
 
 def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
-    """{field of ``cls.Config``: what reads it} of those that the run file's section, or an algorithm's slot, takes."""
+    """{field of ``cls.Config``: who reads it} for names that the run file's section or an algorithm's slot already
+    uses."""
     from rlhf_runtime.config.runfile import LISTS, SINGLE
 
     section = {**SINGLE, **LISTS}.get(kind)

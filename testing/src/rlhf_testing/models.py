@@ -1,4 +1,5 @@
-"""Tiny models on disk for the suites of trainers and generators: made once a process, removed at its end."""
+"""Tiny models on disk for the suites of trainers and generators. Each process makes them once and deletes them at its
+end."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rlhf_testing.tiny import tiny_model
 def model_path(architecture: str = "qwen3", head: str = "lm", seed: int = 0, **sizes: float) -> Path:
     """A folder in Hugging Face format with a tokenizer of one token per character. Do not write into it.
 
-    ``sizes``: of :func:`~rlhf_testing.tiny.tiny_model`, where others than its own are needed (``head_dim=32``,
+    ``sizes``: arguments of :func:`~rlhf_testing.tiny.tiny_model` that replace its defaults (``head_dim=32``,
     ``tied=False``).
     """
     folder = Path(tempfile.mkdtemp(prefix="rlhf-testing-"))

@@ -31,7 +31,7 @@ METRICS = {"policy/loss": 0.25, "reward/mean": -1.0, "time/step": 1.5, "step": 1
 
 
 class ObserverContract(Contract):
-    """Plays the events of whole runs: online, offline, failed at once, stopped and resumed."""
+    """Simulates the events of whole runs: online, offline, failed at the start, stopped and resumed."""
 
     kind = "observer"
     observer: Any = None
@@ -58,7 +58,7 @@ class ObserverContract(Contract):
     def play(
         self, observer: Any, output: Path, *, online: bool, first: int = 0, steps: int = 2, end: str = "finished"
     ) -> None:
-        """The events of a run, in the runtime's order; arguments must be left alone."""
+        """The events of a run, in the runtime's order. Fails where the observer changes their arguments."""
         groups = fabricate.groups(count=2) if online else []
         metrics = dict(METRICS) if online else {k: v for k, v in METRICS.items() if not k.startswith("reward")}
         before = copy.deepcopy((groups, metrics))
@@ -86,13 +86,13 @@ class ObserverContract(Contract):
             raise Nonconformance(f"{self.about()} {event}() raised {type(error).__name__}: {error}") from error
         if inspect.iscoroutine(result):
             result.close()
-            raise Nonconformance(f"{self.about()} {event}() is `async def`: nobody awaits it. Events are plain `def`")
+            raise Nonconformance(f"{self.about()} {event}() is `async def`, which is never awaited: write plain `def`")
         expect(result is None, f"{self.about()} {event}() returned {result!r}; return values of events are not read")
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_listens(self) -> None:
-        """At least one of its methods is an event, so it is called."""
+        """At least one method is an event of observers; otherwise the observer is never called."""
         own = sorted(n for n, member in vars(self.cls).items() if not n.startswith("_") and inspect.isfunction(member))
         hears = any(getattr(self.cls, event) is not getattr(Observer, event) for event in EVENTS)
         expect(
@@ -101,7 +101,7 @@ class ObserverContract(Contract):
         )
 
     def test_runs(self) -> None:
-        """Online, offline, without any step, stopped and failed runs are all heard to their end."""
+        """The observer handles all events of runs that are online, offline, without a step, stopped or failed."""
         for config in self.grid():
             for online in (True, False):
                 for steps, end in ((2, "finished"), (0, "finished"), (1, "stopped"), (1, "failed"), (0, "failed")):
@@ -109,7 +109,7 @@ class ObserverContract(Contract):
                         self.play(self.build(config), output, online=online, steps=steps, end=end)
 
     def test_metrics_come_and_go(self) -> None:
-        """A step may report other metrics than the one before, or few; names may hold slashes, dots and @."""
+        """The set of metrics may change from step to step, and names may contain slashes, dots and @."""
         for config in self.grid():
             with self.run() as output:
                 observer = self.build(config)
@@ -120,7 +120,7 @@ class ObserverContract(Contract):
                 self.call(observer, "run_ended", "finished")
 
     def test_resume(self) -> None:
-        """State taken in the middle of a run is JSON and starts a fresh instance, which goes on where it stood."""
+        """The state in the middle of a run is JSON. A fresh instance that loads it continues with equal state."""
         for config in self.grid():
             with self.run() as output:
                 first = self.build(config)

@@ -1,4 +1,4 @@
-"""Fabricated optimizer batches for trainers, and the gradients that a trainer makes of them."""
+"""Fabricated optimizer batches for trainers, and the gradients that a trainer computes from them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from rlhf_testing.recording import Recording
 
 
 def columns(batch: Batch) -> Batch:
-    """With the column ``targets`` that the suite's losses and heads read."""
+    """The batch with the column ``targets``, which the suite's losses and heads read."""
     return batch.with_column("tok", "targets", fabricate.values("targets", batch.tokens, 0))
 
 
 def optimizer_batch(loss: Loss, seed: int = 1) -> Batch:
-    """A weighed batch with every column that ``loss`` needs. A score belongs to one sequence, so for a loss that reads
-    scores no answer is two sequences."""
+    """A weighted batch with every column that ``loss`` needs. A score belongs to one sequence, so for a loss that reads
+    scores every answer is a single sequence."""
     return weigh(columns(fabricate.batch(seed, fresh="scores" not in loss.outputs())), loss.reduce())
 
 
 def slim_batch(batch: Batch, loss: Loss) -> Batch:
-    """Only what travels to a rank."""
+    """The batch with only the columns that are sent to a rank."""
     return batch.only(required_columns(loss, [resolve_head(o, over_mask(loss)) for o in loss.outputs()]))
 
 
 def learned(
     trainer: Any, batch: Batch, loss: Loss, calls: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
-    """(gradients, finished sums, sum |w x|) after one ``accumulate`` per element of ``calls``; then forgotten."""
+    """(gradients, finished sums, sum |w x|) after one ``accumulate`` per element of ``calls``. The gradients are
+    cleared afterwards."""
     slim, recording = slim_batch(batch, loss), Recording(loss)
     total: Mapping[str, tuple[float, float]] = {}
     trainer.zero_grad()

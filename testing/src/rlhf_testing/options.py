@@ -1,4 +1,4 @@
-"""Options that do nothing: each that a config of the grid sets must change what is computed."""
+"""Finds options without effect: each option that a config of the grid sets must change the computation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlhf_testing.contract import Contract, expect
 def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
     """Fails where ``effect`` of a config equals that of the same config with one option at its default.
 
-    Options named in :attr:`Contract.without_effect` are left out, and so are those that the other options of the config
-    do not allow to be at their defaults, alone or with the rest of their section.
+    Options named in :attr:`Contract.without_effect` are not checked. Neither are options that cannot be at their
+    default because the config's other options forbid it.
 
     Args:
-        effect: what a config computes: tensors, numbers and texts in tuples, lists and mappings.
+        effect: returns what a config computes: tensors, numbers and texts in tuples, lists and mappings.
     """
     for config in contract.grid():
         excused = contract.without_effect
@@ -39,7 +39,7 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
 
 
 def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
-    """None where the suite's data is not that of this config, which then is another."""
+    """The effect; None where the suite's data does not suit this config. None also counts as a different effect."""
     try:
         return effect(config)
     except Exception:
@@ -59,7 +59,7 @@ def set_options(config: BaseModel, path: str = "") -> list[str]:
 
 
 def without(config: BaseModel, paths: list[str]) -> Any | None:
-    """The config with these options at their defaults; None where the others do not allow it."""
+    """The config with these options at their defaults; None where the other options forbid it."""
     given = {path: _at(config, path) for path in set_options(config) if path not in paths}
     given |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
     nested: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""A trainer written as plainly as possible: the statement that real trainers are compared with.
+"""A trainer written as plainly as possible, the reference for the tests of real trainers.
 
-One sequence at a time, no packing, no chunks, no ranks: each log-prob comes from a forward pass over exactly the
-tokens before it. Slow on purpose. :class:`PlainTrainer` holds a transformers model, :class:`EmbeddingTrainer` a few
-hundred parameters in pure torch, for suites that need gradients through *some* causal model.
-"""
+It computes one sequence at a time, without packing, chunks and ranks: each log-prob comes from a forward pass over
+exactly the tokens before it. It is slow on purpose. :class:`PlainTrainer` holds a transformers model,
+:class:`EmbeddingTrainer` a few hundred parameters in pure torch, for suites that need gradients through *some* causal
+model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Sums, Trainer
+from rlhf.interfaces.trainer import ApplyResult, LendsHead, ModelSpec, Sums, Trainer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from rlhf_testing import fabricate
 
 
-class PlainTrainer(Trainer):
+class PlainTrainer(LendsHead, Trainer):
     """One process, fp32, AdamW without a schedule."""
 
     name = "plain"
@@ -49,7 +49,7 @@ class PlainTrainer(Trainer):
 
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
-        """A role that is not trained needs a model that was saved with its head."""
+        """Raises ModelError where a frozen role's model was saved without the role's head."""
         from transformers import AutoConfig
 
         if spec.role.trained or spec.role.head == "lm":
@@ -69,18 +69,18 @@ class PlainTrainer(Trainer):
         return auto.from_pretrained(self.spec.path, dtype=torch.float32, num_labels=labels).eval()
 
     def logits(self, ids_T: Tensor) -> Tensor:
-        """[T] -> fp32 [T, V]: what stands after each token (or [T, labels] of a classification head)."""
+        """[T] -> fp32 [T, V]: the logits after each token (or [T, labels] of a classification head)."""
         if self.language_model:
             return self.module(ids_T[None], use_cache=False).logits[0].float()
         return self.module.score(self.hidden(ids_T)).float()
 
     def hidden(self, ids_T: Tensor) -> Tensor:
-        """[T] -> fp32 [T, H]: what the output head reads."""
+        """[T] -> fp32 [T, H]: the hidden states that the output head reads."""
         base: Any = getattr(self.module, self.module.base_model_prefix)
         return base(ids_T[None], use_cache=False).last_hidden_state[0].float()
 
     def output_head(self) -> OutputHead:
-        """Of a language model."""
+        """The output head of a language model."""
         head: Any = self.module.get_output_embeddings()
         softcap = getattr(self.module.config, "final_logit_softcapping", None)
         return OutputHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), softcap)
@@ -149,7 +149,7 @@ class PlainTrainer(Trainer):
         return add_sums(sums)
 
     def apply(self) -> ApplyResult:
-        """A step of AdamW, left out where the gradient is not finite."""
+        """A step of AdamW, skipped where the gradient is not finite."""
         squares = [p.grad.double().square().sum() for p in self.module.parameters() if p.grad is not None]
         norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
         skipped = "" if norm < float("inf") else f"gradient norm is {norm}"
@@ -204,7 +204,7 @@ class PlainTrainer(Trainer):
 
 
 class _Embedding(nn.Module):
-    """Causal and as small as it gets: each position sees its own token and the mean of those before it."""
+    """A minimal causal model: each position reads its own token and the mean of the tokens before it."""
 
     def __init__(self, vocabulary: int, outputs: int, width: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A loss that remembers how much it added up: what a difference of losses is measured against."""
+"""A wrapper of a loss that records the sum of the absolute terms. Loss differences are measured relative to that
+sum."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rlhf_testing.contract import Nonconformance
 
 
 class Passed(dict[str, float]):
-    """Coefficients of an update; one that it does not pass is named."""
+    """Coefficients of an update. Reading one that the update does not pass fails with its name."""
 
     def __missing__(self, name: str) -> float:
         raise Nonconformance(
@@ -24,7 +25,7 @@ class Passed(dict[str, float]):
 
 
 class Recording:
-    """Stands for ``loss`` in :func:`rlhf.ops.loss_value.evaluate` and in trainers of this process.
+    """Replaces ``loss`` in :func:`rlhf.ops.loss_value.evaluate` and in trainers of this process.
 
     ``size`` is ``sum |weight * value|`` over all terms and micro-batches so far.
     """
@@ -55,6 +56,6 @@ class Recording:
                 weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
             elif how != "unit_mean":
                 weight = weight[batch.tok[reduces[term].over]]
-            if weight.shape == values.shape:  # where not, evaluate() refuses it with the reason
+            if weight.shape == values.shape:  # otherwise evaluate() refuses it with the reason
                 self.size += float((weight * values.detach()).abs().sum())
         return result

@@ -36,16 +36,16 @@ class RewardContract(Contract):
     kind = "reward"
     reward: Any = None
     cases: Sequence[Case] = ()
-    """(row columns, answer, expected value): the author's own truth."""
+    """(row columns, answer, expected value), written by the author."""
     columns: Mapping[str, Any] = {"prompt": "What is 2 + 2?", "answer": "4"}
-    """The row of the fabricated groups: whatever the reward reads must be in it."""
+    """The row of the fabricated groups. It must have every column that the reward reads."""
     answers: Sequence[str] = ("4", "the answer is 4", "", "five", "\N{SNOWMAN} " * 50)
     deterministic: bool = True
-    """False for a judge that samples; then nothing is compared between two calls."""
+    """False for a judge that samples: results of two calls are not compared."""
     credit: Literal["outcome", "step"] = "outcome"
-    """Of the reward's section in the run file."""
+    """The option ``credit`` of the reward's section in the run file."""
     limit: float = 30.0
-    """Seconds for one group."""
+    """Maximum seconds for one group."""
 
     def groups(self) -> list[Group]:
         """The fabricated groups: single-turn answers, and one with an observation between two answers."""
@@ -57,9 +57,9 @@ class RewardContract(Contract):
         return [single, several]
 
     def ready(self, config: Any) -> Any:
-        """An instance after ``setup``; where ``score`` is plain ``def``, without it, as in a worker. Its roles answer
-        with a fixed number per sequence of tokens, its heads read fixed outputs after each prefix; tokens are the bytes
-        of texts."""
+        """An instance after ``setup``. Where ``score`` is plain ``def``, ``setup`` is not called, as in a worker. Roles
+        score each sequence of tokens with a fixed number, heads have fixed outputs after each prefix, and tokens are
+        the bytes of texts."""
         reward = self.build(config)
         if self.in_worker:
             return reward
@@ -80,7 +80,7 @@ class RewardContract(Contract):
         ) -> list[list[Any]]:
             return fabricate.read(declared(role), head, ids, positions)
 
-        tokens = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"))
+        tokens = Tokens(lambda text: list(text.encode()), lambda ids: bytes(list(ids)).decode(errors="replace"))
         ask = (score, read) if roles else (None, None)
         call(reward.setup, RewardContext(ask[0], 0, ask[1], tokens, self.credit), limit=self.limit)
         return reward
@@ -155,7 +155,7 @@ class RewardContract(Contract):
                 expect(group == before, f"{about} score() changed the group it was given: rewards only look")
 
     def test_repeatable(self) -> None:
-        """Equal groups get equal results, also from an instance built again; permuted samples permuted ones."""
+        """Equal groups get equal results, also from a new instance. Permuting the samples permutes the results."""
         if not self.deterministic:
             return
         for config in self.grid():
@@ -182,7 +182,7 @@ class RewardContract(Contract):
                 expect(got == 1, f"{about} a group of one ({answer[:20]!r}) gets {got} results")
 
     def test_roles(self) -> None:
-        """Roles are RoleSpecs with a head, untrained, and a function of the config."""
+        """Roles are untrained RoleSpecs with a head, and depend on the config only."""
         for config in self.grid():
             about, roles = self.about(config), self.build(config).roles()
             expect(roles == self.build(config).roles(), f"{about} roles() must be a function of the config")
@@ -191,7 +191,7 @@ class RewardContract(Contract):
                 expect(not role.trained, f"{about} role {role.name!r} of a reward cannot be trained")
 
     def test_cases(self) -> None:
-        """The author's cases get the values they say."""
+        """The author's cases get their expected values."""
         if not self.cases:
             raise missing("cases = [(row columns, answer, expected value), ...]")
         for config in self.grid()[:1]:

@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.errors import RolloutError
@@ -27,7 +28,8 @@ from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_colu
 
 
 class ScriptedEnv(Env):
-    """Answers with a text per turn, is done after ``turns``, and raises at turn ``fails_at``. Counts its closings."""
+    """Answers with one text per turn, is done after ``turns`` turns, and raises at turn ``fails_at``. Counts the calls
+    of ``close``."""
 
     name = "scripted"
 
@@ -53,7 +55,7 @@ class ScriptedEnv(Env):
 
 @dataclass
 class Call:
-    """One request for a turn: the context it was for, and what came back."""
+    """One request for a turn: its context and the answer."""
 
     context: tuple[int, ...]
     sampling: Sampling
@@ -63,7 +65,7 @@ class Call:
 
 @dataclass
 class ScriptedContext(RolloutContext):
-    """A run's side of a rollout: a byte tokenizer and made-up answers with seeds."""
+    """A RolloutContext with a byte tokenizer and made-up answers that depend on the seed."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=6, temperature=0.7))
     max_tokens: int = 400
@@ -99,9 +101,7 @@ class ScriptedContext(RolloutContext):
             sampling.temperature,
             text=bytes(ids).decode(),
         )
-        self.calls.append(
-            Call(context, sampling, turn_number, replace(turn, ids=list(ids), logprobs=list(turn.logprobs or ())))
-        )
+        self.calls.append(Call(context, sampling, turn_number, copy.deepcopy(turn)))
         return turn
 
     async def open_env(self) -> Env:
@@ -110,7 +110,7 @@ class ScriptedContext(RolloutContext):
         return env
 
     async def finish(self) -> None:
-        """What the core does when the sample ends, however it ended."""
+        """Close the environment, as the core does at the end of every sample, also of a failed one."""
         for env in self.envs:
             await env.close()
 
@@ -121,12 +121,12 @@ class RolloutContract(Contract):
     kind = "rollout"
     rollout: Any = None
     columns = {"prompt": "What is 2 + 2?", "answer": "4"}
-    """The made-up row: whatever the rollout reads must be in it."""
+    """The made-up row. It must have every column that the rollout reads."""
     discards: bool = False
-    """True for a rollout that means to drop some of what it samples (best of n, a judge's verdict): what is dropped is
+    """True for a rollout that drops some of its samples on purpose (best of n, a judge's verdict). Dropped samples are
     neither trained on nor recorded."""
     limit: float = 30.0
-    """Seconds for one sample."""
+    """Maximum seconds for one sample."""
 
     def run(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn] | None, Exception | None]:
         """(context, turns, error) of one sample; the environment is closed as the core closes it."""
@@ -158,7 +158,7 @@ class RolloutContract(Contract):
     # ------------------------------------------------------------------------------------- checks
 
     def test_turns(self) -> None:
-        """The first turn is given, sampled turns have one log-prob per token, given ones none."""
+        """The first turn is a prompt. Sampled turns have one log-prob per token, other turns have none."""
         for config in self.grid():
             about = self.about(config)
             _, turns = self.good(config)
@@ -174,7 +174,8 @@ class RolloutContract(Contract):
                     expect(turn.logprobs is None, f"{about} turn {n} was not sampled, yet has log-probs")
 
     def test_token_in_token_out(self) -> None:
-        """Sampled turns are exactly what the generator gave, each on exactly the tokens that now stand before it."""
+        """Sampled turns equal the generator's output, and each was generated after exactly the tokens that precede it
+        in the trajectory."""
         for config in self.grid():
             about = self.about(config)
             context, turns = self.good(config)
@@ -201,8 +202,8 @@ class RolloutContract(Contract):
                 stands = tuple(i for t in turns[start:n] for i in t.ids)
                 expect(
                     stands == made.context,
-                    f"{about} turn {n} was generated after {len(made.context)} tokens, but {len(stands)} others stand "
-                    "before it in the trajectory: mark a rewritten context with fresh=True",
+                    f"{about} turn {n} was generated after {len(made.context)} tokens, but {len(stands)} others "
+                    "precede it in the trajectory: mark a rewritten context with fresh=True",
                 )
             numbers = [c.number for c in context.calls]
             expect(
@@ -218,7 +219,7 @@ class RolloutContract(Contract):
             expect(first == second, f"{self.about(config)} two runs with equal answers give other turns")
 
     def test_budget(self) -> None:
-        """The rollout ends where its tokens run out; it neither hangs nor goes beyond ``max_tokens``."""
+        """The rollout ends at its token budget: it neither hangs nor exceeds ``max_tokens``."""
         for config in self.grid():
             about = self.about(config)
             context, turns, error = self.run(config, max_tokens=24, env_turns=50)
@@ -231,7 +232,7 @@ class RolloutContract(Contract):
             expect(longest <= 24, f"{about} {longest} tokens in a context of at most 24")
 
     def test_env_is_closed_once(self) -> None:
-        """The environment is closed exactly once, by the core: also after an error, which is passed on."""
+        """The environment is closed exactly once, by the core, also after an error. The rollout passes the error on."""
         for config in self.grid():
             about = self.about(config)
             for fails_at in (None, 1):
@@ -251,7 +252,7 @@ class RolloutContract(Contract):
             )
 
     def test_env_rewards(self) -> None:
-        """What the environment gives for a turn stands on that sampled turn, and only there."""
+        """The environment's reward for a turn is on that sampled turn, and on no other."""
         for config in self.grid():
             about = self.about(config)
             context, turns = self.good(config)
@@ -268,7 +269,7 @@ class RolloutContract(Contract):
 
 
 def _turns(given: Any) -> list[Turn]:
-    """What ``run`` returned, as it must be."""
+    """Returns the result of ``run``. Fails where its form is wrong."""
     turns = list(given) if isinstance(given, list | tuple) else []
     for value in turns:
         if inspect.iscoroutine(value):
@@ -283,7 +284,7 @@ def _turns(given: Any) -> list[Turn]:
 
 
 def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
-    """The call that each sampled turn came from: the first, in their order, that gave these tokens."""
+    """The call that produced each sampled turn: the first remaining call, in order, with the turn's tokens."""
     left, found = list(calls), []
     for n in sampled:
         same = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]

@@ -1,4 +1,4 @@
-"""A run's control that changes no run: it keeps what was asked of it, for tests of observers."""
+"""A run's control for tests of observers. It records requests and changes no run."""
 
 from __future__ import annotations
 

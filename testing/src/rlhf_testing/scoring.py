@@ -1,4 +1,4 @@
-"""Runs a reward as a run would: its own worker process where it is plain ``def``, deadline, checks and sums."""
+"""Runs a reward as a run does: in a worker process where it is plain ``def``, with deadline, checks and sums."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def score_groups(
     Args:
         ref: a reference, as in a run file: a plugin's name or ``file:reward.py``.
         options: the reward's own options.
-        deadline: seconds for one group; a plain ``def`` reward is killed then.
-        score_with_role, read_role, tokens: stand for the run's models and tokenizer, for rewards that declare a role.
-        credit: of the reward's section.
-        plugins: where ``ref`` is looked up; by default what is installed.
+        deadline: maximum seconds for one group; a plain ``def`` reward is killed afterwards.
+        score_with_role, read_role, tokens: replace the run's models and tokenizer, for rewards that declare a role.
+        credit: the option ``credit`` of the reward's section.
+        plugins: the plugins in which ``ref`` is looked up; None: the installed ones.
     """
     resolved = (plugins or Plugins.discover()).resolve("reward", ref)
     config = resolved.cls.Config.model_validate({**resolved.options, **(options or {})})

@@ -1,4 +1,4 @@
-"""Losses with which the suite of trainers asks for gradients; they belong to no algorithm."""
+"""Losses for the trainer suite's checks of gradients. They belong to no algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _margin(
 
 
 MARGIN = Head("margin", _margin, at="at", columns=("targets",))
-"""Read off *after* each token, with a column of its own."""
+"""A head that is read *after* each token and has a column of its own."""
 
 
 class TokenLoss(Loss):

@@ -1,4 +1,4 @@
-"""Tiny models and a character tokenizer, made on the spot: what tests and examples use instead of a model hub."""
+"""Makes tiny models and a character tokenizer, which tests and examples use instead of a model hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<eos>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Each message is its role's token, its text and the end token."""
+"""A message becomes the token of its role, its text and the end token."""
 
 
 def tiny_tokenizer(path: str | Path, chars: Iterable[str] = CHARS, chat_template: str | None = None) -> Path:
@@ -78,19 +78,19 @@ def tiny_model(
             ``chat_template`` are not read.
         architecture: a ``model_type`` of transformers with a causal language model: ``qwen3``, ``llama``, ``mistral``,
             ``gemma2``, ``gemma3_text``, ...
-        head_dim: ``hidden // heads`` where absent.
-        intermediate: width of the feed-forward layer, ``2 * hidden`` where absent.
+        head_dim: None: ``hidden // heads``.
+        intermediate: width of the feed-forward layer; None: ``2 * hidden``.
         tied: whether the language-model head is the embedding.
-        std: of the initial weights. The default is large, so that the outputs depend visibly on the inputs;
-            0.02 is usual for training.
-        seed: equal seeds give equal weights; the caller's random state is left alone.
+        std: standard deviation of the initial weights. The default is large, so that the outputs depend visibly on the
+            inputs; 0.02 is usual for training.
+        seed: equal seeds give equal weights. The caller's random state is not changed.
         head: ``lm`` for ``AutoModelForCausalLM``, ``scalar`` for ``AutoModelForSequenceClassification`` with one
             label.
         config: further fields of the architecture's config (``sliding_window=8``, ``attention_dropout=0.1``).
 
     Returns: ``path``.
 
-    Raises: ValueError for an architecture (``qwen2``) beside which transformers loads a tokenizer class of its own.
+    Raises: ValueError for an architecture (``qwen2``) for which transformers loads a tokenizer class of its own.
     """
     import torch
     from rlhf_modeling.pretrained import exporting
@@ -123,10 +123,10 @@ def tiny_model(
         model = auto.from_config(AutoConfig.for_model(architecture, **{**fields, **config}), dtype=torch.float32)
     with exporting(model):
         model.save_pretrained(str(path))
-    if type(AutoTokenizer.from_pretrained(str(path))) is not type(tokenizer):  # decided by the model's config
+    if type(AutoTokenizer.from_pretrained(str(path))) is not type(tokenizer):  # the model's config decides it
         raise ValueError(
-            f"transformers loads its own tokenizer class beside a model of architecture {architecture!r}, so a "
-            "character tokenizer does not survive: use 'qwen3' or 'llama'"
+            f"transformers loads its own tokenizer class for a model of architecture {architecture!r}, so a "
+            "character tokenizer cannot be used: use 'qwen3' or 'llama'"
         )
     return path
 

@@ -18,7 +18,7 @@ UNSET = {
     "head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
     "sliding_window", "num_key_value_heads",
 }  # fmt: skip
-"""Fields that get their size where their default is None too."""
+"""Fields that get their size even where their default is None."""
 LAYERS = [
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers",
     "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth",
@@ -91,7 +91,7 @@ def shrink(config: Any) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fewer layers, of every kind one; at least two."""
+    """Fewer layers: one of every kind, and at least two."""
     counts = [key for key in LAYERS if isinstance(fields.get(key), int)]
     if not counts:
         return {}
@@ -117,7 +117,7 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(values: Sequence[Any]) -> bool:
-    """Whether these are numbers of layers, not one value for each layer."""
+    """Whether these values are layer numbers, rather than one value for each layer."""
     return all(isinstance(v, int) and not isinstance(v, bool) for v in values) and len(set(values)) == len(values)
 
 
@@ -140,18 +140,18 @@ def tiny_architecture(path: str | Path, name: str, seed: int = 0) -> Path:
                 draw(parameter)
     model.save_pretrained(str(path))
     config.architectures = [type(model).__name__]
-    config.save_pretrained(str(path))  # that of the whole, where the model is a part: as checkpoints have it
+    config.save_pretrained(str(path))  # the config of the whole, where the model is a part, as in checkpoints
     return tiny_tokenizer(path)
 
 
 def parameters(model: Any) -> Iterator[Any]:
-    """By name, so that equal seeds give equal weights."""
+    """The parameters in the order of their names, so that equal seeds give equal weights."""
     for _, parameter in sorted(model.named_parameters()):
         yield parameter
 
 
 def draw(parameter: Any) -> None:
-    """Matrices are drawn anew, with a gain somewhat above one; vectors are moved a little from where they are."""
+    """Draw a new random matrix with a gain somewhat above one, or change a vector by a small random amount."""
     import torch
 
     if parameter.ndim < 2:

@@ -1,12 +1,12 @@
-"""Sizes of :mod:`rlhf_testing.tiny_architectures`: by a field's name, and what a type needs beside that."""
+"""Sizes for :mod:`rlhf_testing.tiny_architectures`: by a field's name, and the exceptions of single types."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WINDOW = 18
-"""Tokens of a sliding window or an attention chunk, or of the sparsest attention: more than a quick look at a model
-reads, as in real models, and fewer than a test's sequences have."""
+"""Tokens of a sliding window, of an attention chunk and of the sparsest attention. The number is larger than the few
+tokens that a quick probe of a model reads, as in real models, and smaller than a test's sequences."""
 POSITIONS = 512
 VOCABULARY = 128
 
@@ -114,7 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
 }
-"""Fields that the rules above do not know, by type."""
+"""Fields that :data:`SIZES` does not cover, by type."""
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -142,7 +142,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe with input jitter": ("phimoe", {"input_jitter_noise": 0.1}),
     "phimoe with router jitter": ("phimoe", {"router_jitter_noise": 0.1}),
 }
-"""Options of a config that change what packing must respect: {name: (type, fields)}."""
+"""Options of a config that matter for packing: {name: (type, fields)}."""
 
 NOT_BUILT = {
     "gemma3n": "its vision tower needs timm; `gemma3n_text` is its language model",

@@ -8,7 +8,7 @@
         trainer = MyTrainer
         architectures = ("qwen3", "llama")
 
-Everything is compared with :class:`rlhf_testing.plain.PlainTrainer`, in fp32, on tiny models made on the spot.
+Every result is compared with :class:`rlhf_testing.plain.PlainTrainer`, in fp32, on tiny models that the suite makes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from rlhf_testing.suite_losses import MARGIN, LentLoss, ScoreLoss, TokenLoss, Va
 from rlhf_testing.trainer_state import TrainerStateChecks
 
 OUTPUT = 1e-5
-"""Absolute, on log-probs, entropies and values of size 1: fp32 matrix products in another order."""
+"""Allowed absolute difference of log-probs, entropies and values of size 1, for fp32 matrix products in another
+order."""
 
 HEADS: tuple[tuple[str, tuple[Any, ...], type[Loss]], ...] = (
     ("lm", ("logprobs", "entropy", MARGIN, "hidden"), TokenLoss),
@@ -51,7 +52,7 @@ TRAINED: tuple[tuple[str, type[Loss]], ...] = (("lm", TokenLoss), ("scalar", Val
 
 
 class TrainerContract(TrainerStateChecks, Contract):
-    """Forward and backward against one sequence at a time; state, weights and export."""
+    """Compares forward and backward with one sequence at a time; checks state, weights and export."""
 
     kind = "trainer"
     trainer: Any = None
@@ -98,8 +99,8 @@ class TrainerContract(TrainerStateChecks, Contract):
                         expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
 
     def test_frozen_head(self) -> None:
-        """A role that is not trained and needs a scalar head is refused a language model, by ``check_files`` and by the
-        constructor: its head would be random."""
+        """``check_files`` and the constructor refuse a language model for a frozen role with a scalar head, because the
+        head would be random."""
         path = model_path(self.architectures[0], "lm")
         spec = ModelSpec(RoleSpec("policy", "scalar"), str(path))
         ways = {
@@ -116,7 +117,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                               "trained: its head would be random. Raise ModelError")  # fmt: skip
 
     def test_packing(self) -> None:
-        """Sequences do not see each other: packed together, alone and in any order they give the same outputs."""
+        """Packed sequences do not attend to each other: together, alone and in any order they give the same outputs."""
         for config in self.grid():
             for architecture in self.architectures:
                 about = f"{self.about(config)} {architecture}:"
@@ -131,7 +132,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                         same_output(got["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
 
     def test_gradients(self) -> None:
-        """Gradients and losses equal those of one sequence at a time, and ADD over micro-batches and calls."""
+        """Gradients and losses equal those of one sequence at a time, and add up over micro-batches and calls."""
         for config in self.grid():
             for architecture in self.architectures:
                 for head, loss in TRAINED:
@@ -159,8 +160,8 @@ class TrainerContract(TrainerStateChecks, Contract):
                             )
 
     def test_lent_head(self) -> None:
-        """A role computes with the output head of another model, wider and with a head of its own, from the hidden
-        states that the other gave (capability ``lend:head``)."""
+        """A role computes with the output head of another, wider model, from hidden states that the other model gave
+        (capability ``lend:head``). The role also has a head of its own."""
         if "lend:head" not in self.cls.capabilities:
             return
         for config in self.grid():
@@ -190,7 +191,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                 expect(apart <= GRADIENT, f"{about} the gradient differs from the plain one by {apart:.1e}")
 
     def test_masked_positions(self) -> None:
-        """NaN in the columns at masked positions changes no output and no gradient, bit for bit."""
+        """NaN at masked positions of the columns changes no output and no gradient, bit for bit."""
         for config in self.grid():
             about, loss = self.about(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
@@ -222,7 +223,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                 expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
 
     def test_evaluates_without_dropout(self) -> None:
-        """A model with dropout has none in ``evaluate``: the loss is that of what ``forward`` gives."""
+        """``evaluate`` disables dropout: its loss equals the loss of the outputs of ``forward``."""
         loss = TokenLoss()
         path = model_path(self.architectures[0], attention_dropout=0.5)
         plain = self.plain(path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
@@ -235,7 +236,7 @@ class TrainerContract(TrainerStateChecks, Contract):
             )
 
     def test_evaluate(self) -> None:
-        """``evaluate`` gives the sums of ``accumulate`` and leaves weights and gradients as they are."""
+        """``evaluate`` returns the sums of ``accumulate`` and does not change weights and gradients."""
         for config in self.grid():
             about, loss = self.about(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
@@ -253,7 +254,7 @@ class TrainerContract(TrainerStateChecks, Contract):
 
 
 def same_output(got: Tensor, want: Tensor, about: str) -> None:
-    """Equal shape, fp32 on the CPU, equal within :data:`OUTPUT`."""
+    """Fails unless both have the same shape and are equal within :data:`OUTPUT`, and ``got`` is fp32 on the CPU."""
     expect(got.shape == want.shape, f"{about} has shape {tuple(got.shape)}, it must be {tuple(want.shape)}")
     expect(got.dtype == torch.float32 and got.device.type == "cpu", f"{about} must be fp32 on the CPU, got {got.dtype}")
     apart = float((got - want).abs().max()) if want.numel() else 0.0

@@ -1,4 +1,4 @@
-"""The part of the trainer suite that is about steps and what survives them: state, weights, export, skipped steps."""
+"""The trainer suite's checks of steps, state, weights, export and skipped steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhf_testing.optimizer_batch import columns, optimizer_batch, slim_batch
 from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss
 
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
-"""First bytes of pickles, and of the zip archives in which torch.save hides them."""
+"""First bytes of pickles, and of the zip archives in which torch.save stores them."""
 
 
 class TrainerStateChecks:
-    """Mixed into :class:`rlhf_testing.trainer.TrainerContract`, which has the four methods named here."""
+    """A mixin of :class:`rlhf_testing.trainer.TrainerContract`, which defines the four methods declared here."""
 
     make: Any
     plain: Any
@@ -28,7 +28,8 @@ class TrainerStateChecks:
     about: Any
 
     def test_step(self) -> None:
-        """``apply`` changes the weights, reports a finite norm and forgets the gradients; runs repeat bit for bit."""
+        """``apply`` changes the weights, reports a finite norm and clears the gradients. Repeated runs are
+        bit-equal."""
         for config in self.grid():
             about = self.about(config)
             trainer, twin = self.make(config), self.make(config)
@@ -67,7 +68,7 @@ class TrainerStateChecks:
                     pickled = file.is_file() and file.read_bytes()[:4].startswith(PICKLES)
                     expect(not pickled, f"{about} save() writes a pickle ({file.name}): use safetensors and JSON")
                 fresh = self.make(config, seed=3)
-                step(fresh, 7)  # not what was saved: load() must overwrite all of it
+                step(fresh, 7)  # a state different from the saved one, which load() must overwrite completely
                 fresh.load(path)
             same_weights(held(trainer), held(fresh), f"{about} after save() and load():")
             for number in (2, 3):
@@ -76,7 +77,8 @@ class TrainerStateChecks:
                 same_weights(held(trainer), held(fresh), f"{about} step {number} after save() and load():")
 
     def test_skipped_step(self) -> None:
-        """A gradient that is not finite skips the step, says why, and leaves no trace in weights or optimizer."""
+        """A gradient that is not finite skips the step. The trainer reports why, and weights and optimizer do not
+        change."""
         for config in self.grid():
             for loss in (InfiniteLoss(), InfiniteGradient()):
                 about = f"{self.about(config)} with {loss.name}:"
@@ -95,7 +97,7 @@ class TrainerStateChecks:
                 expect(finite, f"{about} weights are not finite after the step that follows a skipped one")
 
     def test_skip_updates(self) -> None:
-        """After ``skip_updates`` the learning rate is the one that as many steps would have led to."""
+        """After ``skip_updates(n)`` the learning rate equals the one after n steps."""
         for config in self.grid():
             about, trainer, twin = self.about(config), self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
@@ -107,8 +109,8 @@ class TrainerStateChecks:
             same_weights(held(trainer), held(twin), f"{about} after skip_updates(2) and a step:")
 
     def test_change(self) -> None:
-        """``change`` of the learning rate holds from the next step on, for the rate that ``apply`` reports and for the
-        weights; with the options of before nothing changes."""
+        """A ``change`` of the learning rate applies from the next step on, to the weights and to the rate that
+        ``apply`` reports. A ``change`` to equal options has no effect."""
         for config in self.grid():
             about, trainer, twin, other = self.about(config), *(self.make(config) for _ in range(3))
             if "lr" not in type(trainer).changeable:
@@ -126,8 +128,8 @@ class TrainerStateChecks:
             expect(moved or not c.lr, f"{about} after change() to half of lr a step moves the weights as far as before")
 
     def test_offload(self) -> None:
-        """Between ``offload`` and ``reload`` a trainer still scores and gives its weights; the next step is the same as
-        without them."""
+        """Between ``offload`` and ``reload`` a trainer can compute ``forward`` and ``weights``. The next step equals a
+        step without them."""
         for config in self.grid():
             about, trainer, twin = self.about(config), self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
@@ -141,17 +143,17 @@ class TrainerStateChecks:
             same_weights(held(trainer), held(twin), f"{about} after offload(), reload() and a step:")
 
     def test_zero_grad(self) -> None:
-        """``zero_grad`` forgets: a step after it equals one that never saw the forgotten gradients."""
+        """``zero_grad`` discards gradients: the step after it equals a step that never had them."""
         for config in self.grid():
             about, trainer, twin = self.about(config), self.make(config), self.make(config)
             accumulate(trainer, 5)
             trainer.zero_grad()
             a, b = step(trainer, 0), step(twin, 0)
-            expect(a == b, f"{about} after zero_grad() a step reports {a}, without the forgotten gradients {b}")
+            expect(a == b, f"{about} after zero_grad() a step reports {a}, without the discarded gradients {b}")
             same_weights(held(trainer), held(twin), f"{about} after zero_grad():")
 
     def test_weights(self) -> None:
-        """``weights`` names Hugging Face parameters, each once, in a fixed order; ``load_weights`` takes them over."""
+        """``weights`` names Hugging Face parameters, each once, in a fixed order, and ``load_weights`` loads them."""
         for config in self.grid():
             about, trainer = self.about(config), self.make(config)
             names = [n for n, _ in trainer.weights()]
@@ -193,7 +195,7 @@ class TrainerStateChecks:
             expect(apart <= 1e-5, f"{about} the exported model's log-probs differ by {apart:.1e}")
 
     def test_views(self) -> None:
-        """A view that the trainer does not have is refused, never answered with the live weights."""
+        """A view that the trainer does not have is refused. The live weights are not used instead."""
         for config in self.grid():
             try:
                 self.make(config, trained=False).forward([batch_of(1)], ("logprobs",), "no_such_view")
@@ -205,13 +207,13 @@ class TrainerStateChecks:
                 expect(False, f"{self.about(config)} forward() answers for the view 'no_such_view', which is not there")
 
     def test_use_view(self) -> None:
-        """Between ``use_view(view)`` and ``use_view("live")`` the trainer computes with that view;
-        afterwards nothing has changed."""
+        """Between ``use_view(view)`` and ``use_view("live")`` the trainer computes with that view. Afterwards its state
+        is unchanged."""
         for config in self.grid():
             trainer, twin = self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
             batch = [batch_of(1)]
-            for view in (v for v in trainer.views if v != "live"):
+            for view in (v for v in trainer.facts().views if v != "live"):
                 about = f"{self.about(config)} use_view({view!r}):"
                 weights = {n: t.detach().cpu().clone() for n, t in trainer.weights(view)}
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
@@ -251,7 +253,7 @@ def held(trainer: Any) -> dict[str, Tensor]:
 
 
 def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], about: str) -> None:
-    """Equal names and bits."""
+    """Fails unless both have equal names and bit-equal tensors."""
     expect(a.keys() == b.keys(), f"{about} other tensors: {sorted(a.keys() ^ b.keys())}")
     changed = [name for name in a if not same_bits(a[name], b[name])]
     expect(not changed, f"{about} {len(changed)} of {len(a)} tensors differ in their bits, {changed[:3]}")

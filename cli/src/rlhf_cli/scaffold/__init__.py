@@ -1,6 +1,6 @@
-"""``rlhf plugins new``: a distribution with one working plugin, its tests, and nothing to fill in before it runs.
+"""``rlhf plugins new``: writes a distribution with one plugin and its tests, which works without changes.
 
-The files under ``templates/`` are what is written, with names in place of ``@NAME@``, ``@CLASS@`` and the like.
+The files under ``templates/`` are copied, with names in place of ``@NAME@``, ``@CLASS@`` and similar placeholders.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ THIRD_PARTIES = {
     "generator": ["torch"],
     "trainer": ["torch", "transformers", "safetensors"],
 }
-"""What the written source imports beyond ``rlhf``."""
+"""Requirements of the written source besides ``rlhf``."""
 LIKE = {
     "supervised": ("algorithm", "loss"),
     "policy_gradient": ("algorithm", "advantage", "loss"),
     "pairs": ("algorithm", "loss"),
 }
-"""What ``--like`` chooses of an algorithm, and the kinds of the classes that are written; the first is the default."""
+"""{template of an algorithm for ``--like``: kinds of the classes that are written}; the first is the default."""
 SELECT = {
     "algorithm": '`--algo @NAME@`, or in the run file `[algorithm] use = "@NAME@"`',
     "reward": '`--reward @NAME@`, or in the run file `[[reward]] use = "@NAME@"`',
@@ -43,7 +43,7 @@ SELECT = {
 ABOUT = {
     "command": "Greet somebody.\n\n`rlhf --help` shows the line above and imports nothing; calling the command does.\n"
 }
-"""Docstring of the package, where it is not the usual one."""
+"""Docstring of the package, for kinds that do not use the default one."""
 ABOUT_PLUGIN = "@KIND_TITLE@ for rlhf: @NAME@. Listing plugins does not import this; selecting it calls the hook, once."
 SELECT_SECTION = '`[@KIND@] use = "@NAME@"` in the run file'
 
@@ -52,10 +52,10 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
     """Write the distribution ``rlhf-plugin-NAME`` into the folder ``output``; returns its folder.
 
     Args:
-        like: which of ``LIKE`` an algorithm begins as; the first where None.
+        like: template of an algorithm, a key of ``LIKE``; None: the first.
 
-    Raises ConfigError: no such kind, a name that is none, a ``like`` of another kind or of no template, a folder that
-    exists already, or that cannot be made.
+    Raises ConfigError: unknown kind, invalid name, ``like`` for another kind or without a template, or a folder that
+    exists already or cannot be made.
     """
     check_kind(kind)
     check_like(kind, like)
@@ -122,7 +122,8 @@ def _names(name: str, kind: str, kinds: Sequence[str], distribution: str, packag
 
 
 def _class(camel: str, kind: str) -> str:
-    """``Brevity`` as a reward is ``BrevityReward``, ``MyReward`` is that already; ``Reward`` alone is taken."""
+    """Class name: ``Brevity`` as a reward becomes ``BrevityReward``; ``MyReward`` stays. ``Reward`` alone is the
+    interface's name."""
     return camel if camel.endswith(kind.capitalize()) and camel != kind.capitalize() else camel + kind.capitalize()
 
 

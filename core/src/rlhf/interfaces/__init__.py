@@ -1,44 +1,81 @@
-"""One file a kind: its abstract class, its declarations, and a complete example in the docstring."""
+"""One file per kind: its abstract class, its declarations, and a complete example in the docstring.
 
-from rlhf.interfaces.adapter import Adapter
-from rlhf.interfaces.advantage import Advantage
-from rlhf.interfaces.algorithm import Algorithm, Slot
-from rlhf.interfaces.backend import Backend
-from rlhf.interfaces.check import Check, Examination, Finding, ProbeAnswer
-from rlhf.interfaces.command import Command
-from rlhf.interfaces.component import Component, ComponentConfig
-from rlhf.interfaces.env import Env
-from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
-from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
-from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.observer import Observer, RunControl, RunInfo
-from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
-from rlhf.interfaces.rollout import Rollout, RolloutContext
-from rlhf.interfaces.tokens import Tokens
-from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Precision, Sums, Trainer, TrainerFacts
+A file is imported when one of its names is first used, so a command starts without the interfaces of a run.
+"""
 
-KINDS: dict[str, type[Component]] = {
-    "algorithm": Algorithm,
-    "advantage": Advantage,
-    "loss": Loss,
-    "rollout": Rollout,
-    "reward": Reward,
-    "env": Env,
-    "trainer": Trainer,
-    "generator": Generator,
-    "launcher": Launcher,
-    "observer": Observer,
-    "adapter": Adapter,
-    "backend": Backend,
-    "command": Command,
-    "check": Check,
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.interfaces.adapter import Adapter
+    from rlhf.interfaces.advantage import Advantage
+    from rlhf.interfaces.algorithm import Algorithm, Slot
+    from rlhf.interfaces.backend import Backend
+    from rlhf.interfaces.check import Check, Examination, Finding, ProbeAnswer
+    from rlhf.interfaces.command import Command
+    from rlhf.interfaces.component import Component, ComponentConfig
+    from rlhf.interfaces.curriculum import Curriculum, FinishedGroup, RowSource, TrainingRows
+    from rlhf.interfaces.env import Env
+    from rlhf.interfaces.extension import Extension
+    from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+    from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
+    from rlhf.interfaces.loss import Loss
+    from rlhf.interfaces.observer import Observer, RunControl, RunInfo
+    from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
+    from rlhf.interfaces.rollout import Rollout, RolloutContext
+    from rlhf.interfaces.tokens import Tokens
+    from rlhf.interfaces.trainer import ApplyResult, LendsHead, ModelSpec, Precision, Sums, Trainer, TrainerFacts
+
+    KINDS: dict[str, type[Component | Extension]]
+    """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
+
+_FILES = {
+    "adapter": "Adapter",
+    "advantage": "Advantage",
+    "algorithm": "Algorithm Slot",
+    "backend": "Backend",
+    "check": "Check Examination Finding ProbeAnswer",
+    "command": "Command",
+    "component": "Component ComponentConfig",
+    "curriculum": "Curriculum FinishedGroup RowSource TrainingRows",
+    "env": "Env",
+    "extension": "Extension",
+    "generator": "Generator GeneratorSpec Proof",
+    "launcher": "GENERATOR Launcher Place WorkerGroup",
+    "loss": "Loss",
+    "observer": "Observer RunControl RunInfo",
+    "reward": "ReadRole Reward RewardContext ScoreWithRole",
+    "rollout": "Rollout RolloutContext",
+    "tokens": "Tokens",
+    "trainer": "ApplyResult LendsHead ModelSpec Precision Sums Trainer TrainerFacts",
 }
-"""kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
+"""{file: the names that are offered here}. A file is called after its kind."""
+_NO_KIND = ("component", "extension", "tokens")
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
+
+
+def interface(kind: str) -> "type[Component | Extension]":
+    """The abstract class of one kind, such as ``Reward`` of ``reward``; the files of other kinds are not imported."""
+    found: type[Component | Extension] = getattr(import_module(f"{__name__}.{kind}"), kind.capitalize())
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KINDS":
+        value: Any = {file: interface(file) for file in _FILES if file not in _NO_KIND}
+    elif name in _FILE_OF:
+        value = getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
 
 __all__ = [
     "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Backend", "Check", "Command",
-    "Component", "ComponentConfig", "Env", "Examination", "Finding", "Generator", "GeneratorSpec", "Launcher", "Loss",
-    "ModelSpec", "Observer", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward", "RewardContext",
-    "Rollout", "RolloutContext", "RunControl", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer",
-    "TrainerFacts", "WorkerGroup",
+    "Component", "ComponentConfig", "Curriculum", "Env", "Examination", "Extension", "Finding", "FinishedGroup",
+    "Generator", "GeneratorSpec", "Launcher", "LendsHead", "Loss", "ModelSpec", "Observer", "Place", "Precision",
+    "ProbeAnswer", "Proof", "ReadRole", "Reward", "RewardContext", "Rollout", "RolloutContext", "RowSource",
+    "RunControl", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer", "TrainerFacts", "TrainingRows",
+    "WorkerGroup", "interface",
 ]  # fmt: skip

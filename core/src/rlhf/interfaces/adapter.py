@@ -1,4 +1,4 @@
-"""Adapters: turn what a foreign file defines into a component of ours."""
+"""Adapters: make a component from a file that was written for another framework."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rlhf.interfaces.component import Component
 
 
 class Adapter(Component):
-    """Asked only for ``file:`` references whose file defines no component by itself."""
+    """Used only for ``file:`` references to a file that defines no component."""
 
     @abstractmethod
     def recognises(self, kind: str, text: str) -> bool:
-        """Whether the file (its source text) looks like one of this adapter's; must not execute it."""
+        """Whether this adapter can handle the file with the source ``text``. It must not execute the file."""
 
     def importing(self) -> AbstractContextManager[None]:
-        """Entered while the file is imported: may provide modules that the file expects."""
+        """A context that is active while the file is imported. It may provide modules that the file imports."""
         return nullcontext()
 
     @abstractmethod
     def adapt(self, kind: str, module: ModuleType, attribute: str | None) -> type[Component]:
-        """The component class that stands for the file. Raises PluginInvalid with what to do instead."""
+        """A component class made from the file. Raises PluginInvalid, saying what to do instead."""

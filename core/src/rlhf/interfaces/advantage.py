@@ -1,4 +1,4 @@
-"""Advantage estimators: rewards and values become credit per action token."""
+"""Advantage estimators: compute an advantage per action token from rewards and values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Advantage(Component):
-    """Two pure functions of the stages between reward and advantage (``rlhf_algorithms.pipeline``).
+    """Two pure functions, used by the stages between reward and advantage (``rlhf_algorithms.pipeline``).
 
-    Every trajectory is compressed to its own action tokens before :meth:`returns` is called, so prompt and environment
-    tokens do not exist here: they neither discount nor decay. Complete example::
+    :meth:`returns` gets only the action tokens of every trajectory. Prompt and environment tokens are removed before,
+    so they neither discount nor decay. Complete example::
 
         class Centered(Advantage):
             name = "centered"
@@ -40,13 +40,14 @@ class Advantage(Component):
 
     @property
     def token_rewards(self) -> bool:
-        """Whether rewards at single tokens are compared like any other. Default: where there is no baseline over
-        groups, as that is over sums of whole trajectories, and rewards at tokens would lie outside of it."""
+        """Whether the estimator supports rewards at single tokens. Default: only without a baseline over groups,
+        because that baseline is computed from one sum per trajectory, which does not include rewards at single
+        tokens."""
         return type(self).baseline is Advantage.baseline
 
     @property
     def normalise(self) -> Literal["none", "center", "whiten"]:
-        """What is done to the advantages of the whole rollout batch, weighted by tokens."""
+        """Normalisation of the advantages over the whole rollout batch, weighted by tokens."""
         return "none"
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
@@ -56,9 +57,9 @@ class Advantage(Component):
             r_N: float64 [N], one combined and shaped reward per trajectory.
             group_N: int64 [N], which group each trajectory is in.
 
-        An override that needs lengths (OPO's baseline weighs rewards by them) takes a third argument of this name and
-        gets it: ``def baseline(self, r_N, group_N, own_tokens_N=None)``, int64 [N], the tokens that the policy sampled
-        in each trajectory, or that the data gave as its answer. In :meth:`returns` they are ``mask_NA.sum(1)``.
+        An override that needs lengths (OPO's baseline weighs rewards by them) may take a third argument:
+        ``def baseline(self, r_N, group_N, own_tokens_N=None)``, int64 [N], the number of tokens that the policy sampled
+        in each trajectory, or of the given answer. In :meth:`returns` this number is ``mask_NA.sum(1)``.
 
         Returns: float64 [N].
         """
@@ -68,7 +69,7 @@ class Advantage(Component):
     def returns(
         self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Credit over own action tokens, left-aligned and right-padded.
+        """Advantages and returns of the action tokens, left-aligned and right-padded.
 
         Args:
             R_NA: float32 [N, A] token rewards, zero where masked.
@@ -81,7 +82,7 @@ class Advantage(Component):
 
 
 def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor) -> Tensor:
-    """:meth:`Advantage.baseline`, called with ``own_tokens_N`` (int64 [N]) where it has an argument of this name."""
+    """Call :meth:`Advantage.baseline`, with ``own_tokens_N`` (int64 [N]) if it has an argument of this name."""
     if "own_tokens_N" in inspect.signature(advantage.baseline).parameters:
         return advantage.baseline(r_N, group_N, own_tokens_N=own_tokens_N)  # type: ignore[call-arg]
     return advantage.baseline(r_N, group_N)

@@ -1,4 +1,4 @@
-"""Algorithms: a named bundle of advantage, losses and rollout with vetted defaults and declared needs."""
+"""Algorithms: a named combination of advantage, losses and rollout, with defaults and declared requirements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.tokens import Tokens
-from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, Snapshot, Update
+from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, RunOptions, Snapshot, Update
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A part that the algorithm names but does not import: the kind, the default plugin, and defaults that replace the
-    plugin's own. ``[algorithm.<slot>] use = "..."`` chooses another plugin; these defaults then do not apply."""
+    plugin's own. ``[algorithm.<slot>] use = "..."`` chooses another plugin, to which these defaults do not apply."""
 
     kind: str
     use: str
@@ -31,33 +31,34 @@ class Algorithm(Component):
     """Decides what a step learns from and what it trains. It runs on the driver and holds no model.
 
     In every step the runtime calls ``assemble``, ``annotations``, ``credit``, ``updates`` and ``finish``, in this order
-    and once each. Each method gets the batch that it needs, so an algorithm keeps nothing between them; an evaluation
-    may call the first four in between. What must outlive a step (an adaptive coefficient) belongs into
-    ``state_dict``.
+    and once each. Each method gets the batch that it needs, so an algorithm keeps nothing between the calls; an
+    evaluation may call the first four in between. State that must outlive a step (an adaptive coefficient) belongs
+    into ``state_dict``.
 
-    The runtime builds ``cls(config, parts)`` with one instance per slot. A complete example is on the page
+    The runtime builds ``cls(config, parts, run)`` with one instance per slot. A complete example is on the page
     ``docs/tutorial/first-algorithm.md``. The library ``rlhf_algorithms`` has base classes that algorithms share.
     """
 
     data: ClassVar[DataForm] = "prompts"
-    """What the data holds. ``prompts``: the policy answers them and learns from its samples. Everything else: rows are
-    learnt from as they are."""
+    """Form of the data. ``prompts``: the policy answers them and learns from its samples. All other forms: the
+    algorithm trains on the rows themselves."""
     slots: ClassVar[Mapping[str, Slot]] = {}
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        """``run``: None for a run file with the defaults of :class:`rlhf.types.RunOptions`."""
         super().__init__(config)
         self.parts: dict[str, Any] = dict(parts or {})
-        self.step_sources: dict[str, float] = {}
-        """{reward source with ``credit = "step"``: its weight}, set by the runtime before the first step. An algorithm
-        on prompts passes it to :func:`rlhf.ops.trajectories.assemble`."""
-        self.max_tokens: int | None = None
-        """``data.max_tokens``, set by the runtime before the first step. No row and no sample is longer; sequences that
-        an algorithm makes itself must not be longer either."""
+        self.run = run or RunOptions()
 
     @abstractmethod
     def needs(self) -> Needs:
-        """What a run must have: roles, samples per group, log-probs of the generator. A function of the config and the
-        parts."""
+        """Requirements on the run: roles, samples per group, log-probs of the generator. They depend on the config and
+        the parts only."""
 
     def use_tokens(self, tokens: Tokens) -> None:
         """Called once, before a model is loaded, with the policy's tokenizer. Raises ConfigError where an option names
@@ -66,14 +67,14 @@ class Algorithm(Component):
 
     def misfits(self, shape: OnlineShape) -> list[str]:
         """Options that cannot have their effect in a run of this shape: one sentence each, with what to set instead.
-        Called before a model is loaded, for data form ``prompts`` only. Default: what the losses say."""
+        Called before a model is loaded, for data form ``prompts`` only. Default: the sentences of the losses."""
         return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
 
     @abstractmethod
     def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """The batch of a step, and metrics about it (how many rows were left out).
 
-        A batch of None says that there is nothing to learn from: the step is counted as empty, and the other methods
+        A batch of None means that there is nothing to learn from: the step is counted as empty, and the other methods
         are not called for it.
 
         A sample with an empty answer is a unit too. It has no token under ``loss_mask``, but its reward counts in its

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlhf.interfaces.component import Component
+from rlhf.interfaces.extension import Extension
 
 
-class Backend(Component):
-    """What ``--backend NAME`` stands for: a launcher, a trainer and a generator that work together.
+class Backend(Extension):
+    """A launcher, a trainer and a generator that work together, selected by ``--backend NAME``.
 
     The flag is short for ``--launcher.use``, ``--trainer.use`` and ``--generator.use``. Each is a reference, as a run
     file has it. The three may come from different distributions; a backend imports none of them. Options of the three

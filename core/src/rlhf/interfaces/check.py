@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rlhf.interfaces.component import Component
+from rlhf.interfaces.extension import Extension
 
 Status = Literal["ok", "warn", "fail", "skipped"]
 STATUSES: tuple[Status, ...] = ("ok", "warn", "fail", "skipped")
 
 Probe = Callable[[Any, Callable[[Any], None]], None]
-"""``probe(argument, report)``: a function at the top of an importable module, run in a child process. ``argument`` and
-what it reports, value by value, are JSON values. What it raises is the answer's ``error``."""
+"""``probe(argument, report)``: a function at the top level of an importable module, run in a child process.
+``argument`` and every value passed to ``report`` are JSON values. An exception becomes :attr:`ProbeAnswer.error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Finding:
     """One line of the report."""
 
     name: str
-    """What was checked, such as ``memory``; a user and a page find the check by it."""
+    """Name of the checked thing, such as ``memory``. Users and documentation refer to the check by it."""
     status: Status
     """``fail``: a run will not work. ``warn``: it may not work, or slowly. ``skipped``: not checked, for the reason in
     ``found``."""
@@ -45,11 +45,11 @@ class ProbeAnswer:
     seconds: float
     """How long the child process ran."""
     error: str = ""
-    """Why the probe did not finish; empty where it did."""
+    """Why the probe did not finish; empty if it did."""
     log: str = field(default="", repr=False)
-    """The end of what it printed, its traceback included."""
+    """The end of the probe's output, including its traceback."""
     values: list[Any] = field(default_factory=list)
-    """What it reported, in order; values from before an error are kept."""
+    """The reported values, in order. Values that were reported before an error are kept."""
 
     @property
     def value(self) -> Any:
@@ -65,28 +65,28 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What a check is given."""
+    """The input of a check."""
 
     ask: Ask
-    """Runs a probe in a child process and ends it at its deadline. Import in a probe what is heavy or may crash: a
-    broken package is then one failed line."""
+    """Runs a probe in a child process and ends it at its deadline. Import heavy or possibly broken packages inside a
+    probe, so that a broken package gives one failed line of the report."""
     timeout: float = 120.0
     """Seconds for one probe."""
     start: bool = False
-    """Whether the user allows to start something for a moment (``rlhf doctor --start``)."""
+    """Whether the user allows checks to start something briefly (``rlhf doctor --start``)."""
     launcher: str | None = None
-    """Name of the run's launcher; None where no run is examined."""
+    """Name of the run's launcher; None if no run is examined."""
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the launcher, from the run file and flags; also where flags alone give them."""
+    """Options of the launcher, from the run file and flags, or from flags alone."""
     shared_paths: tuple[str, ...] = ()
     """Files and folders that every machine of the run must read."""
 
 
-class Check(Component):
-    """A check of ``rlhf doctor``, offered by the distribution that knows what it needs.
+class Check(Extension):
+    """A check of ``rlhf doctor``, offered by the distribution whose requirements it checks.
 
-    All installed checks are asked, in order of their names, after those of the doctor itself. Import at the top of the
-    module what is light, and in a probe the rest. Complete example::
+    All installed checks run, in order of their names, after the doctor's own. Import light modules at the top of the
+    file, and heavy ones inside a probe. Complete example::
 
         from rlhf import hookimpl
         from rlhf.interfaces import Check, Finding
@@ -119,5 +119,5 @@ class Check(Component):
 
     @abstractmethod
     def look(self, examination: Examination) -> Iterable[Finding]:
-        """The findings, in order. What is wrong with the machine is a finding, never an exception; what this raises is
-        reported as a failed check."""
+        """The findings, in order. A problem of the machine is a finding, not an exception. An exception is reported as
+        a failed check."""

@@ -6,16 +6,16 @@ from abc import abstractmethod
 from argparse import ArgumentParser, Namespace
 from typing import ClassVar
 
-from rlhf.interfaces.component import Component
+from rlhf.interfaces.extension import Extension
 
 
-class Command(Component):
+class Command(Extension):
     """A subcommand of the program: ``rlhf NAME``.
 
     ``rlhf NAME --help`` shows the first paragraph of the class's docstring. ``rlhf --help`` shows the first line of the
     docstring of the module that the entry point names. It reads that line from the file and imports nothing, so a
-    broken command does not break the others. The module is imported when the command is called: import at its top what
-    is light, and the rest inside of :meth:`run`. Options of a command are its arguments; its ``Config`` stays empty.
+    broken command does not break the others. The module is imported when the command is called: import light modules
+    at its top, and heavy ones inside :meth:`run`. Options of a command are its arguments.
 
     A complete distribution is two files. ``pyproject.toml``::
 
@@ -60,8 +60,8 @@ class Command(Component):
     """
 
     run_file_flags: ClassVar[bool] = False
-    """Whether the command takes flags of the run file, such as ``--trainer.lr 1e-5``. Where True, flags that
-    :meth:`add_arguments` did not add are no error: they come as ``args.overrides``, a list of words."""
+    """Whether the command takes flags of the run file, such as ``--trainer.lr 1e-5``. If True, flags that
+    :meth:`add_arguments` did not add are accepted and passed as ``args.overrides``, a list of words."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the command's arguments. The parser is that of ``rlhf NAME``; its description is set."""
@@ -71,7 +71,7 @@ class Command(Component):
         """Do the work.
 
         Args:
-            args: what :meth:`add_arguments` asked for, and ``overrides`` where :attr:`run_file_flags` is True.
+            args: the arguments that :meth:`add_arguments` added, and ``overrides`` if :attr:`run_file_flags` is True.
 
         Returns the exit code: 0 done, 1 failed, 2 wrong usage. Errors of :mod:`rlhf.errors` may be raised instead: the
         program writes their message to standard error and ends with 2 for a wrong usage or configuration, else with 1.

@@ -1,4 +1,4 @@
-"""What every pluggable thing has in common: a name, a strict frozen config, and state for the checkpoint."""
+"""The base class of the parts of a run: a name, a strict frozen config, and state for the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ComponentConfig(BaseModel):
-    """Base of every config: frozen, unknown keys refused, no coercion, field docs from the docstrings below fields."""
+    """Base of every config. It is frozen, refuses unknown keys and converts no values. The docstring below a field is
+    the field's documentation."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -17,22 +18,22 @@ class ComponentConfig(BaseModel):
 
 
 class Component:
-    """Base of the interfaces of all kinds. Not used directly.
+    """Base of the interfaces of the parts of a run. Not used directly.
 
-    A subclass sets ``name`` (lower case, ``[a-z0-9_]+``, equal to its entry point's name) and, where it has
-    options, a nested ``Config``. The runtime builds one instance as ``cls(config)``.
+    A subclass sets ``name`` (lower case, ``[a-z0-9_]+``, equal to its entry point's name). If it has options, it also
+    defines a nested ``Config``. The runtime builds one instance as ``cls(config)``.
     """
 
     name: ClassVar[str] = ""
     source: ClassVar[str] = ""
-    """Paper or documentation this implements, shown by ``rlhf plugins show``."""
+    """Paper or documentation that the component implements, shown by ``rlhf plugins show``."""
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         self.config: Any = self.Config() if config is None else config
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart: JSON values only. Empty for most components."""
+        """State for the checkpoint, as JSON values. Empty for most components."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

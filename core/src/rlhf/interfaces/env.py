@@ -10,9 +10,9 @@ from rlhf.types import EnvStep, Row, Sampling
 
 
 class Env(Component):
-    """One instance is one episode; it is built fresh for every sample and always closed. Methods are all
-    ``async def`` (event loop) or all plain ``def`` (a worker process of its own, killed at its deadline).
-    With equal row, seed and actions an environment answers equally. Complete example::
+    """One instance is one episode. The runtime builds a new instance for every sample and always closes it. Methods are
+    all ``async def`` (run on the event loop) or all plain ``def`` (run in a worker process, which is killed at the
+    deadline). With equal row, seed and actions an environment must give equal answers. Complete example::
 
         class Echo(Env):
             name = "echo"
@@ -25,17 +25,17 @@ class Env(Component):
     """
 
     sampling: Sampling | None = None
-    """How the policy's turns are sampled now; the rollout sets it before ``reset`` and before every ``step``. Frozen,
-    and each episode's own: an environment changes it by ``EnvStep(sampling=replace(self.sampling, ...))``."""
+    """Current sampling parameters of this episode. The rollout sets them before ``reset`` and before every ``step``.
+    They are frozen; an environment changes them by ``EnvStep(sampling=replace(self.sampling, ...))``."""
 
     @abstractmethod
     def reset(self, row: Row, seed: int) -> str | Awaitable[str]:
-        """Start the episode; the text returned is shown to the policy after the row's prompt ("" for nothing)."""
+        """Start the episode. Returns the text that follows the row's prompt ("" for none)."""
 
     @abstractmethod
     def step(self, action: str) -> EnvStep | Awaitable[EnvStep]:
-        """Answer the policy's turn (decoded, special tokens left out)."""
+        """Answer the policy's turn ``action`` (decoded text without special tokens)."""
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode holds; called exactly once, also after an error."""
+        """Release the resources of the episode. Called exactly once, also after an error."""
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSpec:
-    """What a generator samples from and for: the run file's ``[policy]`` and ``[data]``, resolved. It is pickled where
-    engines live in other processes, ``decode`` included."""
+    """The policy's model and limits, resolved from the run file's ``[policy]`` and ``[data]``. The spec, including
+    ``decode``, is pickled if engines run in other processes."""
 
     eos_token_ids: tuple[int, ...]
     """Every token that ends a text."""
@@ -34,12 +34,16 @@ class GeneratorSpec:
     """Longest sequence, prompt and answer together."""
     seed: int = 0
     sync_timeout: float = 600.0
-    """Seconds for one bucket of weights to be taken."""
+    """Seconds that taking one bucket of weights may last."""
+    in_flight: Literal["continue", "drain", "restart"] = "continue"
+    """What a load of weights does to requests of :meth:`Generator.answer` that are not finished. ``continue``: their
+    next tokens are sampled with the new weights. ``drain``: the load waits until they are finished. ``restart``: they
+    are sampled again from their first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a generator shows after taking weights."""
+    """A generator's evidence that it has loaded new weights."""
 
     version: int
     who: str = "the generator"
@@ -53,8 +57,8 @@ class Proof:
 
 
 class Generator(Component):
-    """Samples are a function of (weights, ids, seed, sampling). Other requests in the batch change them by
-    floating-point rounding at most.
+    """Samples tokens from the policy. A sample depends on (weights, ids, seed, sampling) only. Other requests in the
+    batch change it by floating-point rounding at most.
 
     A generator gets weights in one of two ways. ``accept:module``: :meth:`load` gets the trainer, and the generator
     samples from its module. ``accept:tensors``: :meth:`begin_load`, :meth:`take` for each bucket, :meth:`end_load`;
@@ -64,7 +68,7 @@ class Generator(Component):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
     ``accept:links`` (its processes receive tensors directly from the trainer's), ``logprobs``, ``seeds``, ``sleep``,
-    ``pause``, ``top_p``, ..."""
+    ``pause``, ``answers`` (:meth:`answer`), ``top_p``, ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""
@@ -97,13 +101,10 @@ class Generator(Component):
         cache = Held({"cache": int(work.samples * work.longest * token)})
         return EngineMemory({"rest": Held({}), "asleep": Held({}), "generate": cache}, copy=False, cache_token=token)
 
-    refresh: Callable[[], object] | None = None
-    """Set by the controller: sends the current weights again, for an engine that was replaced."""
-
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        """Refuse, before anything starts, what the constructor or a request of the run would refuse, as far as it can
-        be seen without the model. The default checks ``samplings``.
+        """Before anything starts, refuse options that the constructor or a request of the run would refuse, as far as
+        this is known without the model. The default checks ``samplings``.
 
         Args:
             spec: its ``decode`` and end tokens are not known yet.
@@ -123,6 +124,12 @@ class Generator(Component):
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """Yield (position in ``requests``, sampled turn) as samples finish. An end token is part of the turn."""
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        """One sampled turn, while other requests and the training of the policy go on (``answers``). It is awaited on
+        an event loop that is not the main thread's; the other methods are called on the main thread. Cancelling the
+        call drops the sample. What a load of weights does to it is :attr:`GeneratorSpec.in_flight`."""
+        raise CapabilityError(f"generator {self.name!r} answers no single requests: call generate()")
 
     def load(self, source: Any, version: int) -> Proof:
         """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""
@@ -155,8 +162,8 @@ class Generator(Component):
         """Release device memory until :meth:`wake`."""
 
     def wake(self) -> bool | None:
-        """Get ready to generate. Returns True if the weights were discarded while it slept and :attr:`refresh` is not
-        set: then the caller must send them before anything is sampled."""
+        """Get ready to generate. Returns True if the weights were discarded while it slept: then the caller must send
+        them before anything is sampled."""
         return False
 
     def pause(self) -> None:

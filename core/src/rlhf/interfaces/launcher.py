@@ -77,8 +77,8 @@ class WorkerGroup(ABC):
         """
 
     def send_buckets(self, view: str, limit: int, timeout: float | None = None) -> Iterator[Any]:
-        """:meth:`stream` the trainer's ``buckets`` to the generator, over the link that :meth:`Launcher.link` made if
-        there is one. Each item is for ``take`` or ``stale`` of the generator that the same launcher launched.
+        """:meth:`stream` the trainer's ``buckets`` to the generator, over the link between the two if there is
+        one. Each item is for ``take`` or ``stale`` of the generator that the same launcher launched.
 
         Args:
             limit: bytes of one bucket.
@@ -99,8 +99,6 @@ class Launcher(Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``ranks:many``, ``processes`` (workers run outside of this process), ..."""
-    reports: Path | None = None
-    """Set by the controller: the run's folder, for reports about failures."""
 
     @classmethod
     def here(cls, config: Any) -> bool:
@@ -110,8 +108,8 @@ class Launcher(Component):
 
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
-        """Refuse, before anything starts, what :meth:`place`, :meth:`choose_link` and the launches would refuse on
-        every cluster, raising their own messages. The default refuses a ``transport``.
+        """Before anything starts, refuse options that :meth:`place`, :meth:`choose_link` and the launches would refuse
+        on every cluster, with the same messages. The default refuses a ``transport``.
 
         Args:
             generator: the run's; None: it has none.
@@ -131,12 +129,13 @@ class Launcher(Component):
             )
 
     @abstractmethod
-    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         """Reserve devices; called once, before anything is launched.
 
         Args:
-            places: by role name; :data:`GENERATOR` for the engines, where there are any.
+            places: by role name; :data:`GENERATOR` for the engines, if there are any.
             plugins: the run's plugins; every process that is launched must find the same versions.
+            reports: folder for reports about failures; None: the working directory.
 
         Raises ConfigError, with the arithmetic, if the places do not fit.
         """
@@ -146,8 +145,22 @@ class Launcher(Component):
         """``ranks`` workers of the role ``spec.role.name``, each ``trainer(config, spec)`` with its own rank."""
 
     @abstractmethod
-    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
-        """One generator, or one object in front of several engines that assigns them the requests by load."""
+    def launch_generator(
+        self,
+        generator: type[Generator],
+        config: Any,
+        spec: GeneratorSpec,
+        policy: WorkerGroup | None = None,
+        refresh: Callable[[], object] | None = None,
+    ) -> Generator:
+        """One generator, or one object in front of several engines that assigns them the requests by load.
+
+        Args:
+            policy: the ranks whose weights it samples from. If :meth:`choose_link` chose a link,
+                ``policy.send_buckets`` uses it from now on.
+            refresh: sends the current weights again; called after an engine was replaced. None: nothing can send them,
+                so an engine that dies ends the run.
+        """
 
     def choose_link(self, generator: type[Generator], transport: str) -> None:
         """Choose how the policy's weights will reach the generator; called once, after :meth:`place` and before
@@ -157,13 +170,6 @@ class Launcher(Component):
             transport: the run file's ``sync.transport``; ConfigError if it is not possible.
         """
         self._check_transport(transport)
-
-    def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
-        """Make ``policy.send_buckets`` use the link that :meth:`choose_link` chose.
-
-        Args:
-            timeout: seconds for one bucket.
-        """
 
     def shutdown(self) -> None:
         """Release everything that was launched."""

@@ -1,4 +1,4 @@
-"""Losses: model outputs and batch columns become plain values; the core weighs and adds them."""
+"""Losses: compute plain values from model outputs and batch columns; the core weighs and adds the values."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ class Loss(Component):
     """
 
     correction_option: str = ""
-    """The setting that turns on importance weights for samples of an older policy, below the loss's own section:
-    ``correction.preset NAME``. Empty where the loss has no such option. A warning at the start of a run names it."""
+    """The option, relative to the loss's section, that turns on importance weights for samples of an older policy:
+    ``correction.preset NAME``. Empty if the loss has no such option. A warning at the start of a run names it."""
 
     @property
     def generator_logprobs(self) -> bool:
-        """Whether it cannot do without the log-probs that the generator reports (column ``gen_logprobs``)."""
+        """Whether the loss needs the log-probs that the generator reports (column ``gen_logprobs``)."""
         return False
 
     @abstractmethod
     def outputs(self) -> tuple[str | Head, ...]:
-        """Model outputs it reads with gradient: ``logprobs``, ``entropy``, ``values``, ``scores`` or a Head."""
+        """Model outputs that the loss reads with gradient: ``logprobs``, ``entropy``, ``values``, ``scores`` or a
+        Head."""
 
     def columns(self) -> tuple[str, ...]:
-        """Batch columns it reads. Anything undeclared raises; nothing else travels to the ranks. A column that may
-        be absent is asked for with ``x.has(name)`` first."""
+        """Batch columns that the loss reads. Only these are sent to the ranks, and reading any other column raises. For
+        a column that may be absent, ask ``x.has(name)`` first."""
         return ()
 
     @abstractmethod
     def reduce(self) -> dict[str, Reduce]:
-        """{term: how it is reduced}, declared before the first forward pass. All terms share one ``over`` mask."""
+        """{term: its reduction}, declared before the first forward pass. All terms share one ``over`` mask."""
 
     def misfits(self, shape: OnlineShape) -> list[str]:
-        """Which options could not do what they say in an online run of this shape, one sentence each, with what to set.
-        Asked before a model is loaded."""
+        """Options that cannot have their effect in an online run of this shape: one sentence each, with what to set
+        instead. Called before a model is loaded."""
         return []
 
     def prepass(self) -> tuple[Annotation, ...]:
@@ -63,13 +64,15 @@ class Loss(Component):
         return ()
 
     def prepare(self, batch: Batch) -> Batch:
-        """On the driver, with the whole optimizer batch: batch statistics become columns."""
+        """Add columns that are computed from the whole optimizer batch (batch statistics). Called on the driver."""
         return batch
 
     @abstractmethod
     def __call__(self, x: LossInput) -> LossOutput:
-        """Pure. ``x[name]`` is [A, ...] for token outputs and columns (A = the micro-batch's tokens under the
-        mask, in order), [B] for sequence columns, [U] for unit columns; masked tokens do not exist here.
+        """The values of each term for a micro-batch. A pure function.
 
-        A sequence or unit without any such token (an empty answer) keeps its place in [S], [B] and [U], with weight 0.
-        What is computed for it must be finite all the same: 0 x infinity is not 0."""
+        ``x[name]`` is [A, ...] for token outputs and columns (A = the micro-batch's tokens under the mask, in order),
+        [B] for sequence columns, [U] for unit columns. Tokens outside the mask are not part of ``x``.
+
+        A sequence or unit without any token under the mask (an empty answer) keeps its place in [S], [B] and [U], with
+        weight 0. Its values must still be finite, because 0 x infinity is not 0."""

@@ -1,4 +1,4 @@
-"""What ``rlhf plan`` asks a trainer or generator class: the memory of one rank, for a model that is not loaded."""
+"""Memory estimates for ``rlhf plan``: the memory of one rank of a trainer or generator, without loading the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerSize:
     norms: int = 2
     """Norms of whole hidden states."""
     largest: int = 0
-    """Parameters of the largest tensor. The matrices of all experts are one tensor."""
+    """Parameters of the largest tensor. The matrices of all experts together are one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class TrainerWork:
-    """What the run gives one role to compute. All counts are upper bounds."""
+    """The computation of one role in a run. All counts are upper bounds."""
 
     longest: int
     """Tokens of the longest sequence."""
@@ -100,14 +100,14 @@ class TrainerWork:
     siblings: int = 1
     """Sequences that share a prefix."""
     outputs: tuple[str, ...] = ("logprobs",)
-    """What the losses read."""
+    """Model outputs that the losses read."""
     annotated: tuple[str, ...] = ()
-    """What the role computes without gradient."""
+    """Model outputs that the role computes without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWork:
-    """What the run asks one engine to sample. All counts are upper bounds."""
+    """The samples that a run requests from one engine. All counts are upper bounds."""
 
     samples: int
     """Samples that are requested at once."""
@@ -120,7 +120,7 @@ class SamplingWork:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of one rank, or of one device of an engine, at the fullest moment of a phase."""
+    """Peak bytes of one rank, or of one device of an engine, during a phase."""
 
     device: Mapping[str, int]
     """{part: bytes} on the device. Parts: ``weights``, ``gradients``, ``optimizer``, ``activations``, ``logits``,
@@ -169,7 +169,7 @@ class EngineMemory:
 
 
 def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointing: bool, ranks: int) -> TrainerMemory:
-    """A trainer that states nothing about itself: a whole fp32 model on every rank, stepped by AdamW.
+    """The estimate for a trainer class without one of its own: a whole fp32 model on every rank, trained by AdamW.
 
     Activations per token and layer: four hidden states, queries, keys, values, the attention's output and four widths
     of the feed-forward layer. The head keeps four copies of the logits.

@@ -1,4 +1,4 @@
-"""Observers: listeners to the events of a run. Through :class:`RunControl` they may stop, save and change it."""
+"""Observers: they receive the events of a run. Through :class:`RunControl` they may stop, save and change it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlhf.types import Group
 
 
 class RunControl(ABC):
-    """What an observer may ask of the run it listens to. A request takes effect between two steps: at the end of the
-    step under way, or before the first step."""
+    """Requests that an observer may make to its run. A request takes effect between two steps: at the end of the
+    current step, or before the first step."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
@@ -27,7 +27,7 @@ class RunControl(ABC):
     @property
     @abstractmethod
     def changeable(self) -> Mapping[str, Any]:
-        """{option that :meth:`change` takes: its value of now}."""
+        """{option that :meth:`change` accepts: its current value}."""
 
     @abstractmethod
     def change(self, option: str, value: Any) -> None:
@@ -40,7 +40,7 @@ class RunControl(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a run is, at its start."""
+    """A description of the run at its start."""
 
     name: str
     output: Path
@@ -54,8 +54,8 @@ class RunInfo:
 
 
 class Observer(Component):
-    """Called on the driver, in the order the observers are listed. What one raises ends the run with its name;
-    ``state_dict`` keeps a logger's run id over a resume. Complete example::
+    """Called on the driver, in the order in which the run file lists the observers. An exception ends the run with an
+    error that names the observer. ``state_dict`` keeps a logger's run id over a resume. Complete example::
 
         class Patience(Observer):
             name = "patience"
@@ -69,24 +69,24 @@ class Observer(Component):
     """
 
     def check(self, output: Path) -> None:
-        """Refuse before anything is started or made what :meth:`run_started` would fail for, as far as it shows without
-        a network: a folder that cannot be, a login that is not there. Raises ConfigError.
+        """Before anything is started or created, refuse settings with which :meth:`run_started` would fail, as far as
+        this is known without a network: a folder that cannot be created, a missing login. Raises ConfigError.
 
         Args:
             output: the run's folder, which may not exist yet.
         """
 
     def run_started(self, info: RunInfo) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
-        """With the groups that the step is trained on (online only)."""
+        """Called with the groups that the step trains on (online only)."""
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """With the line that goes to ``metrics.jsonl``; ``step`` counts from 1 for the first finished step."""
+        """Called with the step's line of ``metrics.jsonl``. ``step`` is 1 for the first finished step."""
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """After a checkpoint is complete on disk."""
+        """Called when a checkpoint is complete on disk."""
 
     def run_ended(self, status: str) -> None:
-        """``finished`` | ``stopped`` (signal, early stop) | ``failed``."""
+        """Called at the end. ``status``: ``finished`` | ``stopped`` (signal, early stop) | ``failed``."""

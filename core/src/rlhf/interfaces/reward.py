@@ -19,11 +19,11 @@ class ScoreWithRole(Protocol):
 
 
 class ReadRole(Protocol):
-    """``await read(role, head, ids, positions) -> values``: anything that a head reads off a model held by the run.
+    """``await read(role, head, ids, positions) -> values``: the outputs of a head on a model held by the run.
 
-    ``positions[b]``, increasing, are the tokens of ``ids[b]`` that the head is over (with ``at="at"`` it reads what
-    stands after them, with ``"before"`` what predicts them), ``values[b]`` what it gave there: numbers, or lists of
-    them. The head's own ``over`` is only a name here; its ``columns`` must be empty.
+    ``positions[b]``, increasing, are the tokens of ``ids[b]`` at which the head is computed (:attr:`rlhf.types.Head.at`
+    says whether from the outputs that predict the token or from those after it). ``values[b]`` holds one number, or
+    list of numbers, per position. The head's ``over`` is not used; its ``columns`` must be empty.
     """
 
     def __call__(
@@ -33,18 +33,18 @@ class ReadRole(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """What a reward gets before the run starts."""
+    """The input of :meth:`Reward.setup`, before the first group."""
 
     score_with_role: ScoreWithRole | None = None
-    """The scores of a role this reward declared (its head is ``scalar``); None where the reward declared none."""
+    """Scores from a role that this reward declared, with a ``scalar`` head; None if it declared no role."""
     seed: int = 0
     read_role: ReadRole | None = None
-    """Other outputs of a role this reward declared; None where the reward declared none."""
+    """Other outputs of a role that this reward declared; None if it declared no role."""
     tokens: Tokens | None = None
-    """The policy's tokenizer, for rewards that look at ``Turn.ids``; a run always gives it."""
+    """The policy's tokenizer, for rewards that read ``Turn.ids``. Always set in a run."""
     credit: Literal["outcome", "step"] = "outcome"
-    """``step``: the run places ``RewardResult.steps`` at their tokens. ``outcome``: it adds them to ``value``, so a
-    source that sums its steps up in ``value`` gives none."""
+    """``step``: the run credits ``RewardResult.steps`` to their tokens. ``outcome``: the run adds them to ``value``, so
+    a source whose ``value`` already contains the sum of its steps must return no steps."""
 
 
 class Reward(Component):
@@ -60,17 +60,18 @@ class Reward(Component):
     """
 
     per_sample: bool = False
-    """True: in a run ``score`` gets groups of one trajectory, those of a prompt at the same time. Each call has the
-    deadline and the retries, and what fails is that sample alone. For rewards that never look at the siblings."""
+    """True: ``score`` gets groups of one trajectory. The trajectories of a prompt are scored concurrently. Each call
+    has its own deadline and retries, and a failure fails only that sample. For rewards that do not compare the samples
+    of a group."""
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""
         return ()
 
     async def setup(self, context: RewardContext) -> None:
-        """Once, before the first group. Not called in worker processes."""
+        """Called once, before the first group. Not called in worker processes."""
 
     @abstractmethod
     def score(self, group: Group) -> list[RewardResult] | Awaitable[list[RewardResult]]:
-        """One result per trajectory, in order. The whole data row is ``group.row``; the group's siblings are
-        visible. Another number of results, a non-number or NaN is refused, never broadcast."""
+        """One result per trajectory, in order. ``group.row`` is the whole data row. A wrong number of results, a value
+        that is not a number, or NaN is an error."""

@@ -10,36 +10,36 @@ from rlhf.types import Row, Sampling, Turn
 
 
 class RolloutContext(ABC):
-    """What a rollout may use. One per sample."""
+    """The services that a rollout may use. Every sample has its own context."""
 
     index: tuple[int, int] = (0, 0)
     """(group number in the run, sample in the group)."""
     sampling: Sampling
     max_tokens: int
-    """Longest sequence the policy is allowed: prompt, observations and samples together."""
+    """Largest number of tokens in a sequence: prompt, observations and sampled tokens together."""
 
     @abstractmethod
     def encode_prompt(self, row: Row) -> Turn:
-        """The row's prompt through its template, as an unsampled turn."""
+        """The row's prompt, encoded with the template, as an unsampled turn."""
 
     @abstractmethod
     def encode_observation(self, text: str) -> Turn:
-        """Text from the environment as an unsampled turn, wrapped as the chat template wraps a user turn
-        (plain where prompts are plain), ready for the policy to answer."""
+        """Text from the environment as an unsampled turn that the policy can answer. It is wrapped as the chat template
+        wraps a user turn; it is plain if prompts are plain."""
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
-        """The row's prompt and what the environment says at its start (nothing where ``text`` is empty), ready for the
-        policy to answer. A context whose prompts go through a chat template overrides this, so that the prompt does
-        not end with the head of an answer that never comes."""
+        """The row's prompt and the environment's first observation ``text`` (none if empty), as turns that the policy
+        can answer. A context with a chat template overrides this method: the prompt must not end with the header of an
+        assistant turn when an observation follows."""
         return [self.encode_prompt(row), *([self.encode_observation(text)] if text else [])]
 
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
-        """One sampled turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
+        """Sample one turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
 
     @abstractmethod
     async def open_env(self) -> Env:
-        """A fresh environment whose calls have deadlines; closed by the core when the sample ends."""
+        """A new environment whose calls have deadlines. The runtime closes it when the sample ends."""
 
 
 class Rollout(Component):
@@ -57,13 +57,13 @@ class Rollout(Component):
 
     needs_env: bool = False
     replays_env: bool = False
-    """True: its turns bring the rewards of a recorded environment along, so ``[env]`` may stay in the run file though
-    none is opened; ``env.credit`` says where they go."""
+    """True: the rollout replays turns that contain the rewards of a recorded environment. ``[env]`` may then stay in
+    the run file although no environment is opened; ``env.credit`` says how the rewards are credited."""
     needs_generator: bool = True
-    """False: it never calls ``ctx.generate``, so the run starts no generator and syncs no weights."""
+    """False: the rollout never calls ``ctx.generate``, so the run starts no generator and sends no weights."""
 
     def check(self) -> None:
-        """Refuse before anything starts what every :meth:`run` would fail for: a file that is not there, say. Raises
+        """Check before the run starts for causes that would fail every :meth:`run`, such as a missing file. Raises
         ConfigError."""
 
     @abstractmethod
@@ -71,6 +71,6 @@ class Rollout(Component):
         """All turns of one sample.
 
         Args:
-            seed: for the environment; equal for all samples of a prompt, so that a group baseline compares answers to
-                the same task. What the policy samples has seeds of its own (:meth:`RolloutContext.generate`).
+            seed: for the environment. It is equal for all samples of a prompt, so that a group baseline compares
+                answers to the same task. Sampling uses other seeds (:meth:`RolloutContext.generate`).
         """

@@ -13,17 +13,17 @@ class Tokens:
     """Text to token ids and back."""
 
     encode: Callable[[str], list[int]]
-    """The ids of a text, with nothing put around it."""
+    """Token ids of a text, without added special tokens."""
     decode: Callable[[Sequence[int]], str]
-    """The text of ids, special tokens kept."""
+    """Text of token ids, including special tokens."""
 
     def single(self, text: str, what: str) -> int:
         """The id of a text that must be one token.
 
         Args:
-            what: it is for, in the error.
+            what: purpose of the token, for the error message.
 
-        Raises ConfigError: it is several tokens, or none.
+        Raises ConfigError: the text is several tokens, or none.
         """
         ids = self.encode(text)
         if len(ids) == 1:

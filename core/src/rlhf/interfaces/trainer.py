@@ -1,8 +1,8 @@
-"""Trainers: hold one role's model and, where it is trained, its optimizer, on one rank."""
+"""Trainers: one rank of a role's model and, if the role is trained, its optimizer."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model a role holds and how: the run file's ``[policy]``, ``[critic]``, ... sections, resolved."""
+    """The model of a role and its settings, resolved from the run file's ``[policy]``, ``[critic]``, ... sections."""
 
     role: RoleSpec
     path: str
@@ -49,12 +49,12 @@ class ModelSpec:
     total_updates: int = 0
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     on_processor: Precision | None = None
-    """What ``dtype = "auto"`` means on a CPU in this run: measured once, so that ranks, roles and a resume agree. None:
-    measured by the process that holds the model."""
+    """Meaning of ``dtype = "auto"`` on a CPU in this run. It is measured once, so that ranks, roles and a resume agree.
+    None: the process that holds the model measures it."""
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
-    """``tcp://HOST:PORT`` where the ranks of this role meet; empty where there is one."""
+    """``tcp://HOST:PORT`` for the rendezvous of the role's ranks; empty if there is one rank."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,99 +69,98 @@ class ApplyResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """What the controller asks of a loaded model, wherever it lives."""
+    """Facts about a loaded model that the controller needs."""
 
     eos_token_ids: tuple[int, ...] = ()
     """Every token that ends a text."""
     vocabulary: int = 0
-    """Token ids are below it; 0: not known."""
+    """Size of the vocabulary in tokens; 0: not known."""
     device: str = "cpu"
     dtype: str = "fp32"
     """``fp32`` | ``bf16``: the arithmetic of forward and backward."""
     precision: str = ""
-    """Which arithmetic was chosen and why, for people."""
+    """The chosen arithmetic and the reason, for people."""
     views: tuple[str, ...] = ("live",)
+    """The weights that the role can compute with and export: ``live``; ``ema`` if an average is kept; ``base`` if
+    adapters are trained and can be switched off."""
     shares_prefixes: bool = False
-    """Sequences of a micro-batch that begin with the same ids compute these once; units are dispatched accordingly."""
+    """The trainer computes ids that sequences of a micro-batch share at their start once. The controller puts units
+    with shared prefixes into the same micro-batch."""
     token_budget: int = 2048
-    """Tokens of a micro-batch where the run file names no ``micro_tokens``: about as many as make this trainer fast."""
+    """Tokens of a micro-batch if the run file sets no ``micro_tokens``: about the size at which this trainer is
+    fast."""
     wants_token_share: bool = False
-    """Its micro-batches carry the unit column ``weight/tokens``: tokens of the unit as a share of the optimizer
-    batch's."""
+    """The trainer's micro-batches need the unit column ``weight/tokens``: tokens of the unit as a share of the tokens
+    of the optimizer batch."""
     ranks_per_share: int = 1
-    """So many neighbouring ranks compute the same share of units together (each a part of every layer); a divisor of
-    the role's ranks."""
+    """Number of neighbouring ranks that compute the same units together (each rank a part of every layer). Divides the
+    number of the role's ranks."""
     notes: tuple[str, ...] = ()
-    """What a person should know of how the model is computed; a run shows each once, at its start."""
+    """Remarks for people on how the model is computed. A run shows each one once, at its start."""
 
 
 Sums = dict[str, tuple[float, float]]
-"""{metric: (sum, count)}: adds over micro-batches and ranks; the driver divides."""
+"""{metric: (sum, count)}. Sums and counts are added over micro-batches and ranks; the driver divides."""
 
 
 class Trainer(Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
 
-    Gradients ADD over micro-batches and ranks: the weights in the batch already hold the global normaliser. Every rank
-    gets equally many micro-batches, none of them empty; a trainer may communicate inside any method but ``facts`` and
-    ``coverage``. With several ranks ``forward``, ``accumulate`` and ``update`` return
-    the rank's own values (the same on ranks that are given one share, ``TrainerFacts.ranks_per_share``), ``apply`` the
-    same on all; ``weights`` yields whole tensors on rank 0 (other ranks take part
-    and may yield nothing), ``export`` and ``save`` write to a folder that all ranks see.
+    Gradients are summed, not averaged, over micro-batches and ranks: the weights in the batch already contain the
+    global normaliser. Every rank gets the same number of micro-batches, none of them empty. A trainer may communicate
+    inside any method except ``facts`` and ``coverage``.
+
+    With several ranks, ``forward``, ``accumulate`` and ``update`` return the rank's own values (equal on ranks that get
+    the same share, ``TrainerFacts.ranks_per_share``). ``apply`` returns the same value on all ranks. ``weights`` yields
+    whole tensors on rank 0; other ranks take part and may yield nothing. ``export`` and ``save`` write to a folder that
+    all ranks see.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``export:module`` (a generator in this process may sample from the module), ``export:tensors``, ``lend:head``
-    (:meth:`lend_head` and :meth:`borrow_head`), ``ranks:many``, ``ema``, ``bf16``, ..."""
+    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ..."""
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Options that lower memory, the cheapest in speed first: what ``rlhf plan`` tries where a run does not fit."""
+    """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
 
     layout: ClassVar[frozenset[str]] = frozenset()
-    """Options that say how the same sums are split, where tensors lie and how long is waited: a run is resumed with
-    others of them, as :meth:`load` can."""
+    """Options that may change on resume (sharding, offload, timeouts). :meth:`load` must accept a checkpoint that was
+    saved with other values of them."""
 
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Options that a run may change between two steps (:meth:`change`)."""
 
     learning: ClassVar[frozenset[str]] = frozenset()
-    """Options that only a trained role reads: refused in the own section of one that is not trained."""
-
-    @classmethod
-    def device_here(cls) -> str:
-        """``cpu`` | ``cuda``: the kind of device on which this machine would run the trainer. Loads no model."""
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    """Training-only options. They are refused in the section of a role that is not trained."""
 
     @classmethod
     def precision_on_processor(cls) -> Precision:
-        """What ``dtype = "auto"`` means on the CPU of this machine. A run asks once and tells every rank
-        (``ModelSpec.on_processor``)."""
+        """Meaning of ``dtype = "auto"`` on the CPU of this machine. A run calls this once and passes the result to
+        every rank (``ModelSpec.on_processor``)."""
         return Precision(False, "fp32 on cpu: the trainer offers no other arithmetic there")
 
     @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
-        """Refuse before anything starts what the constructor would refuse, with the message of the constructor, as far
-        as that is known without loading a model.
+        """Before anything starts, refuse options that the constructor would refuse, raising the constructor's own
+        message, as far as this is known without loading a model.
 
         Args:
             spec: ``total_updates`` and ``rendezvous`` may be unknown yet.
-            device: ``cpu`` | ``cuda``, the kind that the machine of the ranks offers, where that is this machine; None:
-                the ranks' machines are not known.
+            device: ``cpu`` | ``cuda``, the kind of device of the ranks, if they run on this machine; None: the ranks'
+                machines are not known.
 
         Raises CapabilityError or ConfigError.
         """
 
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
-        """Refuse before anything starts a model whose files the constructor would refuse, as far as it shows without
-        reading weights. Asked where the run is started, not where it is only planned. Raises ModelError."""
+        """Before anything starts, refuse a model whose files the constructor would refuse, as far as this is known
+        without reading weights. Called when a run starts, not by ``rlhf plan``. Raises ModelError."""
 
     @classmethod
     def memory(cls, config: Any, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str) -> TrainerMemory:
         """The memory that one rank of this role would need, for ``rlhf plan``. Nothing is loaded or started.
 
-        The default is a whole fp32 copy of the model on every rank, with AdamW where the role is trained.
+        The default is a whole fp32 copy of the model on every rank, with AdamW if the role is trained.
 
         Args:
             spec: ``world_size`` is the number of ranks; ``role.trained`` says whether there is an optimizer.
@@ -177,60 +176,56 @@ class Trainer(Component):
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...
 
-    @property
-    def views(self) -> tuple[str, ...]:
-        """The weights that this role can compute with and export: ``live``, ``ema`` where an average is kept, ``base``
-        where adapters are trained and can be switched off."""
-        return ("live",)
-
     def use_view(self, view: str) -> None:
-        """Compute with ``view`` wherever ``live`` is named, in every method and in the module itself, until
-        ``use_view("live")``. An evaluation uses it to measure the weights that will be exported; nothing is trained or
-        saved in between. Every rank calls it. A trainer with other views than ``live`` overrides it."""
+        """Use the weights of ``view`` in place of ``live`` in every method and in the module itself, until
+        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported; nothing is trained
+        or saved in between. Every rank calls it. A trainer with other views than ``live`` overrides it."""
         if view != "live":
             raise CapabilityError(
                 f"trainer {self.name!r} cannot compute with its view {view!r} in place of the live one"
             )
 
     def facts(self) -> TrainerFacts:
-        """Asked of rank 0 once the model is loaded."""
-        return TrainerFacts(views=self.views)
+        """Called on rank 0 after the model is loaded."""
+        return TrainerFacts()
 
     def coverage(self) -> dict[str, list[str]]:
-        """After the first step that was not skipped: parameter names under ``without_gradient`` (none, or all zero) and
-        ``unchanged``, the same on every rank; anew after each step while no parameter got a gradient. Empty before, or
-        where it is not known."""
+        """Names of trained parameters that a step did not train, the same on every rank: ``without_gradient`` (no
+        gradient, or all zero) and ``unchanged``. They are determined at the first step that is not skipped, and again
+        at each later step as long as no parameter got a gradient. Empty before that, or if not known."""
         return {}
 
     @abstractmethod
     def forward(
         self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
     ) -> list[dict[str, Tensor]]:
-        """Outputs per micro-batch, without gradient, fp32 on CPU: token outputs [N, ...] (zero where masked),
+        """Outputs of each micro-batch, without gradient, fp32 on CPU: token outputs [N, ...] (zero where masked),
         ``scores`` [B]. ``view``: ``live`` | ``ema`` | ``base`` (adapters off)."""
 
     @abstractmethod
     def accumulate(
         self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
     ) -> Sums:
-        """Forward and backward over the micro-batches; gradients add up until :meth:`apply` or :meth:`zero_grad`."""
+        """Forward and backward over the micro-batches. Gradients accumulate until :meth:`apply` or
+        :meth:`zero_grad`."""
 
     @abstractmethod
     def apply(self) -> ApplyResult:
-        """Clip, step, schedule, EMA, zero the gradients. A non-finite gradient skips the step on every rank."""
+        """Clip the gradients, step the optimizer and the schedule, update the EMA, zero the gradients. A non-finite
+        gradient skips the step on every rank."""
 
     def change(self, config: Any) -> None:
-        """Go on with ``config``, which differs from the present one in :attr:`changeable` options only. Called on every
-        rank, between two steps."""
+        """Use ``config`` from now on. It differs from the current config in :attr:`changeable` options only. Called on
+        every rank, between two steps."""
         self.config = config
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
 
     def skip_updates(self, count: int) -> None:
-        """So many optimizer steps that the run had planned are not taken, as there was nothing to learn from, or too
-        little for all of them: the learning rate goes on as if they had been."""
+        """Advance the learning-rate schedule by ``count`` planned optimizer steps that are not taken, because the batch
+        is empty or too small for all of them."""
 
     def update(
         self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
@@ -240,16 +235,17 @@ class Trainer(Component):
         return sums, self.apply()
 
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
-        """The sums of :meth:`accumulate` without training, of the model as it is used: without dropout. This default is
-        for models that have none; override it there, and where the sums come cheaper without gradients."""
+        """The sums of :meth:`accumulate`, without training and without dropout. The default accumulates gradients and
+        discards them. Override it if the model has dropout, or to avoid the cost of gradients."""
         sums = self.accumulate(micros, loss, coef, live)
         self.zero_grad()
         return sums
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Accumulated gradients by parameter name (after :meth:`accumulate`, before :meth:`apply`). Over ranks they
-        add: a trainer that reduces them returns them on rank 0 and an empty dict elsewhere."""
+        """Accumulated gradients by parameter name (after :meth:`accumulate`, before :meth:`apply`). The caller adds the
+        results of all ranks. A trainer that has already reduced them returns them on rank 0, and an empty dict on the
+        other ranks."""
 
     @abstractmethod
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -258,7 +254,7 @@ class Trainer(Component):
         Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
 
         Args:
-            view: one of :attr:`views`.
+            view: one of :attr:`TrainerFacts.views`.
             every_rank: every rank must yield all tensors, on its own device.
         """
 
@@ -275,26 +271,17 @@ class Trainer(Component):
         return buckets(self.weights(view, every_rank), limit, self._sent)
 
     def sent(self) -> dict[str, str]:
-        """{tensor name: fingerprint} of the last :meth:`buckets` once it ended, on rank 0: what must have arrived."""
+        """{tensor name: fingerprint} of all tensors that the last :meth:`buckets` yielded, on rank 0, after it ended.
+        The receivers' fingerprints must equal these."""
         return self._sent
 
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """:meth:`load_weights` of a whole model that came in buckets."""
+        """:meth:`load_weights` with the buckets of a whole model."""
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
 
-    def lend_head(self) -> Iterator[OutputHead]:
-        """The output head of a language model that is not trained, once and whole, for another role to compute with
-        (:class:`rlhf.types.Lent`). Every rank calls it; rank 0 yields. It may share memory with the model."""
-        raise CapabilityError(f"trainer {self.name!r} lacks the capability 'lend:head'")
-
-    def borrow_head(self, role: str, head: OutputHead) -> None:
-        """From now on ``constants[role]`` of heads that name ``role`` in ``Head.lent`` is ``head``, on this trainer's
-        device."""
-        raise CapabilityError(f"trainer {self.name!r} lacks the capability 'lend:head'")
-
     def offload(self) -> None:
-        """For a generator that shares the device: optimizer state, gradients and memory that nothing uses leave it
-        until :meth:`reload`. Called on roles that are not trained too."""
+        """Free device memory for a generator that shares the device: move optimizer state and gradients to the host
+        until :meth:`reload`, and release unused memory. Also called on roles that are not trained."""
 
     def reload(self) -> None:
         """Undo :meth:`offload`."""
@@ -305,12 +292,28 @@ class Trainer(Component):
 
     @abstractmethod
     def export(self, path: Path, view: str = "live") -> None:
-        """Hugging Face format with tokenizer, safetensors; loads with transformers."""
+        """Write the model and tokenizer in Hugging Face format (safetensors), which transformers can load."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Weights, optimizer, schedule, EMA, dropout RNG into the folder ``path``: no pickle."""
+        """Write weights, optimizer, schedule, EMA and the state of dropout's RNG into the folder ``path``, without
+        pickle."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Restore :meth:`save` exactly."""
+        """Restore exactly the state that :meth:`save` wrote."""
+
+
+class LendsHead(ABC):
+    """The methods of a trainer with the capability ``lend:head``: ``class Mine(LendsHead, Trainer)``. They give the
+    output head of one role to another role, for its computations (:class:`rlhf.types.Lent`)."""
+
+    @abstractmethod
+    def lend_head(self) -> Iterator[OutputHead]:
+        """Yield the whole output head of a language model that is not trained, once. Every rank calls it; rank 0
+        yields. It may share memory with the model."""
+
+    @abstractmethod
+    def borrow_head(self, role: str, head: OutputHead) -> None:
+        """Set ``constants[role]`` of heads that name ``role`` in ``Head.lent`` to ``head``, on this trainer's
+        device."""

@@ -1,23 +1,28 @@
-"""A batch of units: flat tokens with columns per token, sequence and unit. Padding does not exist here.
+"""A batch of units: flat tokens with columns per token, sequence and unit, without padding.
 
-A *unit* is what is never split: a trajectory, a pair, an answer with its mismatched twin, a row. A unit has one or
-more *sequences* (of tokens that attend to each other), each with a role in its unit (0 = chosen, 1 = rejected, ...).
+A *unit* is never split over micro-batches or ranks: a trajectory, a pair, a row, or an answer together with the same
+answer after another prompt. A unit has one or more *sequences* (of tokens that attend to each other), each with a role
+in its unit (0 = chosen, 1 = rejected, ...).
 
 Shape suffixes: N tokens, B sequences, U units.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf.ops.spans import owners, spans
 
 ColumnLevel = Literal["tok", "seq", "unit"]
+_FLOATS = {"f": torch.float32, "d": torch.float64}
 
 
 @dataclass(slots=True)
@@ -39,11 +44,10 @@ class UnitData:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Immutable; every operation returns a new batch that shares tensors where it can.
+    """Immutable. Every operation returns a new batch that shares tensors with the old one if possible.
 
-    ``tok["loss_mask"]`` is bool [N]; the first token of a sequence is never under it, as nothing predicts it.
-    A column's masked positions are zeroed once, when it enters through :meth:`with_column`, so whatever stood
-    there (NaN included) changes nothing afterwards, bit for bit.
+    ``tok["loss_mask"]`` is bool [N]. It is False at the first token of a sequence, which no output predicts.
+    :meth:`with_column` sets the masked positions of a column to zero, so values there (including NaN) have no effect.
     """
 
     ids_N: Tensor
@@ -80,7 +84,7 @@ class Batch:
     @property
     def unit_N(self) -> Tensor:
         """int64 [N]: the unit of each token."""
-        return self.unit_B[self.seq_N]
+        return owners(self._tokens_U())
 
     @property
     def starts_B(self) -> Tensor:
@@ -94,8 +98,8 @@ class Batch:
 
     @property
     def answer_B(self) -> Tensor:
-        """int64 [B]: index of each sequence's (unit, role) pair, in order of first appearance: what reductions call
-        a sequence. A trajectory whose context was rewritten half-way is several sequences and one answer."""
+        """int64 [B]: index of each sequence's (unit, role) pair, in order of first appearance. Reductions call such a
+        pair a sequence. A trajectory whose context was rewritten has several sequences and one answer."""
         return self._answers()[0]
 
     @property
@@ -137,7 +141,7 @@ class Batch:
         return replace(self, unit={**self.unit, name: values})
 
     def only(self, names: Sequence[str]) -> Batch:
-        """The batch with just these columns: what a call declares is all that travels."""
+        """The batch with these columns only. A call sends only the columns that it declares."""
         keep = set(names)
         return replace(
             self,
@@ -154,21 +158,24 @@ class Batch:
         first_U = torch.searchsorted(self.unit_B, torch.arange(self.units + 1))
         count_U = (first_U[1:] - first_U[:-1])[unit_index]
         seq_index = spans(first_U[unit_index], count_U)
-        lens = self.lens_B[seq_index]
-        token_index = spans(self.starts_B[seq_index], lens)
+        pieces = list(zip(self.starts_B[seq_index].tolist(), self.lens_B[seq_index].tolist(), strict=True))
+
+        def take(values_N: Tensor) -> Tensor:  # copies whole sequences: faster than an index of all tokens
+            return torch.cat([values_N[:0], *(values_N.narrow(0, start, count) for start, count in pieces)])
+
         return Batch(
-            self.ids_N[token_index],
-            lens,
+            take(self.ids_N),
+            self.lens_B[seq_index],
             owners(count_U),
             self.role_B[seq_index],
-            {k: v[token_index] for k, v in self.tok.items()},
+            {k: take(v) for k, v in self.tok.items()},
             {k: v[seq_index] for k, v in self.seq.items()},
             {k: v[unit_index] for k, v in self.unit.items()},
         )
 
     def keep(self, keep_B: Tensor) -> Batch:
-        """Without the sequences where ``keep_B`` (bool [B]) is False; units that lose all theirs go too, the others are
-        renumbered from 0."""
+        """Remove the sequences for which ``keep_B`` (bool [B]) is False. Units without sequences are removed too, and
+        the other units are renumbered from 0."""
         keep_N = keep_B[self.seq_N]
         units, unit_B = torch.unique(self.unit_B[keep_B], return_inverse=True)
         return Batch(
@@ -182,7 +189,10 @@ class Batch:
         )
 
     def tokens_per_unit(self) -> list[int]:
-        return torch.zeros(self.units, dtype=torch.int64).index_add_(0, self.unit_B, self.lens_B).tolist()
+        return self._tokens_U().tolist()
+
+    def _tokens_U(self) -> Tensor:
+        return self.lens_B.new_zeros(self.units).index_add_(0, self.unit_B, self.lens_B)
 
     def to(self, device: torch.device | str) -> Batch:
         def move(columns: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -200,10 +210,10 @@ class Batch:
 
 
 def pack(units: Sequence[UnitData]) -> Batch:
-    """Lay units out as one batch. All sequences need the same token columns, all units the same columns.
+    """Make one batch of units. All sequences need the same token columns, all units the same columns.
 
-    Columns of Python bools become bool, ints int64, floats float32 (unit columns: float64). The mask
-    ``loss_mask`` is cleared at the first token of every sequence.
+    Columns of Python bools become bool, ints int64, floats float32 (unit columns: float64), arrays of ints and floats
+    likewise. The mask ``loss_mask`` is cleared at the first token of every sequence.
     """
     sequences = [s for u in units for s in u.sequences]
     if not sequences or any(not u.sequences for u in units) or any(len(s.ids) == 0 for s in sequences):
@@ -216,15 +226,15 @@ def pack(units: Sequence[UnitData]) -> Batch:
             if len(values) != len(s.ids):
                 raise ValueError(f"column {name!r} has {len(values)} values for {len(s.ids)} tokens")
     batch = Batch(
-        torch.tensor([i for s in sequences for i in s.ids], dtype=torch.int64),
+        _joined([s.ids for s in sequences]).to(torch.int64),
         torch.tensor([len(s.ids) for s in sequences], dtype=torch.int64),
         torch.tensor([n for n, u in enumerate(units) for _ in u.sequences], dtype=torch.int64),
         torch.tensor([s.role for s in sequences], dtype=torch.int64),
     )
-    tok = {name: _tensor([v for s in sequences for v in s.tok[name]], torch.float32) for name in sorted(names)}
+    tok = {name: _joined([s.tok[name] for s in sequences]) for name in sorted(names)}
     if "loss_mask" in tok:
-        tok["loss_mask"] = tok["loss_mask"] & (batch.position_N > 0)
-    unit = {name: _tensor([u.columns[name] for u in units], torch.float64) for name in sorted(units[0].columns)}
+        tok["loss_mask"][batch.starts_B] = False
+    unit = {name: _joined([[u.columns[name] for u in units]], "d") for name in sorted(units[0].columns)}
     return replace(batch, tok=tok, unit=unit)
 
 
@@ -249,7 +259,15 @@ def concat(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def _tensor(values: list[Any], floating: torch.dtype) -> Tensor:
-    first = values[0]
-    dtype = torch.bool if isinstance(first, bool) else torch.int64 if isinstance(first, int) else floating
-    return torch.tensor(values, dtype=dtype)
+def _joined(parts: Sequence[Sequence[Any]], floats: str = "f") -> Tensor:
+    """The values of all parts, one after another. ``floats``: the type code of an array of Python floats."""
+    kinds = {part.typecode if isinstance(part, array) else "" for part in parts}
+    if len(kinds) == 1 and (kind := kinds.pop()):
+        arrays = cast("Sequence[array[Any]]", parts)
+        values_N = torch.from_numpy(np.frombuffer(bytearray().join(arrays), kind))
+        return values_N.to(_FLOATS[floats] if values_N.is_floating_point() else torch.int64)
+    values = list(chain.from_iterable(parts))
+    if isinstance(values[0], bool):
+        return torch.frombuffer(bytearray(values), dtype=torch.uint8).bool()
+    kind = "q" if isinstance(values[0], int) else floats
+    return torch.from_numpy(np.frombuffer(array(kind, values), kind))

@@ -1,7 +1,7 @@
 """Statistics of groups: the samples of one prompt, given by an index tensor of any order.
 
-All arithmetic is float64 and anchored at the group's smallest value, so a group of equal rewards is centred to
-exactly 0, not to a rounding error that a division by a tiny standard deviation would blow up.
+All arithmetic is float64 and on differences from the group's smallest value. So a group of equal rewards is centred to
+exactly 0. A rounding error there would become large when it is divided by a tiny standard deviation.
 
 Shape suffix: N trajectories.
 """
@@ -29,8 +29,8 @@ def group_mean(r_N: Tensor, group_N: Tensor) -> Tensor:
 def leave_one_out(r_N: Tensor, group_N: Tensor) -> Tensor:
     """r_i - mean of the *others* of its group: float64 [N].
 
-    r_i - (S - r_i)/(n - 1) = n/(n - 1) (r_i - mean), which is how it is computed. A group of one has no others: 0,
-    that is no evidence either way (a configured group size of 1 is refused before the run starts).
+    Computed as n/(n - 1) (r_i - mean), which equals r_i - (S - r_i)/(n - 1). The result is 0 for a group of one, which
+    has no others (a configured group size of 1 is refused before the run starts).
     """
     index_N, size_G = _index(group_N)
     return group_center(r_N, group_N) * (size_G / (size_G - 1).clamp(min=1))[index_N]

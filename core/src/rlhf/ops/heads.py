@@ -1,4 +1,4 @@
-"""Built-in heads: log-probs, entropy, values, scores and hidden states are functions like any plugin's."""
+"""Built-in heads: log-probs, entropy, values, scores and hidden states."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ LOGPROBS = Head("logprobs", _logprobs)
 ENTROPY = Head("entropy", _entropy)
 VALUES = Head("values", _scalar)
 SCORES = Head("scores", _scalar, over="last_token", at="at")
-"""Per sequence [B]: read off after the last token; the trainer supplies the mask ``last_token``."""
+"""Per sequence [B]: the output after the last token. The trainer supplies the mask ``last_token``."""
 HIDDEN = Head("hidden", _hidden, reads="hidden")
-"""[A, H]: what the output head reads where it predicts the token. Through :class:`OutputHead` it gives the logits."""
+"""[A, H]: the input of the output head at the position that predicts the token. :class:`OutputHead` maps it to
+logits."""
 
 BUILTIN: dict[str, Head] = {h.name: h for h in (LOGPROBS, ENTROPY, VALUES, SCORES, HIDDEN)}
 LANGUAGE_MODEL_ONLY = frozenset({"logprobs", "entropy"})
@@ -44,10 +45,10 @@ ANY_MODEL = frozenset({"hidden"})
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """A language model's output head by itself: whole, without gradient. V vocabulary, H hidden size.
+    """A copy of a language model's whole output head, without gradient. V vocabulary, H hidden size.
 
-    Another role computes with it on its own device (:class:`rlhf.types.Lent`), so that the logits of a model that lives
-    elsewhere exist for a chunk of tokens at a time.
+    Another role computes with it on its own device (:class:`rlhf.types.Lent`), so that the logits of a model on other
+    devices are computed chunk by chunk.
     """
 
     weight_VH: Tensor
@@ -68,12 +69,12 @@ class OutputHead:
         return shape_logits(logits_CV, self.scale, self.softcap)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> OutputHead:
-        """Itself where it already is so; otherwise a copy."""
+        """The head on ``device`` in ``dtype``: the same object if nothing changes, otherwise a copy."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return replace(self, weight_VH=self.weight_VH.to(device, dtype), bias_V=bias_V)
 
     def first(self, rows: int) -> OutputHead:
-        """Its first ``rows`` rows; they share memory."""
+        """The head's first ``rows`` rows, sharing memory."""
         return replace(
             self,
             weight_VH=self.weight_VH[:rows],
@@ -82,7 +83,8 @@ class OutputHead:
 
 
 def shape_logits(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """What models do to the output of their head: multiply by ``scale``, then ``softcap * tanh(logits / softcap)``."""
+    """Apply a model's scaling of logits: multiply by ``scale``, and if ``softcap`` is set, compute
+    ``softcap * tanh(logits / softcap)``."""
     if scale != 1.0:
         logits_CV = logits_CV * scale
     return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
@@ -95,7 +97,7 @@ def resolve_head(output: str | Head, over: str | None = None) -> Head:
     if output not in BUILTIN:
         said = f"no model output {output!r}; built in are {sorted(BUILTIN)}; others are given as a Head"
         if len(output) == 1:
-            said += '. A text in place of a tuple is read letter by letter: write ("logprobs",)'
+            said += '. A string in place of a tuple is read letter by letter: write ("logprobs",)'
         raise KeyError(said)
     head = BUILTIN[output]
     if over is None or head.over == "last_token":

@@ -1,4 +1,5 @@
-"""A loss on a micro-batch: its share of the weighted sum, and its metrics as sums; both add over batches and ranks."""
+"""A loss on a micro-batch: its share of the weighted sum, and its metrics as sums. Callers add both over micro-batches
+and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rlhf.ops.reduce import LEVEL, WEIGHT
 from rlhf.types import Head, LossOutput, Reduce
 
 FILLER = "filler"
-"""Unit column of micro-batches that only repeat units to keep a rank busy: no weight, and no metrics."""
+"""Unit column of micro-batches that repeat units so that every rank has equally many: no weight, and no metrics."""
 
 
 def over_mask(loss: Loss) -> str:
@@ -37,7 +38,7 @@ def over_mask(loss: Loss) -> str:
 
 
 def required_columns(loss: Loss, heads: Iterable[Head]) -> tuple[str, ...]:
-    """Every batch column that must travel to a rank to evaluate ``loss`` (``temperature`` where present)."""
+    """Every batch column that a rank needs to evaluate ``loss`` (``temperature`` if the batch has it)."""
     terms = loss.reduce()
     names = {over_mask(loss), "temperature", *loss.columns(), *(WEIGHT + t for t in terms)}
     for head in heads:
@@ -92,7 +93,7 @@ def evaluate(
 
 
 def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tuple[float, float]]:
-    """{metric: (sum, count)} of what the loss reports beside its terms. TrainingError where the sizes do not fit."""
+    """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit."""
     sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
     sums = {}
     for name, metric in result.metrics.items():
@@ -106,8 +107,8 @@ def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tupl
         bools = all(isinstance(w, Tensor) and w.shape == (expected,) and w.dtype == torch.bool for w in where)
         if not isinstance(values, Tensor) or values.shape != (expected,) or not bools:
             raise TrainingError(
-                f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and as many bools where "
-                f"it says which of them count; got {_got(values)}"
+                f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and the same number of "
+                f"bools if it has a selection; got {_got(values)}"
             )
         if where and not bool(where[0].any()):
             continue
@@ -123,10 +124,10 @@ def _got(values: object) -> str:
 
 
 def _sizes(x: LossInput) -> str:
-    """What the first dimension of values may be here, for an error."""
+    """The allowed sizes of the first dimension of values, for an error message."""
     return (
-        f" (here are {x.tokens} tokens, {x.sequences} sequences and {x.units} units). A loss returns plain "
-        "values; how they are averaged is what reduce() declares"
+        f" (the micro-batch has {x.tokens} tokens, {x.sequences} sequences and {x.units} units). A loss returns "
+        "values that are not averaged; reduce() declares how they are averaged"
     )
 
 
@@ -150,5 +151,5 @@ def add_sums(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tu
 
 
 def finish_sums(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Means from sums; entries with count 0 were normalised already."""
+    """Means from sums. Entries with count 0 are already normalised."""
     return {name: value / count if count else value for name, (value, count) in sums.items()}

@@ -1,4 +1,4 @@
-"""What a loss sees of a micro-batch: the tokens under its mask, in place of masks and padding."""
+"""The input of a loss: the tokens of a micro-batch under the loss's mask, without padding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rlhf.ops.batch import Batch
 
 
 class LossInput:
-    """What a loss sees of a micro-batch. Only the A tokens under the loss's mask exist.
+    """A micro-batch as a loss reads it. It has only the A tokens under the loss's mask.
 
     ``x[name]`` is a declared output or column: [A, ...] per token, [S] or [B] per sequence, [U] per unit. A *sequence*
-    here is the tokens of one (unit, role): S of them. Where no context was rewritten, S = B.
+    here is the tokens of one (unit, role); there are S of them. S = B if no context was rewritten.
 
-    Beside: ``x.tokens``, ``x.sequences`` and ``x.units``, their numbers; ``x.sequence_A`` and ``x.unit_A``, int64 [A],
-    which sequence and unit each token belongs to; ``x.coef[name]``, the update's coefficients (:attr:`Update.coef`).
+    Further attributes: ``x.tokens``, ``x.sequences`` and ``x.units`` are the numbers A, S and U. ``x.sequence_A`` and
+    ``x.unit_A``, int64 [A], are the sequence and the unit of each token. ``x.coef[name]`` are the update's coefficients
+    (:attr:`Update.coef`).
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class LossInput:
         )
 
     def has(self, name: str) -> bool:
-        """Whether ``x[name]`` gives something: an output, or a declared column that is there."""
+        """Whether ``x[name]`` exists: an output, or a declared column that the batch has."""
         if name in self._outputs:
             return True
         return name in self._columns and (self._batch.has(name) or name in self._live)

@@ -1,15 +1,15 @@
-"""Pairs of answers to one prompt: how rows become units, the losses of a margin, and what is reported of a pair.
+"""Pairs of answers to one prompt: packing rows as units, losses of a margin, and metrics of pairs.
 
-Columns of the batch that :class:`rlhf_algorithms.pair_learning.PairLearning` lays, before any annotation:
+Columns of the batch that :class:`rlhf_algorithms.pair_learning.PairLearning` makes, before any annotation:
 
 =============  =====  ===================================================================================
-``loss_mask``  token  bool, the token is trained on: of the answers, as ``data.loss_on`` says
+``loss_mask``  token  bool, the token is trained on: tokens of the answers, as ``data.loss_on`` says
 ``margin``     unit   float64, the row's value in the column that ``data.margin`` names; absent without it
 =============  =====  ===================================================================================
 
 Each unit has two sequences, whose roles are in ``Batch.role_B``: 0 is chosen, 1 rejected. Other columns of the rows are
-in ``Example.row``: an algorithm that needs them overrides ``assemble``. Log-probs of a reference are there where
-``annotations`` asks for them, under the name that it gives them (``ref_logprobs``).
+in ``Example.row``: an algorithm that needs them overrides ``assemble``. The batch has log-probs of a reference if
+``annotations`` asks for them; the column has the name given there (``ref_logprobs``).
 
 Shape suffixes: U units (a chosen sequence of role 0 and a rejected one of role 1 each).
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 def pack_pairs(examples: Sequence[Example]) -> Batch | None:
-    """Units of a chosen and a rejected sequence, with the token column ``loss_mask`` and, where ``data.margin`` names a
-    column, the unit column ``margin`` (float64).
+    """Units of a chosen and a rejected sequence, with the token column ``loss_mask`` and, if ``data.margin`` names a
+    column, the unit column ``margin`` (float64). None if no pair is left.
 
-    A pair in which an answer has no trained token is left out: its log-prob, and with it the margin, says nothing.
-    Nothing predicts a sequence's first token, so it does not count. None where no pair is left.
+    A pair is left out if one of its answers has no trained token, because the margin is then meaningless. A sequence's
+    first token does not count, because no output predicts it.
     """
     return pack_rows(examples, all)
 
@@ -44,7 +44,7 @@ def pack_pairs(examples: Sequence[Example]) -> Batch | None:
 def logistic_loss(margin_U: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m), same shape; finite for any finite margin.
 
-    e is the share of pairs whose labels are taken to be the wrong way round; the minimum is at m = log((1 - e) / e).
+    e is the assumed share of pairs whose labels are swapped. The minimum is at m = log((1 - e) / e).
     """
     loss_U = -(1 - label_smoothing) * functional.logsigmoid(margin_U)
     return loss_U - label_smoothing * functional.logsigmoid(-margin_U) if label_smoothing else loss_U
@@ -56,8 +56,8 @@ def hinge_loss(margin_U: Tensor) -> Tensor:
 
 
 def pair_metrics(chosen_reward_U: Tensor, rejected_reward_U: Tensor) -> dict[str, tuple[Level, Any]]:
-    """``accuracy`` (the chosen reward is the larger one; a tie is wrong), ``reward_margin``, ``chosen_reward`` and
-    ``rejected_reward``, of the implicit rewards of each pair."""
+    """Metrics of the implicit rewards of each pair: ``accuracy`` (the chosen reward is larger; a tie counts as wrong),
+    ``reward_margin``, ``chosen_reward`` and ``rejected_reward``."""
     return {
         "accuracy": ("unit", (chosen_reward_U > rejected_reward_U).float()),
         "reward_margin": ("unit", chosen_reward_U - rejected_reward_U),

@@ -1,9 +1,10 @@
-"""Prefixes that sequences share are computed once: the samples of a prompt, the answers of a pair, a common preamble.
+"""Compute a prefix that sequences share only once: samples of one prompt, answers of a pair, a common preamble.
 
-Under causal attention what a model computes for a token depends on that token and the ones before it. Tokens of
-different sequences with the same ids up to and including themselves are therefore one computation. They are found by
-their ids alone: sort the sequences; what one shares with any before it, it shares with its predecessor. So each
-sequence computes the tokens behind that shared front, and attends to the places of all of its tokens::
+Under causal attention, a model's outputs for a token depend on that token and the tokens before it. Tokens of
+different sequences with the same ids up to and including themselves therefore need one computation. They are found by
+their ids alone. After sorting, the longest prefix that a sequence shares with any earlier sequence is the prefix that
+it shares with its predecessor. So each sequence computes the tokens after its shared prefix, and attends to the places
+of all of its tokens::
 
     a b c d e        5 tokens: places 0 1 2 3 4
     a b c x y        2 more:          0 1 2 5 6
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,57 +27,57 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.spans import owners
 
 LEAST = 4
-"""A shorter front is computed again: fetching its keys costs as much as it saves."""
+"""Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
 GAIN = 1 / 50
-"""Where less than this part of all tokens would be saved nothing is shared, for the same reason."""
+"""Nothing is shared if less than this part of all tokens would be saved, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The tokens of one sequence that are computed for it: all behind a front that another sequence computes."""
+    """The tokens of one sequence that are computed for it: all tokens after the prefix that another one computes."""
 
     start: int
-    """Its first computed token among the M."""
+    """Index of its first computed token among the M."""
     skip: int
-    """Tokens of the front, 0 where it shares nothing."""
+    """Tokens of the shared prefix; 0 if it shares nothing."""
     length: int
     """Tokens of the whole sequence; ``length - skip`` are computed."""
     at: int
-    """The sequence's first token among the N."""
+    """Index of the sequence's first token among the N."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is computed of packed sequences; see the module's example."""
+    """The computed tokens of packed sequences; see the module's example."""
 
     ids_M: Tensor
     """int64."""
     position_M: Tensor
-    """int64: of each computed token in its sequence."""
+    """int64: position of each computed token in its sequence."""
     place_N: Tensor
     """int64: where each original token is computed."""
     stretches: tuple[Stretch, ...]
-    """In the order of the M; sequences that others compute wholly have none."""
+    """In the order of the M tokens. A sequence whose tokens are all computed by others has no stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
-    """What units cost alone and side by side."""
+    """Number of computed tokens of units, alone and next to each other."""
 
     tokens: list[int]
     """[U]: computed tokens of each unit alone."""
     order: list[int]
-    """The units, those that share a prefix side by side."""
+    """The units, ordered so that units that share a prefix are neighbours."""
     shared: list[int]
-    """[U]: tokens that unit ``order[i]`` need not compute where ``order[i - 1]`` is in the same micro-batch; all zero
-    where they are too few to matter."""
+    """[U]: tokens that unit ``order[i]`` need not compute if ``order[i - 1]`` is in the same micro-batch. All are zero
+    if the total is too small to matter."""
 
 
 def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
-    """Which tokens to compute; None where no two sequences share enough of a front.
+    """Which tokens to compute; None if no two sequences share a long enough prefix.
 
     Args:
-        ids_N: int64, on any device; the result is on the same.
+        ids_N: int64, on any device; the result is on the same device.
         lens: tokens of each sequence; they sum to N.
     """
     ids = ids_N.cpu()
@@ -95,7 +97,7 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
             stretches.append(Stretch(end, front, lens[b], at))
         end, before = end + own, at
     source_M = torch.empty(end, dtype=torch.int64)
-    source_M[place_N] = every_N  # any of those that share a place: their ids and positions are equal
+    source_M[place_N] = every_N  # any token of those that share a place, because their ids and positions are equal
     position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]
     device = ids_N.device
     ids_M, position_M = ids[source_M], position_N[source_M]
@@ -103,7 +105,7 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
 
 
 def unit_prefixes(batch: Batch) -> UnitPrefixes:
-    """What every unit costs, and which units should be computed together. ``batch`` is on the CPU."""
+    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU."""
     lens, starts = batch.lens_B.tolist(), batch.starts_B.tolist()
     units = batch.unit_B.tolist()
     tokens = batch.tokens_per_unit()
@@ -121,7 +123,7 @@ def unit_prefixes(batch: Batch) -> UnitPrefixes:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` along the first dimension, with a gradient that adds up where a row is taken several times.
+    """``x[index]`` along the first dimension. The gradient of a row that is taken several times is the sum.
 
     On a CPU ``index_select`` takes half the time, forward and backward; on a GPU only indexing adds in a fixed order.
     """
@@ -131,23 +133,27 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 def _sorted(
     ids: Tensor, starts: Sequence[int], lens: Sequence[int], which: Sequence[int], group: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """The sequences ``which`` in an order that puts those with a common front side by side, and how many tokens each
-    has in common with the one before it (0 where fewer than :data:`LEAST`, or where their ``group`` differs)."""
+    """The sequences ``which`` in an order in which those with a common prefix are neighbours, and the number of tokens
+    that each shares with the one before it (0 if fewer than :data:`LEAST`, or if their ``group`` differs)."""
     array = ids.numpy()
     raw = {b: array[starts[b] : starts[b] + lens[b]].tobytes() for b in which}
     order = sorted(which, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
-    if len(order) < 2:
-        return order, [0] * len(order)
-    one, two = order[:-1], order[1:]
-    least_P = torch.tensor([min(lens[a], lens[b]) for a, b in zip(one, two, strict=True)])
-    end_P = torch.cumsum(least_P, 0)
-    pair = owners(least_P)
-    offset = torch.arange(int(end_P[-1])) - (end_P - least_P)[pair]
-    start_P2 = torch.tensor([[starts[a], starts[b]] for a, b in zip(one, two, strict=True)])
-    differ = (ids[start_P2[:, 0][pair] + offset] != ids[start_P2[:, 1][pair] + offset]).nonzero()[:, 0]
-    front_P = least_P.scatter_reduce(0, pair[differ], offset[differ], "amin")
-    front_P = torch.where(front_P >= LEAST, front_P, torch.zeros_like(front_P))
-    fronts = [0, *front_P.tolist()]
-    if group is not None:
-        fronts = [f if i and group[order[i]] == group[order[i - 1]] else 0 for i, f in enumerate(fronts)]
+    fronts = [0] * len(order)
+    for i, (a, b) in enumerate(pairwise(order), 1):
+        if group is None or group[a] == group[b]:
+            front = _front(array[starts[a] : starts[a] + lens[a]], array[starts[b] : starts[b] + lens[b]])
+            fronts[i] = front if front >= LEAST else 0
     return order, fronts
+
+
+def _front(one: np.ndarray, two: np.ndarray) -> int:
+    """How many tokens two sequences have in common at their fronts."""
+    least, begin, step = min(len(one), len(two)), 0, 256
+    while begin < least:
+        end = min(begin + step, least)
+        differ = one[begin:end] != two[begin:end]
+        first = int(differ.argmax())
+        if differ[first]:
+            return begin + first
+        begin, step = end, 2 * step
+    return least

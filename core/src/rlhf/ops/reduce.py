@@ -1,6 +1,6 @@
-"""Aggregation in one place: a declared :class:`~rlhf.types.Reduce` becomes a weight column over the optimizer batch.
+"""Aggregation: a declared :class:`~rlhf.types.Reduce` becomes a weight column over the optimizer batch.
 
-Ranks and micro-batches then only add ``sum(weight * value)``, so no loss depends on how a batch was split.
+Ranks and micro-batches only add ``sum(weight * value)``, so no loss depends on how a batch is split.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.ops.batch import Batch, ColumnLevel
+from rlhf.ops.spans import repeated, sums
 from rlhf.types import Reduce
 
 WEIGHT = "weight/"
@@ -43,21 +44,23 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
         allowed_B = torch.isin(batch.role_B, torch.tensor(reduce.roles, dtype=torch.int64))
         mask_N = mask_N & allowed_B[batch.seq_N]
     answer_B = batch.answer_B
-    tokens_S = torch.zeros(batch.answers, dtype=torch.float64).index_add_(0, answer_B[batch.seq_N], mask_N.double())
+    tokens_B = sums(mask_N, batch.lens_B).double()
+    tokens_S = torch.zeros(batch.answers, dtype=torch.float64).index_add_(0, answer_B, tokens_B)
     live_S = tokens_S > 0
     n_tokens, n_sequences = float(tokens_S.sum()), float(live_S.sum())
     if n_tokens == 0:
         size = {"tok": batch.tokens, "seq": batch.sequences, "unit": batch.units}[LEVEL[reduce.how]]
         return torch.zeros(size)
-    if reduce.how == "token_mean":
-        w = mask_N.double() / n_tokens
-    elif reduce.how == "seq_mean_token_mean":
-        w = mask_N.double() / (tokens_S.clamp(min=1)[answer_B[batch.seq_N]] * n_sequences)
-    elif reduce.how == "seq_mean_token_sum":
-        w = mask_N.double() / n_sequences
-    elif reduce.how == "seq_sum_constant":
-        w = mask_N.double() / (n_sequences * reduce.constant)
-    elif reduce.how == "seq_mean":
+    if LEVEL[reduce.how] == "tok":
+        divisors: dict[str, float | Tensor] = {
+            "token_mean": n_tokens,
+            "seq_mean_token_mean": (tokens_S.clamp(min=1) * n_sequences)[answer_B],
+            "seq_mean_token_sum": n_sequences,
+            "seq_sum_constant": n_sequences * reduce.constant,
+        }
+        w_B = (1 / (torch.ones(batch.sequences, dtype=torch.float64) * divisors[reduce.how]) * reduce.coef).float()
+        return repeated(w_B, batch.lens_B) * mask_N
+    if reduce.how == "seq_mean":
         first_B = torch.ones_like(answer_B, dtype=torch.bool)
         seen: set[int] = set()
         for b, a in enumerate(answer_B.tolist()):
@@ -65,6 +68,6 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
             seen.add(a)
         w = (live_S[answer_B] & first_B).double() / n_sequences
     else:  # unit_mean
-        live_U = torch.zeros(batch.units, dtype=torch.float64).index_add_(0, batch.unit_N, mask_N.double()) > 0
+        live_U = torch.zeros(batch.units, dtype=torch.float64).index_add_(0, batch.unit_B, tokens_B) > 0
         w = live_U.double() / live_U.double().sum()
     return (w * reduce.coef).float()

@@ -1,7 +1,7 @@
-"""Token rewards become returns and advantages over a trajectory's own action tokens.
+"""Returns and advantages over a trajectory's action tokens, from token rewards.
 
-Masked positions are stepped over: they neither discount nor decay, wherever they stand, and nothing they hold is
-read. The recursions run in float64 and return the dtype of the rewards. Shape suffixes: N trajectories, A tokens.
+Masked positions are skipped: they neither discount nor decay, and their values are not read. The recursions run in
+float64 and return the dtype of the rewards. Shape suffixes: N trajectories, A tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenised rows as units of a batch, one unit a row."""
+"""Tokenised rows as units of a batch, one unit per row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bool] = any) -> Batch | None:
-    """Units of the rows' sequences, with the token column ``loss_mask`` and a unit column for each value of the rows
-    that is a number: ``margin`` (``data.margin``), ``label``. None where no row is left.
+    """Units of the rows' sequences, with the token column ``loss_mask`` and a unit column for each numeric value of the
+    rows: ``margin`` (``data.margin``), ``label``. None if no row is left.
 
     Args:
-        taught: a row is left out unless this holds of its sequences, each of which says whether it has a token that is
-            trained on. Nothing predicts a sequence's first token, so that one does not count.
+        taught: decides whether a row is kept. It gets one bool per sequence of the row: whether the sequence has a
+            token that is trained on. A sequence's first token does not count, because no output predicts it.
     """
     units = [
         UnitData(

@@ -1,17 +1,18 @@
-"""Positions of pieces that lie one after another: which piece each belongs to, and where the pieces were before.
+"""Index tensors of consecutive pieces: the piece that each position belongs to, and the positions of given ranges.
 
-Not by ``torch.repeat_interleave``, which wakes every thread even for a few numbers and then waits for the slowest: on
-cores that a rank or an engine computes on too, each of its calls takes milliseconds.
+``torch.repeat_interleave`` is not used. It starts every thread even for a few numbers and waits for the slowest, so
+each call takes milliseconds on cores that a rank or an engine also uses.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def owners(counts: Tensor) -> Tensor:
-    """int64: 0 as often as ``counts[0]`` says, then 1 as often as ``counts[1]``, and so on.
+    """int64: ``counts[0]`` times 0, then ``counts[1]`` times 1, and so on.
 
     Args:
         counts: int64, all > 0.
@@ -19,12 +20,25 @@ def owners(counts: Tensor) -> Tensor:
     ends = torch.cumsum(counts, 0)
     steps = ends.new_zeros(int(ends[-1]) if len(ends) else 0)
     steps[ends[:-1]] = 1
-    return torch.cumsum(steps, 0)
+    return steps.cumsum_(0)
 
 
 def spans(starts: Tensor, counts: Tensor) -> Tensor:
     """int64: ``counts[0]`` numbers from ``starts[0]`` on, then ``counts[1]`` from ``starts[1]`` on, and so on; all
     counts > 0."""
-    shift = starts - (torch.cumsum(counts, 0) - counts)
-    of = owners(counts)
-    return shift[of] + torch.arange(len(of), device=of.device)
+    ends = torch.cumsum(counts, 0)
+    steps = ends.new_ones(int(ends[-1]) if len(ends) else 0)
+    steps[:1] = starts[:1]
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - counts[:-1] + 1
+    return steps.cumsum_(0)
+
+
+def repeated(values: Tensor, counts: Tensor) -> Tensor:
+    """``values[0]`` as often as ``counts[0]`` says, then ``values[1]``, and so on. Both are on the CPU."""
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+
+
+def sums(mask: Tensor, counts: Tensor) -> Tensor:
+    """int64: how many of the first ``counts[0]`` values are True, then of the next ``counts[1]``, and so on."""
+    below = mask.cumsum(0, dtype=torch.int32)[torch.cumsum(counts, 0) - 1]
+    return torch.diff(below, prepend=below.new_zeros(1)).long()

@@ -1,34 +1,36 @@
-"""Scored groups become a batch: one unit per trajectory, its tokens exactly those that the policy saw and sampled.
+"""Scored groups become a batch: one unit per trajectory, with exactly the tokens that the policy saw and sampled.
 
 Columns of the batch:
 
 =================  =====  ==============================================================================
-``loss_mask``      token  bool, the policy sampled this token, or it is of an answer that the data gave
+``loss_mask``      token  bool, the policy sampled this token, or it belongs to a given answer
 ``last_action``    token  bool, the last sampled token of the trajectory
-``gen_logprobs``   token  float32, as the generator reported (only where every sampled turn has them)
-``temperature``    token  float32, what the token was sampled with (1 where not sampled)
+``gen_logprobs``   token  float32, as the generator reported (only if every sampled turn has them)
+``temperature``    token  float32, at which the token was sampled (1 if not sampled)
 ``step_reward``    token  float32, weighted rewards of sources with ``credit = "step"``
 ``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
-``score``          unit   float64, what the dynamic filter read (only with ``scored``)
+``score``          unit   float64, the score that the dynamic filter read (only with ``scored``)
 ``group, sample``  unit   int64, the trajectory's index
-``own_tokens``     unit   int64, tokens that the policy sampled, or of the given answer
+``own_tokens``     unit   int64, number of tokens that the policy sampled, or of the given answer
 ``truncated``      unit   bool, the last sampled turn ended because its budget was used up
-``given``          unit   bool, the data gave the answer (``Needs.given``)
+``given``          unit   bool, the answer comes from the data (``Needs.given``)
 =================  =====  ==============================================================================
 
-Shape suffixes: N tokens, U units, A the most action tokens that a unit has.
+Shape suffixes: N tokens, U units, A the largest number of action tokens of a unit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf.errors import TrainingError
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
 from rlhf.types import Group, Trajectory, Turn
 
 ENV = "env"
@@ -38,38 +40,47 @@ ENV = "env"
 def assemble(
     groups: Sequence[Group], step_sources: Mapping[str, float] | None = None, scored: bool = True
 ) -> Batch | None:
-    """Scored groups as a batch; None where no trajectory has a reward and a sampled token.
+    """Scored groups as a batch; None if no trajectory has a reward and a sampled token.
 
-    Trajectories that failed, or to which no reward source applied, do not enter; their siblings do. A turn marked
-    ``fresh`` starts a new sequence of the same unit. Tokens behind the last sampled one of a sequence are left out:
-    nothing that is trained on depends on them.
+    Trajectories that failed, or that no reward source scored, are left out; the others of their group stay. A turn
+    marked ``fresh`` starts a new sequence of the same unit. Tokens after the last sampled token of a sequence are left
+    out, because nothing that is trained on depends on them.
 
     Args:
-        step_sources: {reward source: weight} of the sources with ``credit = "step"``. Their ``RewardResult.steps``
-            are placed at their (turn, token), times the weight; ``Trajectory.reward`` must not contain them. The key
-            ``"env"`` places ``Turn.reward`` at the last token of its turn; a turn without tokens, at the last one that
-            the policy sampled before it, and nowhere where that is none, as no token led to it. The steps of all other
-            sources are in ``Trajectory.reward`` already.
-        scored: False where rewards play no part (``Needs.reward = False``): trajectories without one enter too.
+        step_sources: {reward source: weight} of the sources with ``credit = "step"``. Their ``RewardResult.steps``,
+            times the weight, are placed at their (turn, token); ``Trajectory.reward`` must not contain them. With the
+            key ``"env"``, ``Turn.reward`` is placed at the last token of its turn. The reward of a turn without tokens
+            is placed at the last token that the policy sampled before it, or dropped if there is none. The steps of all
+            other sources are already in ``Trajectory.reward``.
+        scored: False if rewards are not used (``Needs.reward = False``). Trajectories without a reward are then kept.
 
     Raises:
-        TrainingError: a reward, log-prob or step that is not a finite number, or a step at a token that does not exist.
+        TrainingError: a reward, log-prob or step is not a finite number, or a step is at a token that does not exist.
     """
     live = [t for g in groups for t in g.trajectories if t.status != "failed"]
     kept = [t for t in live if t.reward is not None or not scored]
     if not any(t.sampled_tokens for t in kept):
         return None
     with_logprobs = all(turn.logprobs is not None for t in kept for turn in t.turns if turn.sampled)
-    batch = pack([_unit(t, step_sources or {}, with_logprobs, scored) for t in kept])
-    last_N = torch.zeros(batch.tokens, dtype=torch.bool)
-    action_index = batch.tok["loss_mask"].nonzero()[:, 0]
-    last_U = torch.full((batch.units,), -1).scatter_reduce_(0, batch.unit_N[action_index], action_index, "amax")
-    last_N[last_U[last_U >= 0]] = True
-    return batch.with_column("tok", "last_action", last_N)
+    layout = _Layout()
+    for trajectory in kept:
+        if scored:
+            _check_reward(trajectory)
+        layout.add(trajectory, _sequences(trajectory), _step_rewards(trajectory, step_sources or {}))
+    lens_B, unit_B = torch.tensor(layout.lens), torch.tensor(layout.units)
+    batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(kept, scored))
+    tok = layout.columns(with_logprobs)
+    tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
+    end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
+    action_B = tok["loss_mask"][end_B]
+    last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
+    tok["last_action"] = torch.zeros(batch.tokens, dtype=torch.bool)
+    tok["last_action"][last_U[last_U >= 0]] = True
+    return replace(batch, tok=tok)
 
 
 def compress(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Token values of each unit's own action tokens, in order: ([U, A] left-aligned, zero-padded; bool mask [U, A])."""
+    """Values of each unit's action tokens, in order: ([U, A] left-aligned, zero-padded; bool mask [U, A])."""
     mask_N = batch.tok["loss_mask"]
     unit_A, place_A, count_U = _places(batch)
     width = int(count_U.max()) if batch.units else 0
@@ -87,19 +98,102 @@ def expand(batch: Batch, values_UA: Tensor) -> Tensor:
 
 
 def _places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Per action token its unit and its place among the unit's action tokens; per unit their number."""
+    """For each action token, its unit and its position among the unit's action tokens; for each unit, their number."""
     unit_A = batch.unit_N[batch.tok["loss_mask"]]
     count_U = torch.bincount(unit_A, minlength=batch.units)
     return unit_A, torch.arange(unit_A.numel()) - (torch.cumsum(count_U, 0) - count_U)[unit_A], count_U
 
 
-def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logprobs: bool, scored: bool) -> UnitData:
-    given: dict[str, float] = {}
-    if scored:
-        reward = _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
-        score = reward if trajectory.score is None else _finite(trajectory, "score", float(trajectory.score))
-        given = {"reward": reward, "score": score}
-    steps = _step_rewards(trajectory, step_sources)
+@dataclass(slots=True)
+class _Layout:
+    """The turns of a batch, in its order."""
+
+    turns: list[tuple[Trajectory, int]] = field(default_factory=list)
+    """(trajectory, number of the turn in it)."""
+    lens: list[int] = field(default_factory=list)
+    """[B]: tokens of each sequence."""
+    units: list[int] = field(default_factory=list)
+    """[B]: unit of each sequence."""
+    step_rewards: dict[int, float] = field(default_factory=dict)
+    """{token of the batch: reward}."""
+    tokens: int = 0
+
+    def add(
+        self, trajectory: Trajectory, sequences: Sequence[Sequence[int]], steps: Mapping[tuple[int, int], float]
+    ) -> None:
+        """A unit of these sequences, each a list of the numbers of its turns; ``steps``: {(turn, token): reward}."""
+        unit = self.units[-1] + 1 if self.units else 0
+        starts: dict[int, int] = {}
+        for numbers in sequences:
+            before = self.tokens
+            for number in numbers:
+                starts[number] = self.tokens
+                self.turns.append((trajectory, number))
+                self.tokens += len(trajectory.turns[number].ids)
+            if self.tokens == before:
+                raise ValueError(f"{_name(trajectory)}: a sequence of the turns {list(numbers)} has no token")
+            self.lens.append(self.tokens - before)
+            self.units.append(unit)
+        for (number, token), reward in steps.items():
+            self.step_rewards[starts[number] + token] = reward
+
+    def ids(self) -> Tensor:
+        """int64 [N]."""
+        return torch.from_numpy(np.frombuffer(b"".join(t.turns[n].ids for t, n in self.turns), "i").astype(np.int64))
+
+    def columns(self, with_logprobs: bool) -> dict[str, Tensor]:
+        """The token columns, in the order of their names."""
+        counts_T = [len(t.turns[n].ids) for t, n in self.turns]
+
+        def per_token(values_T: list[bool] | list[float], dtype: type) -> Tensor:
+            return torch.from_numpy(np.repeat(np.array(values_T, dtype), counts_T))
+
+        step_reward_N = torch.zeros(self.tokens)
+        if self.step_rewards:
+            step_reward_N[list(self.step_rewards)] = torch.tensor(list(self.step_rewards.values()), dtype=torch.float32)
+        columns = {
+            "loss_mask": per_token([t.turns[n].sampled for t, n in self.turns], bool),
+            "step_reward": step_reward_N,
+            "temperature": per_token([_temperature(t, t.turns[n]) for t, n in self.turns], np.float32),
+        }
+        return {"gen_logprobs": self._logprobs(), **columns} if with_logprobs else columns
+
+    def _logprobs(self) -> Tensor:
+        """float32 [N]: as the generator reported, 0 at tokens that were not sampled."""
+        longest = max(len(t.turns[n].ids) for t, n in self.turns)
+        zeros, parts = memoryview(bytes(4 * longest)), []
+        for trajectory, number in self.turns:
+            turn = trajectory.turns[number]
+            if turn.sampled and len(turn.logprobs or ()) != len(turn.ids):
+                raise _wrong_logprobs(trajectory, number)
+            parts.append(turn.logprobs if turn.sampled and turn.logprobs else zeros[: 4 * len(turn.ids)])
+        values_N = torch.frombuffer(bytearray().join(parts), dtype=torch.float32)
+        lowest, highest = values_N.aminmax()  # NaN if one of them is
+        if not (lowest.isfinite() and highest.isfinite()):
+            wrong = ((t, n) for t, n in self.turns if not all(map(math.isfinite, t.turns[n].logprobs or ())))
+            raise _wrong_logprobs(*next(wrong))
+        return values_N
+
+
+def _unit_columns(trajectories: Sequence[Trajectory], scored: bool) -> dict[str, Tensor]:
+    """In the order of their names."""
+    rewards = [t.reward for t in trajectories]
+    scores = [t.reward if t.score is None else t.score for t in trajectories]
+    columns = {
+        "given": torch.tensor([t.given for t in trajectories]),
+        "group": torch.tensor([t.index[0] for t in trajectories]),
+        "own_tokens": torch.tensor([t.sampled_tokens for t in trajectories]),
+        "reward": torch.tensor(rewards, dtype=torch.float64) if scored else None,
+        "sample": torch.tensor([t.index[1] for t in trajectories]),
+        "score": torch.tensor(scores, dtype=torch.float64) if scored else None,
+        "truncated": torch.tensor([t.truncated for t in trajectories]),
+    }
+    return {name: values_U for name, values_U in columns.items() if values_U is not None}
+
+
+def _sequences(trajectory: Trajectory) -> list[list[int]]:
+    """The numbers of the turns of each sequence, up to its last sampled turn with tokens. Where none was sampled, the
+    prompt stands for the trajectory, because its reward is in the baseline of its group."""
     contexts: list[list[int]] = []
     for number, turn in enumerate(trajectory.turns):
         if turn.fresh or not contexts:
@@ -110,64 +204,21 @@ def _unit(trajectory: Trajectory, step_sources: Mapping[str, float], with_logpro
                 )
             contexts.append([])
         contexts[-1].append(number)
-    sequences = [_sequence(trajectory, numbers, steps, with_logprobs) for numbers in contexts]
-    taught = [s for s in sequences if s is not None]
-    if not taught:  # nothing was sampled: the prompt stands for the trajectory, whose reward is in its group's baseline
-        taught = [_columns(trajectory, contexts[0][:1], steps, with_logprobs)]
-    return UnitData(
-        taught,
-        {
-            **given,
-            "group": trajectory.index[0],
-            "sample": trajectory.index[1],
-            "own_tokens": trajectory.sampled_tokens,
-            "truncated": trajectory.truncated,
-            "given": trajectory.given,
-        },
-    )
+    taught = []
+    for numbers in contexts:
+        sampled = [i for i, n in enumerate(numbers) if trajectory.turns[n].sampled and trajectory.turns[n].ids]
+        if sampled:
+            taught.append(numbers[: sampled[-1] + 1])
+    return taught or [contexts[0][:1]]
 
 
-def _sequence(
-    trajectory: Trajectory, numbers: list[int], steps: Mapping[tuple[int, int], float], with_logprobs: bool
-) -> SequenceData | None:
-    """The turns up to the last sampled one; None where none is."""
-    sampled = [i for i, n in enumerate(numbers) if trajectory.turns[n].sampled and trajectory.turns[n].ids]
-    return _columns(trajectory, numbers[: sampled[-1] + 1], steps, with_logprobs) if sampled else None
-
-
-def _columns(
-    trajectory: Trajectory, numbers: list[int], steps: Mapping[tuple[int, int], float], with_logprobs: bool
-) -> SequenceData:
-    ids: list[int] = []
-    tok: dict[str, list[bool] | list[float]] = {}
-    mask: list[bool] = []
-    temperature: list[float] = []
-    logprobs: list[float] = []
-    step_reward: list[float] = []
-    for number in numbers:
-        turn = trajectory.turns[number]
-        n = len(turn.ids)
-        ids += turn.ids
-        mask += [turn.sampled] * n
-        temperature += [_temperature(trajectory, turn)] * n
-        step_reward += [steps.get((number, i), 0.0) for i in range(n)]
-        if with_logprobs:
-            logprobs += _logprobs(trajectory, number) if turn.sampled else [0.0] * n
-    tok = {"loss_mask": mask, "temperature": temperature, "step_reward": step_reward}
-    if with_logprobs:
-        tok["gen_logprobs"] = logprobs
-    return SequenceData(ids, tok)
-
-
-def _logprobs(trajectory: Trajectory, number: int) -> list[float]:
+def _wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
     turn = trajectory.turns[number]
-    values = list(turn.logprobs or ())
-    if len(values) != len(turn.ids) or not all(map(math.isfinite, values)):
-        raise TrainingError(
-            f"{_name(trajectory)}: turn {number} needs {len(turn.ids)} finite log-probs from the generator, "
-            f"got {len(values)}, of which {sum(map(math.isfinite, values))} finite"
-        )
-    return values
+    values = turn.logprobs or ()
+    return TrainingError(
+        f"{_name(trajectory)}: turn {number} needs {len(turn.ids)} finite log-probs from the generator, "
+        f"got {len(values)}, of which {sum(map(math.isfinite, values))} finite"
+    )
 
 
 def _temperature(trajectory: Trajectory, turn: Turn) -> float:
@@ -176,7 +227,7 @@ def _temperature(trajectory: Trajectory, turn: Turn) -> float:
     if not turn.temperature > 0:
         raise TrainingError(
             f"{_name(trajectory)} was sampled at temperature {turn.temperature}: training needs a temperature above 0, "
-            "as log-probs are those of the distribution that was sampled from"
+            "because log-probs are of the distribution that tokens are sampled from"
         )
     return float(turn.temperature)
 
@@ -202,7 +253,7 @@ def _step_rewards(trajectory: Trajectory, step_sources: Mapping[str, float]) -> 
 
 
 def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
-    """(turn, token, reward) of what the environment gave."""
+    """(turn, token, reward) of each reward that the environment gave."""
     found, last = [], None
     for number, turn in enumerate(trajectory.turns):
         if turn.sampled and turn.ids:
@@ -210,6 +261,12 @@ def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
         if turn.sampled and turn.reward is not None and last is not None:
             found.append((*last, float(turn.reward)))
     return tuple(found)
+
+
+def _check_reward(trajectory: Trajectory) -> None:
+    _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
+    if trajectory.score is not None:
+        _finite(trajectory, "score", float(trajectory.score))
 
 
 def _finite(trajectory: Trajectory, what: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""What is known of a plugin before it is imported."""
+"""Information about a plugin before it is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf import hookspecs
 
 HOOK_PREFIX = "rlhf_register_"
 KINDS: tuple[str, ...] = tuple(n.removeprefix(HOOK_PREFIX) for n in vars(hookspecs) if n.startswith(HOOK_PREFIX))
-"""Names of all kinds, in execution order, read off the hooks so that listing need not import the interfaces."""
+"""Names of all kinds, in execution order. They are read from the hooks, so that listing imports no interfaces."""
 
 
 @dataclass(frozen=True, slots=True)

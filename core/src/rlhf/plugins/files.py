@@ -1,8 +1,8 @@
 """``file:`` references: a component from a Python file, without packaging.
 
-The text is read once, recorded by its SHA-256 and imported under a name made of its path and content, as a module in
-``sys.modules``: its classes pickle, and another process that imports the same text gets the same names. A file stands
-alone: modules beside it are not importable, as they would not travel with it.
+The text is read once and recorded by its SHA-256. It is imported as a module in ``sys.modules`` under a name made from
+its path and content, so its classes pickle, and another process that imports the same text gets the same names. The
+file cannot import modules beside it, because only the file itself is sent to other processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The name of a component that sets none: the file's stem, in the letters that names have."""
+        """The name of a component that sets none: the file's stem, with characters that names may not have replaced."""
         return re.sub(r"[^a-z0-9_]+", "_", Path(self.path).stem.lower())
 
     @property
@@ -69,7 +69,7 @@ class SourceFile:
             ) from cause
 
     def load(self) -> ModuleType:
-        """The module; executed the first time in this process."""
+        """The module. It is executed at the first call in this process."""
         name = self.module_name
         if name in sys.modules:
             return sys.modules[name]
@@ -88,8 +88,8 @@ class SourceFile:
 
 
 def looks_native(source: SourceFile, kind: str) -> bool:
-    """Whether the file defines a component by itself, judged without executing it: it imports from ``rlhf``, or it
-    has a reward function. Other files are first shown to the installed adapters."""
+    """Whether the file defines a component, decided without executing it: it imports from ``rlhf``, or it has a reward
+    function. Other files are passed to the installed adapters first."""
     for node in ast.walk(source.tree()):
         if isinstance(node, ast.Import) and any(a.name.split(".")[0] == "rlhf" for a in node.names):
             return True
@@ -100,7 +100,7 @@ def looks_native(source: SourceFile, kind: str) -> bool:
 
 
 def pick_component(source: SourceFile, kind: str, attribute: str | None, module: ModuleType) -> type[Any] | None:
-    """The component that the module offers for ``kind``, checked; None where it offers nothing usable.
+    """The component that the module offers for ``kind``, checked; None if it offers nothing usable.
 
     Raises PluginInvalid: several candidates, no such attribute, or a candidate that breaks its kind's rules.
     """
@@ -114,10 +114,10 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
         if kind == "reward" and _is_function(found) and _takes_three(found):
             return _function_reward(source, found, module)
         return None
-    from rlhf.interfaces import KINDS as INTERFACES
+    from rlhf.interfaces import interface
 
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
-    candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, INTERFACES[kind])]
+    candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, interface(kind))]
     concrete = [c for c in candidates if not abstract_methods(c)] or candidates
     if kind == "reward" and not concrete:
         concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == SAMPLE_PARAMETERS]
@@ -131,14 +131,15 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
 
 
 def nothing_usable(what: str, kind: str, module: ModuleType, adapters: list[str], broken: list[str]) -> str:
-    """What a file was to define, and what it does. ``broken``: adapters that could not be asked, and why."""
+    """The message for a file without a usable component: what was expected and what the file defines. ``broken``:
+    adapters that failed, and why."""
     asked = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
     failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
     return f"{what}: expected {_expected(kind)}. The file defines: {_defined(module)}.{asked}{failed}"
 
 
 def _defined(module: ModuleType) -> str:
-    """The classes and functions that a file itself defines, with the kind of those that have one."""
+    """The classes and functions that a file itself defines, with their kind if they have one."""
     parts = []
     for name, value in vars(module).items():
         if getattr(value, "__module__", None) != module.__name__:
@@ -152,9 +153,9 @@ def _defined(module: ModuleType) -> str:
 
 def _expected(kind: str) -> str:
     """What a file must define to offer this kind."""
-    from rlhf.interfaces import KINDS as INTERFACES
+    from rlhf.interfaces import interface
 
-    text = f"one subclass of rlhf.interfaces.{INTERFACES[kind].__name__}"
+    text = f"one subclass of rlhf.interfaces.{interface(kind).__name__}"
     return text + (
         f", or one function 'def score({', '.join(SAMPLE_PARAMETERS)}) -> float | None'" if kind == "reward" else ""
     )
@@ -179,14 +180,14 @@ def _takes_three(function: Callable[..., Any]) -> bool:
 
 
 def _function_reward(source: SourceFile, function: Callable[..., Any], module: ModuleType) -> type[Any]:
-    """A Reward class that scores each trajectory by itself; ``async`` where the function is."""
+    """A Reward class that scores each trajectory alone. Its ``score`` is ``async`` if the function is."""
     class_name = f"Reward_{function.__name__}"
     if class_name in vars(module):
         cls: type[Any] = vars(module)[class_name]
         return cls
     label = f"reward function {function.__name__!r} of {source.path}"
     made = reward_of_samples(function, name=source.name, class_name=class_name, module=module.__name__, label=label)
-    if hasattr(module, "conformance"):  # what the suite cannot guess (rlhf_testing.conformance), beside the function
+    if hasattr(module, "conformance"):  # settings for the conformance suite, written beside the function
         made.conformance = module.conformance
     setattr(module, class_name, made)  # so that it pickles
     return made

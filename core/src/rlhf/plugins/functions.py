@@ -22,12 +22,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 def reward_of_samples(
     function: Callable[..., Any], *, name: str, class_name: str, module: str, label: str
 ) -> type[Any]:
-    """A Reward class that calls ``function`` for each sample; its ``score`` is ``async`` where the function is.
+    """A Reward class that calls ``function`` for each sample. Its ``score`` is ``async`` if the function is.
 
     Args:
         name: of the reward.
-        class_name, module: what the class says of itself.
-        label: names the function in messages.
+        class_name, module: ``__qualname__`` and ``__module__`` of the class.
+        label: name of the function in messages.
     """
     from rlhf.interfaces import Reward
     from rlhf.types import Group, RewardResult, Trajectory
@@ -53,12 +53,12 @@ def reward_of_samples(
 
 
 def reward_value(value: Any, label: str, trajectory: Any) -> float | None:
-    """What a reward function returned for a sample: a finite number or None. Raises RewardError for anything else."""
+    """A reward function's return value for a sample, checked: a finite number or None. Raises RewardError otherwise."""
     if value is None:
         return None
     try:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer that is too large for a float
         number = math.inf
     if not math.isfinite(number):
         raise RewardError(

@@ -1,12 +1,13 @@
-"""What the metadata of the installed distributions says about plugins; none of them is imported."""
+"""Plugins in the metadata of the installed distributions. No plugin is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import importlib.metadata
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
-import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -16,22 +17,28 @@ from rlhf.plugins.entry import KINDS, Entry
 
 
 def entries(path: Sequence[str] | None = None) -> list[Entry]:
-    """One for each entry point in a group ``rlhf.X``; where no kind is called X, its status says so.
+    """One entry for each entry point in a group ``rlhf.X``. If no kind is called X, the entry's status says so.
 
     Args:
         path: folders in which to look for distributions, in place of ``sys.path``.
     """
-    offers: dict[str, tuple[Any, list[Entry]]] = {}
-    for found in importlib_metadata.distributions(**({} if path is None else {"path": [*path]})):
-        points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
-        if not points:
+    offers: dict[str, tuple[list[str], list[Entry]]] = {}
+    versions: dict[str, str] = {}
+    for found in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
+        if "[rlhf." not in (found.read_text("entry_points.txt") or ""):  # nothing is parsed of hundreds of others
             continue
-        name = found.metadata["Name"]  # parsed for plugins only: a hundred other distributions need not be
-        own = [Entry(p.group.removeprefix("rlhf."), p.name, name, found.version, p.value) for p in points]
-        offers.setdefault(canonicalize_name(name), (found, own))  # the first on the path, as for import
+        points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
+        metadata = found.metadata
+        name, its_version = metadata["Name"], metadata["Version"]
+        if canonicalize_name(name) in offers:  # the first on the path wins, as for import
+            continue
+        own = [Entry(p.group.removeprefix("rlhf."), p.name, name, its_version, p.value) for p in points]
+        offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or found.requires or [], own)
+        versions[canonicalize_name(name)] = its_version
+    version_of = cache(lambda name: versions.get(name) or version(name, path))
     read: list[Entry] = []
-    for found, own in offers.values():
-        status = _unmet(found.requires or (), offers, path) or "ok"
+    for texts, own in offers.values():
+        status = _unmet(texts, offers, version_of) or "ok"
         read += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
     return read
 
@@ -39,12 +46,12 @@ def entries(path: Sequence[str] | None = None) -> list[Entry]:
 def version(distribution: str, path: Sequence[str] | None = None) -> str | None:
     """Version of an installed distribution; None where there is none. ``path`` as for :func:`entries`."""
     if path is not None and canonicalize_name(distribution) != "rlhf-core":  # the core is the running one
-        for found in importlib_metadata.distributions(name=distribution, path=[*path]):
+        for found in importlib.metadata.distributions(name=distribution, path=[*path]):
             return found.version
     return requirements.installed_version(distribution)
 
 
-def _unmet(texts: Iterable[str], providers: Collection[str], path: Sequence[str] | None) -> str:
+def _unmet(texts: Iterable[str], providers: Collection[str], version_of: Callable[[str], str | None]) -> str:
     """The first requirement on a distribution of this project, or on another plugin, that is not met."""
     for text in texts:
         try:
@@ -53,11 +60,11 @@ def _unmet(texts: Iterable[str], providers: Collection[str], path: Sequence[str]
             return f"has the unreadable requirement {text!r}"
         name = canonicalize_name(requirement.name)
         ours = name.startswith("rlhf-") or name in providers
-        if ours and (problem := requirements.unmet(requirement, version(name, path))):
+        if ours and (problem := requirements.unmet(requirement, version_of(name))):
             return problem
     return ""
 
 
 def _unknown_kind(kind: str) -> str:
-    """Status of an entry in a group that no kind reads: nothing would ever find it."""
+    """Status of an entry in a group that belongs to no kind, so that no lookup can find it."""
     return "" if kind in KINDS else f"no kind is called {kind!r}.{did_you_mean(kind, KINDS)}"

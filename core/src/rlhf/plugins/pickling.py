@@ -1,7 +1,7 @@
 """A resolved plugin pickles as its reference, never as code.
 
-The process that unpickles it resolves the same kind, name, distribution and version again, and refuses another version;
-a file travels as text with its SHA-256.
+The process that unpickles it resolves the same kind, name, distribution and version again, and refuses another version.
+A file is pickled as its text and SHA-256.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf.plugins.resolved import FILE, Resolved
 
 
 def _reduce(plugin: Resolved) -> tuple[Any, ...]:
-    """What to call, with which arguments, where it is unpickled."""
+    """The function to call when unpickling, and its arguments."""
     options = dict(plugin.options)
     if plugin.distribution == FILE:
         return _resolve_text, (plugin.kind, plugin.ref, plugin.path, plugin.text, options)

@@ -1,10 +1,10 @@
-"""References: what a user writes to select a plugin of any kind.
+"""References: the text with which a user selects a plugin of any kind.
 
 =============================  ====================================================================
 ``math``                       the installed plugin of that name
 ``plugin:math``                the same
-``rlhf-plugin-math/math``      the one of that distribution, where several offer the name
-``file:reward.py``             the one component that the file defines; nothing to package or install
+``rlhf-plugin-math/math``      the plugin of that distribution, if several offer the name
+``file:reward.py``             the one component that the file defines, without packaging
 ``file:reward.py:Score``       the class (or, for rewards, function) of that name in the file
 ``model:PATH``                 rewards only: the plugin ``model`` with the option ``model = "PATH"``
 ``http://...``                 rewards and environments: the plugin ``http`` with the option ``url``
@@ -43,7 +43,7 @@ class Reference:
 
 
 def check_kind(kind: str) -> None:
-    """Raises ConfigError where there is no such kind."""
+    """Raises ConfigError if there is no such kind."""
     if kind not in KINDS:
         raise ConfigError(
             f"no kind of plugin is called {kind!r}; kinds are {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
@@ -51,9 +51,9 @@ def check_kind(kind: str) -> None:
 
 
 def parse_reference(kind: str, text: str) -> Reference:
-    """Parse a reference; looks nothing up.
+    """Parse a reference without looking anything up.
 
-    Raises ConfigError: the text fits no form above, or a form that this kind does not have.
+    Raises ConfigError: the text has none of the forms above, or a form that this kind does not have.
     """
     check_kind(kind)
     scheme, colon, rest = text.partition(":")

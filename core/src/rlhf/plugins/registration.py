@@ -1,7 +1,7 @@
-"""From a plugin's module to its classes: pluggy introduces them, and each is checked before it is used.
+"""From a plugin's module to its classes: pluggy calls the hooks, and each class is checked before it is used.
 
-pluggy alone would accept a misspelled hook in silence, import everything at once, and let one of two plugins of the
-same name win. So a manager is made per module, pending hooks are an error, and hooks are called one by one.
+pluggy alone would ignore a misspelled hook silently, import all plugins at once, and pick one of two plugins with the
+same name. Therefore each module has its own manager, unknown hooks are an error, and hooks are called one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf.plugins.references import NAME
 
 
 def first_cause(error: BaseException) -> str:
-    """The exception at the root of the chain, and where it was raised."""
+    """The first exception of the chain, and where it was raised."""
     while (inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         error = inner
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -30,7 +30,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def import_plugin(module: str, what: str) -> ModuleType:
-    """Import a plugin's module. Raises PluginImportFailed with the first cause, whatever was raised."""
+    """Import a plugin's module. Raises PluginImportFailed with the first cause of any exception."""
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as cause:
@@ -38,10 +38,10 @@ def import_plugin(module: str, what: str) -> ModuleType:
 
 
 def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[Any]]:
-    """What the module's ``rlhf_register_<kind>`` functions return, checked to be components of that kind.
+    """The classes that the module's ``rlhf_register_<kind>`` functions return, checked to be components of that kind.
 
-    Raises PluginInvalid: a hook of unknown name or signature, no hook for this kind, or a hook that raises or returns
-    something else than a list of classes of its kind.
+    Raises PluginInvalid: a hook of unknown name or signature, no hook for this kind, or a hook that raises or does not
+    return a list of classes of its kind.
     """
     hook = HOOK_PREFIX + kind
     manager = PluginManager("rlhf")
@@ -71,7 +71,7 @@ def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[An
 
 
 def pick(classes: list[type[Any]], kind: str, name: str, what: str) -> type[Any]:
-    """The class of that name. Raises PluginInvalid where there is none, or more than one."""
+    """The class of that name. Raises PluginInvalid if there is none, or more than one."""
     found = [cls for cls in classes if cls.name == name]
     if len(found) == 1:
         return check_class(kind, found[0], what)
@@ -84,35 +84,47 @@ def pick(classes: list[type[Any]], kind: str, name: str, what: str) -> type[Any]
 
 
 def check_class(kind: str, cls: Any, what: str) -> type[Any]:
-    """The class itself, if it is a usable component of that kind. Raises PluginInvalid saying what is missing."""
-    from rlhf.interfaces import ComponentConfig
-
+    """Returns ``cls`` if it is a usable component of that kind. Raises PluginInvalid saying what is missing."""
     check_kind_of(kind, cls, what)
     if not isinstance(cls.name, str) or not NAME.fullmatch(cls.name):
         raise PluginInvalid(
             f"{what}: {_where(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
             f"name = {re.sub(r'[^a-z0-9_]+', '_', str(cls.name or cls.__name__).lower())!r}"
         )
-    config = cls.Config
-    if not isinstance(config, type) or not issubclass(config, ComponentConfig):
-        raise PluginInvalid(
-            f"{what}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
-        )
+    _check_config(kind, cls, what)
     if missing := abstract_methods(cls):
         raise PluginInvalid(f"{what}: {_where(cls)} does not define {', '.join(missing)}, which every {kind} must have")
     result: type[Any] = cls
     return result
 
 
+def _check_config(kind: str, cls: type[Any], what: str) -> None:
+    """Raises PluginInvalid for a ``Config`` of another base, and for any ``Config`` where the kind has no options."""
+    from rlhf.interfaces import interface
+
+    if not hasattr(interface(kind), "Config"):
+        if hasattr(cls, "Config"):
+            raise PluginInvalid(f"{what}: {_where(cls)} has a Config, but a {kind} has no options. Remove the Config")
+        return
+    from rlhf.interfaces import ComponentConfig
+
+    config = cls.Config
+    if not isinstance(config, type) or not issubclass(config, ComponentConfig):
+        raise PluginInvalid(
+            f"{what}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
+        )
+
+
 def check_kind_of(kind: str, cls: Any, what: str) -> None:
     """Raises PluginInvalid unless ``cls`` is a class of this kind's interface."""
-    from rlhf.interfaces import KINDS as INTERFACES
+    from rlhf.interfaces import interface
 
-    expected = f"a subclass of rlhf.interfaces.{INTERFACES[kind].__name__}"
+    wanted = interface(kind)
+    expected = f"a subclass of rlhf.interfaces.{wanted.__name__}"
     if not isinstance(cls, type):
-        instance = " (an instance: return the class itself)" if isinstance(cls, tuple(INTERFACES.values())) else ""
+        instance = " (an instance: return the class itself)" if kind_of(type(cls)) else ""
         raise PluginInvalid(f"{what}: expected {expected}, got {cls!r}{instance}")
-    if not issubclass(cls, INTERFACES[kind]):
+    if not issubclass(cls, wanted):
         other = kind_of(cls)
         is_what = f"is of kind {other}" if other else f"derives from {', '.join(b.__name__ for b in cls.__bases__)}"
         raise PluginInvalid(f"{what}: {_where(cls)} {is_what}; kind {kind} needs {expected}")
@@ -122,11 +134,11 @@ def kind_of(cls: type[Any]) -> str:
     """The kind whose interface a class derives from, or an empty string."""
     from rlhf.interfaces import KINDS as INTERFACES
 
-    return next((kind for kind, interface in INTERFACES.items() if issubclass(cls, interface)), "")
+    return next((kind for kind, base in INTERFACES.items() if issubclass(cls, base)), "")
 
 
 def abstract_methods(cls: type[Any]) -> list[str]:
-    """Abstract methods that a class leaves undefined. (``Component`` is no ``ABC``, so Python itself does not look.)"""
+    """Abstract methods that a class does not define. (``Component`` is not an ``ABC``, so Python does not check it.)"""
     return sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
 
 
@@ -135,7 +147,7 @@ def _where(cls: type[Any]) -> str:
 
 
 def _explain(cause: PluginValidationError, module: ModuleType) -> str:
-    """pluggy's text, and for a hook that does not exist the nearest one."""
+    """pluggy's message; for an unknown hook, a message with the most similar hook."""
     known = [HOOK_PREFIX + kind for kind in KINDS]
     for name in vars(module):
         if hasattr(vars(module)[name], "rlhf_impl") and name not in known:

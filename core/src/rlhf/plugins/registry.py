@@ -1,4 +1,4 @@
-"""``Plugins``: what is installed, and from a reference to a checked class."""
+"""``Plugins``: lists the installed plugins and resolves a reference to a checked class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Texts = list[str]  # inside the class, ``list`` is its method
 
 
 class Plugins:
-    """The plugins of this process: a value that a run makes once and passes down. Make it with :meth:`discover`."""
+    """The plugins of this process. A run makes one object with :meth:`discover` and passes it on."""
 
     def __init__(self, entries: Iterable[Entry] = (), path: Sequence[str] | None = None) -> None:
         self._entries = list(entries)
@@ -47,8 +47,8 @@ class Plugins:
         """Read the metadata of the installed distributions; import none of them.
 
         Args:
-            path: folders in which to look for distributions, in place of ``sys.path``. (Importing, later, is
-                Python's own and always follows ``sys.path``.)
+            path: folders in which to look for distributions, in place of ``sys.path``. (Imports still use
+                ``sys.path``.)
         """
         return cls(installed.entries(path), path)
 
@@ -66,10 +66,11 @@ class Plugins:
         return listed
 
     def register(self, kind: str, cls: type[Any], distribution: str = IN_PROCESS) -> type[Any]:
-        """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook's
-        cell run twice) replaces it. Returns the class, so it can be used as a decorator's body.
+        """Offer a class of this process, for tests and notebooks. Registering the same class again (a notebook cell
+        that runs twice) replaces it. Returns the class, so that a decorator can return it.
 
-        Raises PluginInvalid: the class is no usable component of that kind. PluginConflict: another class has the name.
+        Raises PluginInvalid: the class is not a usable component of that kind. PluginConflict: another class has the
+        name.
         """
         check_kind(kind)
         check_class(kind, cls, f"{kind} registered by {distribution!r}")
@@ -84,20 +85,20 @@ class Plugins:
         return cls
 
     def extended(self, kind: str, cls: type[Any]) -> Plugins:
-        """A copy that also offers a class of this process; this value stays as it is. Raises as :meth:`register`."""
+        """A copy that also offers a class of this process. ``self`` does not change. Raises as :meth:`register`."""
         copy = Plugins(self._entries, self._path)
         copy._registered, copy._classes, copy._files = dict(self._registered), dict(self._classes), dict(self._files)
         copy.register(kind, cls)
         return copy
 
     def resolve(self, kind: str, ref: str) -> Resolved:
-        """Import what a reference names, and check it.
+        """Import and check the class that a reference names.
 
         Raises:
-            ConfigError: not a reference.
-            PluginNotFound, PluginConflict: the name is offered by nobody, or by several.
-            PluginVersionMismatch: requirements of its distribution are not met; found before importing.
-            PluginImportFailed, PluginInvalid: its module cannot be imported, or registers something else.
+            ConfigError: ``ref`` is not a reference.
+            PluginNotFound, PluginConflict: no plugin, or more than one, has the name.
+            PluginVersionMismatch: requirements of its distribution are not met (found before importing).
+            PluginImportFailed, PluginInvalid: its module cannot be imported, or does not register a valid class.
         """
         reference = parse_reference(kind, ref)
         if reference.scheme == "file":
@@ -118,13 +119,14 @@ class Plugins:
 
     @staticmethod
     def manifest(resolved: Iterable[Resolved]) -> Manifest:
-        """What identifies the plugins of a run: kind, name, distribution, version; for files also SHA-256."""
+        """The identity of a run's plugins: kind, name, distribution, version; for files also SHA-256."""
         return [r.manifest() for r in resolved]
 
     def verify(self, manifest: Iterable[Mapping[str, str]]) -> None:
-        """Compare a manifest with what is installed here; imports nothing.
+        """Compare a manifest with the installed plugins, without importing any.
 
-        Raises PluginVersionMismatch: every plugin that is missing, of another version, or (files) of other content.
+        Raises PluginVersionMismatch, naming every plugin that is missing, has another version or, for files, other
+        content.
         """
         problems = [problem for item in manifest if (problem := self._difference(item))]
         if problems:
@@ -135,7 +137,7 @@ class Plugins:
         check_requirements(texts, lambda name: installed.version(name, self._path), self._path)
 
     def how_to_install(self, distribution: str) -> str:
-        """`` Try: pip install DISTRIBUTION``; empty where it is installed, or not known to exist."""
+        """`` Try: pip install DISTRIBUTION``; empty if it is installed, or not known to exist."""
         name = canonicalize_name(distribution)
         here = any(canonicalize_name(e.distribution) == name for e in self._entries)
         return f" Try: pip install {distribution}" if name in published(self._path) and not here else ""
@@ -242,7 +244,7 @@ class Plugins:
         )
 
     def _adapt(self, reference: Reference, source: SourceFile, broken: Texts) -> type[Any] | None:
-        """The class that the one adapter which recognises the file makes of it; None where none does."""
+        """The class that an adapter makes of the file; None if no adapter recognises the file."""
         kind, takers = reference.kind, []
         for entry in self._all():
             if entry.kind != "adapter":
@@ -252,7 +254,7 @@ class Plugins:
                     adapter = self.resolve("adapter", f"{entry.distribution}/{entry.name}").cls()
                     if adapter.recognises(kind, source.text):
                         takers.append((entry, adapter))
-            except PluginError as cause:  # nobody selected this adapter: it matters only if no other takes the file
+            except PluginError as cause:  # not selected by the user: reported only if no other adapter takes the file
                 broken.append(str(cause))
         if len(takers) > 1:
             raise PluginConflict(
@@ -269,7 +271,7 @@ class Plugins:
 
 
 def distribution_of(name: str) -> str:
-    """What the distribution of a plugin is called by convention."""
+    """Conventional name of a plugin's distribution."""
     return f"rlhf-plugin-{name.replace('_', '-')}"
 
 

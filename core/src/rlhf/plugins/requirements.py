@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
-import importlib_metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -16,24 +17,24 @@ META = "rlhf-kit"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution. For ``rlhf-core`` it is that of the code which is running."""
+    """Version of an installed distribution. For ``rlhf-core`` it is the version of the running code."""
     if canonicalize_name(distribution) == "rlhf-core":
         return rlhf.__version__
     try:
-        return importlib_metadata.version(distribution)
-    except importlib_metadata.PackageNotFoundError:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def published(path: Sequence[str] | None = None) -> frozenset[str]:
-    """Distributions that are known to exist: those that ``rlhf-kit`` requires or has as an extra. No other may be named
-    after ``pip install``, as anybody can publish a package of a free name. Empty where ``rlhf-kit`` is not installed.
+    """Distributions that are known to exist: those that ``rlhf-kit`` requires, also in its extras. Messages suggest
+    ``pip install`` for these only, because anybody can publish a package under a free name. Empty if ``rlhf-kit`` is
+    not installed.
 
     Args:
         path: folders in which to look for ``rlhf-kit``, in place of ``sys.path``.
     """
-    where = {} if path is None else {"path": [*path]}
-    for found in importlib_metadata.distributions(name=META, **where):
+    for found in importlib.metadata.distributions(name=META, path=[*(sys.path if path is None else path)]):
         return frozenset(canonicalize_name(Requirement(text).name) for text in found.requires or ())
     return frozenset()
 

@@ -1,4 +1,4 @@
-"""What is known of a plugin after it was imported and checked."""
+"""A plugin that was imported and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "file"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A plugin's class, imported and checked, with where it came from.
+    """A plugin's class, imported and checked, with its origin.
 
     Pickles as its reference (:mod:`rlhf.plugins.pickling`).
     """
@@ -29,19 +29,19 @@ class Resolved:
     ref: str
     """The reference as the user wrote it."""
     sha256: str = ""
-    """Of the file's bytes, or of the source of a class of this process; empty for installed plugins."""
+    """SHA-256 of the file's bytes, or of the source of a class of this process; empty for installed plugins."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the reference itself sets: ``model:PATH`` is the plugin ``model`` with ``{"model": PATH}``."""
     path: str = ""
     """The file of a ``file:`` reference."""
     text: str = field(default="", repr=False)
-    """Its source, as read."""
+    """Source text of that file, as read."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
 
     def manifest(self) -> dict[str, str]:
-        """What identifies this plugin in a run's ``manifest.json``."""
+        """Identity of this plugin in a run's ``manifest.json``."""
         item = {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
         if self.distribution == FILE:
             item |= {"ref": self.ref, "sha256": self.sha256}
@@ -51,9 +51,9 @@ class Resolved:
 
 
 def source_sha256(cls: type[Any]) -> str:
-    """SHA-256 (hexadecimal) of the source of a class of this process, or of what it was made from (its attribute
-    ``made_from``: a function). Of the compiled code where the source of a function is not known; empty where nothing
-    is."""
+    """SHA-256 (hexadecimal) of the source of a class of this process, or of the function that it was made from (its
+    attribute ``made_from``). If a function's source is not known, the SHA-256 of its compiled code; empty if that is
+    not known either."""
     source = getattr(cls, "made_from", cls)
     try:
         return hashlib.sha256(inspect.getsource(source).encode()).hexdigest()

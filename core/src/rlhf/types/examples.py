@@ -1,21 +1,31 @@
-"""Tokenised rows: what offline algorithms assemble."""
+"""Tokenised rows, the input of offline algorithms' ``assemble``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.types import Row
+from rlhf.types.arrays import IntArray, int_array
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """One tokenised sequence with the mask of the tokens to train on."""
 
-    ids: list[int]
+    ids: IntArray
+    """``array("i")``; the constructor takes any sequence of ints."""
     loss_mask: list[bool]
     role: int = 0
     """0 = demonstration or chosen, 1 = rejected, ..."""
+
+    if TYPE_CHECKING:  # the constructor takes more types than the field has
+
+        def __init__(self, ids: Ints[int], loss_mask: list[bool], role: int = 0) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", int_array(self.ids, "Sequence.ids"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +35,5 @@ class Example:
     row: Row
     sequences: list[Sequence]
     values: dict[str, Any] = field(default_factory=dict)
-    """Further values of the data form. ``labels``: ``label``, bool. ``pairs``: ``margin``, float, where there is such a
+    """Further values of the data form. ``labels``: ``label``, bool. ``pairs``: ``margin``, float, if the data has that
     column. ``steps``: ``steps``, [(position in ``ids`` of the token that ends a step, label in 0..1), ...]."""

@@ -1,16 +1,18 @@
-"""What a generator is asked for, and what an environment answers."""
+"""Requests to a generator, and the result of an environment's step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rlhf.types.arrays import IntArray, int_array
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Log-probs are of the distribution they are drawn from: after ``temperature`` and, where
-    ``top_p``, ``top_k`` or ``min_p`` leave tokens out, renormalised over those that are left."""
+    """Sampling parameters. Log-probs are of the distribution that tokens are drawn from: after ``temperature`` and, if
+    ``top_p``, ``top_k`` or ``min_p`` exclude tokens, renormalised over the remaining tokens."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -21,26 +23,38 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    """Sample on to ``max_new_tokens``; benchmarks only."""
+    """Do not stop at the end token but at ``max_new_tokens``; for benchmarks only."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sample to draw. Equal ``ids`` in one call share their prefill."""
+    """One sample to draw. Requests with equal ``ids`` in one call share their prefill; ``ids.tobytes()`` is a key that
+    finds them.
 
-    ids: tuple[int, ...]
+    The constructor takes any sequence of ints for ``ids``; it raises as :class:`~rlhf.types.Turn` does.
+    """
+
+    ids: IntArray
+    """``array("i")``, one int a token. Requests may share one array."""
     seed: int
     sampling: Sampling
+
+    if TYPE_CHECKING:  # the constructor takes more types than the field has
+
+        def __init__(self, ids: Sequence[int], seed: int, sampling: Sampling) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", int_array(self.ids, "GenerationRequest.ids"))
 
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What an environment answers to one action."""
+    """An environment's answer to one action."""
 
     observation: str = ""
     reward: float = 0.0
     done: bool = False
     sampling: Sampling | None = None
     """Replaces the sampling parameters from the next turn on. In training it may change ``max_new_tokens``,
-    ``temperature`` (above 0) and what ends a turn; tokens that ``[sampling]`` allows stay allowed."""
+    ``temperature`` (above 0) and the stop conditions. It may not exclude tokens that ``[sampling]`` allows."""
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a step of learning consists of: annotations of the batch, updates of roles, snapshots."""
+"""The parts of a learning step: annotations of the batch, updates of roles, snapshots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhf.types.losses import Head
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """``column := role's output on the batch``, computed without gradient before the update."""
+    """``column := output of role on the batch``, computed without gradient before the update."""
 
     role: str
     output: str | Head
     column: str
     view: str = "live"
     per_row: bool = True
-    """Each sequence is a function of one data row; False where the algorithm puts rows together."""
+    """Each sequence depends on one data row only. False if the algorithm combines rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,14 @@ class Update:
     coef: Mapping[str, float] = field(default_factory=dict)
     """Coefficients that change over the run (adaptive KL); a loss reads them as ``x.coef[name]``."""
     live: Mapping[str, str] = field(default_factory=dict)
-    """{column: output}: where the column is not in the batch, it is the detached live output. Refused unless
-    the update has exactly one optimizer step, where both are equal by definition."""
+    """{column: output}: a column that is not in the batch is the detached live output. Refused unless the update has
+    exactly one optimizer step, because only then both are equal by definition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``role := share source + (1 - share) role``, of the weights (reference := policy, where ``share`` is 1)."""
+    """Weights of ``role`` := ``share`` * weights of ``source`` + (1 - ``share``) * weights of ``role``. With ``share``
+    1, ``role`` becomes a copy (reference := policy)."""
 
     role: str
     source: str

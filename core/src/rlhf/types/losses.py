@@ -1,4 +1,4 @@
-"""What a loss declares, reads off the model and returns."""
+"""The declarations of a loss: how values are reduced, which outputs of the model it reads, what it returns."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Something read off the model at the tokens of a mask, chunk by chunk; no [T, V] tensor exists.
+    """A function of the model's outputs at the tokens of a mask, computed chunk by chunk, so that no [T, V] tensor
+    exists.
 
-    ``fn(logits_CV, ids_C, columns, constants) -> [C, ...]`` gets tempered fp32 logits (for scalar and classes
-    heads: the head's fp32 outputs, not tempered), the chunk's token ids, and the chunk's slice of each column
-    in ``columns``. It is recomputed in the backward pass. ``constants[role]`` of each role in ``lent`` is its
-    :class:`rlhf.ops.heads.OutputHead`.
+    ``fn(logits_CV, ids_C, columns, constants) -> [C, ...]`` gets fp32 logits divided by the temperature (for scalar and
+    classes heads: the head's fp32 outputs, without temperature), the chunk's token ids, and the chunk's slice of each
+    column in ``columns``. It is recomputed in the backward pass. For each role in ``lent``, ``constants[role]`` is that
+    role's :class:`rlhf.ops.heads.OutputHead`.
     """
 
     name: str
     fn: Callable[..., Any]
     over: str = "loss_mask"
     at: Literal["before", "at"] = "before"
-    """``before``: the outputs that predict token t (log-probs, entropy, values), at the temperature token t was drawn
-    at. ``at``: read off after token t, from which nothing was drawn yet: never tempered."""
+    """``before``: the outputs that predict token t (log-probs, entropy, values), at the temperature at which token t
+    was drawn. ``at``: the outputs after token t, without temperature."""
     columns: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     reads: Literal["logits", "hidden"] = "logits"
-    """``hidden``: the fp32 hidden states [C, H] that the output head would read, in place of the logits."""
+    """``hidden``: ``fn`` gets the fp32 hidden states [C, H], the input of the output head, instead of the logits."""
     lent: tuple[str, ...] = ()
-    """Roles whose output heads it computes with (:class:`Lent`)."""
+    """Roles whose output heads ``fn`` computes with (:class:`Lent`)."""
 
 
 Level = Literal["token", "sequence", "unit"]
@@ -66,9 +67,9 @@ Level = Literal["token", "sequence", "unit"]
 
 @dataclass(slots=True)
 class LossOutput:
-    """Values per token [A], sequence [S] or unit [U] for each declared term; no masks, denominators or sums."""
+    """Values per token [A], sequence [S] or unit [U] for each declared term, before masks, denominators and sums."""
 
     terms: dict[str, Any]
     metrics: Mapping[str, tuple[Level, Any] | tuple[Level, Any, Any]] = field(default_factory=dict)
-    """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch; {name:
-    (level, values, where)}: over those where the bool ``where`` is True, and left out where none is."""
+    """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch. {name:
+    (level, values, where)}: the mean only where the bool ``where`` is True; not reported if it is True nowhere."""

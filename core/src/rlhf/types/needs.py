@@ -1,8 +1,9 @@
-"""What an algorithm needs of a run before its first step: data, models, samples; and how large batches can get."""
+"""The data, models and samples that an algorithm needs, and the options of the run that it is given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 DataForm = Literal["prompts", "demonstrations", "pairs", "labels", "steps"]
@@ -17,15 +18,15 @@ class RoleSpec:
     """``lm`` | ``scalar`` | ``classes:N``."""
     trained: bool = False
     like: str | None = None
-    """Start from this role's model where the run file names none."""
+    """Start from this role's model if the run file names none."""
     model: str | None = None
-    """Path or hub name, where the declaring plugin knows it (a reward plugin's own option)."""
+    """Path or hub name, if the declaring plugin knows it (from an option of a reward plugin)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
     """Role ``to`` computes with the output head of role ``role`` (:attr:`Head.lent`), a language model that is not
-    trained. It is handed over once, after the models are loaded."""
+    trained. The head is copied to ``to`` once, after the models are loaded."""
 
     role: str
     to: str = "policy"
@@ -33,7 +34,7 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm cannot do without, as a function of its config."""
+    """The requirements of an algorithm, computed from its config."""
 
     roles: tuple[RoleSpec, ...]
     group_min: int = 1
@@ -42,13 +43,25 @@ class Needs:
     rows_min: int = 1
     """Smallest ``data.batch_size``."""
     reward: bool = True
-    """Data form ``prompts``: False where it learns from samples that nobody scored; they reach ``assemble`` with
+    """Data form ``prompts``: False if the algorithm learns from samples without a reward. ``assemble`` gets them with
     ``Trajectory.reward = None``."""
     given: float = 0.0
     """Data form ``prompts``, without a reward: share of the rows, from 0 to below 1, whose group is one trajectory with
-    the row's own answer (:attr:`Turn.given`) in place of samples. Which rows is a function of the run's seed and the
-    group's number. They are neither scored nor filtered."""
+    the answer in the data (:attr:`Turn.given`) instead of samples. The run's seed and the group's number decide which
+    rows. Their groups are neither scored nor filtered."""
     lent: tuple[Lent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options outside of ``[algorithm]`` that an algorithm needs to lay out batches."""
+
+    max_tokens: int | None = None
+    """``data.max_tokens``. No row and no sample is longer; sequences that an algorithm makes itself must not be longer
+    either. None: no limit."""
+    step_sources: Mapping[str, float] = field(default_factory=dict)
+    """{reward source with ``credit = "step"``: its weight}. An algorithm on prompts passes it to
+    :func:`rlhf.ops.trajectories.assemble`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +69,9 @@ class OnlineShape:
     """How large batches and answers of an online run can get."""
 
     trajectories: int
-    """Of a whole batch: ``data.batch_size`` times ``sampling.samples_per_prompt``."""
+    """In a batch: ``data.batch_size`` times ``sampling.samples_per_prompt``."""
     answer_tokens: int
-    """Own tokens that an answer can have: ``sampling.max_new_tokens``, times the turns in an environment, within
-    ``data.max_tokens``."""
+    """Largest number of tokens that the policy can sample for one answer: ``sampling.max_new_tokens``, times the turns
+    in an environment, at most ``data.max_tokens``."""
     most_tokens: int
-    """Own tokens that no answer exceeds, whatever the rollout does."""
+    """Upper bound of the tokens that the policy samples for one answer, for every rollout."""

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 
 class RowLayout(Protocol):
-    """How the columns of a source are read."""
+    """How the fields of a row are read from the columns of its source."""
 
     def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """{field: value} of a row, from its columns."""
+        """{field: value} of a row with these columns."""
 
     def name(self, field: str) -> str:
-        """The column of a field, for messages."""
+        """Name of the column that holds ``field``, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Row:
     index: int
     """Position in that source, from 0; ``(source, index)`` identifies the row across a resume."""
     layout: RowLayout | None = field(default=None, compare=False, repr=False)
-    """How its source's columns are read, where they are not those that the run file names."""
+    """How the columns of its source are read, if they are not the columns that the run file names."""
 
     def __getitem__(self, name: str) -> Any:
         try:

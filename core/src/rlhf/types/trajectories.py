@@ -1,10 +1,12 @@
-"""What the policy does with a row: turns of tokens, trajectories of turns, groups of trajectories, each scored."""
+"""Samples: turns of tokens, trajectories of turns, groups of trajectories, and their rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf.types.arrays import FloatArray, IntArray, float_array, int_array
 from rlhf.types.rows import Row
 
 Finish = Literal["stop", "length", "abort"]
@@ -12,44 +14,76 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Turn:
-    """A run of tokens of one origin: the context given to the policy, what it sampled, or what it observed.
+    """Consecutive tokens of one origin: context for the policy, tokens it sampled, or an observation.
 
-    Text that is trained on is never tokenised again: ``ids`` are the tokens the model saw or chose.
+    Text is never tokenised again for training: ``ids`` are the tokens that the model saw or sampled.
+
+    Any sequences of ints and floats become arrays: ``Turn(ids=[5, 7], sampled=False)``. Samples of one prompt may share
+    an array: make or assign a new one, do not change an array in place.
+
+    Raises TypeError or ValueError where ``ids`` holds something else than ints below 2**31, and TypeError where
+    ``logprobs`` holds something else than numbers.
     """
 
-    ids: list[int]
+    ids: IntArray
+    """``array("i")``, one int a token."""
     sampled: bool
-    """True where the policy chose these tokens, or they stand for its choice (:attr:`given`); False for prompt,
-    environment and tool tokens."""
-    logprobs: list[float] | None = None
-    """Per token, of the sampling distribution, as the generator reports it; sampled turns only."""
+    """True if the policy sampled these tokens, or if they replace its samples (:attr:`given`). False for tokens of the
+    prompt, the environment and tools."""
+    logprobs: FloatArray | None = None
+    """``array("f")``: the log-prob of each token under the sampling distribution, as the generator
+    reports it; sampled turns only."""
     versions: tuple[tuple[int, int], ...] = ()
-    """((first token, weight version), ...): which weights chose the tokens from there on."""
+    """((first token, weight version), ...): the version of the weights that sampled the tokens from there on."""
     finish: Finish | None = None
     """Why sampling ended: ``stop`` (end token or stop string), ``length`` (budget used up), ``abort``."""
     temperature: float = 1.0
     reward: float | None = None
-    """Reward an environment gave for this (sampled) turn."""
+    """Reward from an environment for this sampled turn."""
     text: str = ""
-    """Decoded, special tokens left out; rewards and environments read this."""
+    """Decoded text without special tokens. Rewards and environments read it."""
     fresh: bool = False
-    """The context was rewritten here (compaction, stripped thinking): a new sequence, same trajectory."""
+    """The context was rewritten before this turn (compaction, stripped thinking): a new sequence begins in the same
+    trajectory."""
     given: bool = False
-    """A sampled turn that nobody sampled: an answer that the data gives, which stands where the policy's would."""
+    """An answer from the data in place of a sample of the policy. ``sampled`` is also True."""
+
+    if TYPE_CHECKING:  # the constructor takes more types than the fields have
+
+        def __init__(
+            self,
+            ids: Sequence[int],
+            sampled: bool,
+            logprobs: Sequence[float] | None = None,
+            versions: tuple[tuple[int, int], ...] = (),
+            finish: Finish | None = None,
+            temperature: float = 1.0,
+            reward: float | None = None,
+            text: str = "",
+            fresh: bool = False,
+            given: bool = False,
+        ) -> None: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "ids":
+            value = int_array(value, "Turn.ids")
+        elif name == "logprobs" and value is not None:
+            value = float_array(value, "Turn.logprobs")
+        object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)
 class RewardResult:
-    """What one reward source says about one trajectory. ``value=None`` means not applicable: the source is
-    left out of this trajectory's sum, and a trajectory without any value leaves its group's baseline."""
+    """The result of one reward source for one trajectory. ``value=None`` means not applicable: the source is left out
+    of the trajectory's weighted sum. A trajectory without any value is left out of its group's baseline."""
 
     value: float | None
     score: float | None = None
-    """Used by the dynamic filter before any penalty; ``value`` where absent."""
+    """Read by the dynamic filter, without penalties. None: the filter reads ``value``."""
     steps: tuple[tuple[int, int, float], ...] = ()
     """((turn, token in turn, value), ...): process rewards."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Anything of JSON: kept with the sample; the means of its numbers are metrics, ``reward/SOURCE/info/KEY``."""
+    """JSON values that are stored with the sample. The means of numbers are metrics, ``reward/SOURCE/info/KEY``."""
 
 
 Status = Literal["ok", "truncated", "failed"]
@@ -67,11 +101,11 @@ class Trajectory:
     rewards: dict[str, RewardResult] = field(default_factory=dict)
     """By the name of the reward source."""
     reward: float | None = None
-    """Weighted sum of the sources' values and the environment's turn rewards, before shaping."""
+    """Weighted sum of the sources' values, plus the environment's turn rewards, before shaping."""
     score: float | None = None
-    """What the dynamic filter reads: the weighted ``score`` of the sources, their ``value`` where one gave none."""
+    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score."""
     error: str = ""
-    """First cause, where ``status`` is ``failed``."""
+    """First cause, if ``status`` is ``failed``."""
 
     @property
     def prompt_text(self) -> str:
@@ -100,17 +134,17 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the policy itself chose: the only length that penalties count."""
+        """Number of tokens in sampled turns: the length that penalties use."""
         return sum(len(t.ids) for t in self.turns if t.sampled)
 
     @property
     def given(self) -> bool:
-        """Its answer is the data's (:attr:`Turn.given`)."""
+        """Whether the answer comes from the data (:attr:`Turn.given`)."""
         return any(turn.given for turn in self.turns)
 
     @property
     def truncated(self) -> bool:
-        """The last sampled turn ended because its token budget was used up."""
+        """Whether the last sampled turn ended because its token budget was used up."""
         last = next((t for t in reversed(self.turns) if t.sampled), None)
         return self.status == "truncated" or (last is not None and last.finish == "length")
 

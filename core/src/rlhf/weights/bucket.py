@@ -1,7 +1,7 @@
 """Buckets of named tensors.
 
-A bucket that is pickled with protocol 5 hands its bytes over out of band, so an object store holds them once and a
-reader on the same machine maps them without a copy.
+A bucket that is pickled with protocol 5 passes its bytes out of band, so an object store holds them once, and a reader
+on the same machine maps them without a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Bucket:
     tensors: tuple[tuple[str, Tensor], ...]
     """(Hugging Face name, tensor)."""
     fingerprints: tuple[str, ...]
-    """Of each tensor, computed by the sender."""
+    """Fingerprint of each tensor, computed by the sender."""
 
     @property
     def nbytes(self) -> int:
@@ -36,15 +36,15 @@ class Bucket:
         return _restore, (named, self.fingerprints)
 
     def received(self) -> dict[str, str]:
-        """{name: fingerprint} of the bytes as they are here, computed now, of the same kind as the sender's."""
+        """{name: fingerprint}, computed now from the bytes in this process, of the same kind as the sender's."""
         found = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))
         return dict(zip((name for name, _ in self.tensors), found, strict=True))
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, str]) -> Iterator[Bucket]:
-    """Group ``weights``, in order, into buckets of at most ``limit`` bytes; a larger tensor is alone in its own.
+    """Group ``weights``, in order, into buckets of at most ``limit`` bytes. A larger tensor has a bucket to itself.
 
-    ``sent`` is filled with the fingerprint of every tensor: what a receiver of all buckets must show.
+    ``sent`` is filled with the fingerprint of every tensor. A receiver of all buckets must report the same.
     """
     if limit < 1:
         raise TrainingError(f"a bucket of {limit} bytes holds nothing; the limit must be at least 1")

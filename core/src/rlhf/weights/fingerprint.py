@@ -1,8 +1,8 @@
-"""A short mark of a tensor's dtype, shape and bytes, by which a receiver shows what arrived.
+"""Fingerprints of a tensor's dtype, shape and bytes. A receiver of weights reports them to show what arrived.
 
-On the host it is XXH3. On a device, whose bytes would have to come to the host for that, it is a sum over 64-bit words,
-each mixed with its position; integer sums do not depend on their order, so every device gets the same one. Neither is
-meant against an adversary; they tell a stale, torn, swapped or rounded tensor from the one that was sent.
+On the host the fingerprint is XXH3. On a device it is a sum over 64-bit words, each mixed with its position, so that
+the bytes need not be copied to the host. Integer sums do not depend on their order, so every device computes the same
+one. Neither resists an adversary. Both detect a tensor that is old, partly overwritten, swapped or rounded.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import xxhash
 from torch import Tensor
 
 WORDS = "words-"
-"""How a mark begins that was computed from words; one of XXH3 has no such beginning."""
+"""Prefix of a fingerprint that was computed from words. A fingerprint by XXH3 has no prefix."""
 _CHUNK = 2**25
-"""Bytes mixed at once: the temporary tensors are of this size."""
+"""Bytes that are mixed at once, and so the size of the temporary tensors."""
 _GOLDEN, _MIX, _MIX_AGAIN = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed numbers."""
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """The mark that suits where the tensor lives: 16 hexadecimal digits, after :data:`WORDS` on a device."""
+    """The fingerprint: 16 hexadecimal digits, with the prefix :data:`WORDS` for a tensor on a device."""
     return marks([tensor])[0]
 
 
 def marks(tensors: Sequence[Tensor], like: str = "") -> list[str]:
-    """The mark of each tensor, all of one kind.
+    """The fingerprint of each tensor, all of one kind.
 
     Args:
-        like: a mark of the kind that is wanted; empty: of words where any of the tensors is on a device.
+        like: a fingerprint of the wanted kind. Empty: the kind computed from words if a tensor is on a device, else
+            XXH3.
     """
     devices = [t.device for t in tensors if t.device.type != "cpu"]
     if tensors and (like.startswith(WORDS) if like else devices):
@@ -42,7 +43,7 @@ def marks(tensors: Sequence[Tensor], like: str = "") -> list[str]:
 
 
 def host_bytes(tensor: Tensor) -> np.ndarray:
-    """uint8 array [nbytes], over the tensor's own memory where it is contiguous and on the host."""
+    """uint8 array [nbytes]. It shares the tensor's memory if the tensor is contiguous and on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -54,7 +55,7 @@ def _named(tensor: Tensor, data: bytes | memoryview) -> str:
 
 @torch.no_grad()
 def _sum_of_words(tensor: Tensor) -> Tensor:
-    """int64 []: the sum over words w at positions p of mix(w xor (p + 1) * golden), modulo 2^64, mix being the
+    """int64 []: the sum over words w at positions p of mix(w xor (p + 1) * golden), modulo 2^64. ``mix`` is the
     finaliser of SplitMix64."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -73,5 +74,5 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
 
 
 def _shift_in(z: Tensor, by: int) -> Tensor:
-    """``z ^= z >> by``, as if the numbers had no sign."""
+    """``z ^= z >> by``, as for unsigned numbers."""
     return z.bitwise_xor_((z >> by).bitwise_and_((1 << (64 - by)) - 1))

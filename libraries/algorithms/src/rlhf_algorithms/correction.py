@@ -1,9 +1,10 @@
-"""Correction for sampling with other numbers than the trainer's: w = exp(lp_old - lp_gen), a detached weight.
+"""Importance correction for the numerical mismatch of generator and trainer: w = exp(lp_old - lp_gen), a detached
+weight.
 
-Level x mode x band. The level says which ratio is looked at: of a token, of a sequence as the geometric mean over its
-tokens, of a sequence as the product. The mode says what happens outside the band [low, high]: ``truncate`` moves
-the weight to the nearer end, ``mask`` makes it 0. Losses multiply by the weight; the denominators of their means stay
-as they are, so masking a token does not make the others louder.
+Level x mode x band. The level chooses the ratio: of a token, of a sequence as the geometric mean over its tokens, or of
+a sequence as the product. The mode says what happens outside the band [low, high]: ``truncate`` moves the weight to the
+nearer end, ``mask`` makes it 0. Losses multiply by the weight. The denominators of their means do not change, so
+masking a token does not increase the weight of the others.
 
 ================  =========================  ===============  ==================================================
 preset            level, mode                band             source
@@ -52,16 +53,16 @@ PRESETS: dict[str, tuple[Level, Mode]] = {
     "mis": ("sequence_product", "mask"),
 }
 ONE_SIDED = {"low": 0.0, "high": 3.0}
-"""The band of ``mis``, where the run file gives none."""
+"""Default band of ``mis``."""
 
 
 class CorrectionConfig(ComponentConfig):
     """Train-inference correction: off, a preset, or a level and a mode."""
 
     preset: Literal["tis", "icepop", "seq_mask_tis", "mis"] | None = None
-    """A published combination of level and mode; leave ``level`` and ``mode`` out then."""
+    """A published combination of level and mode; do not set ``level`` and ``mode`` with it."""
     level: Level | None = None
-    """Which ratio decides: of the token, geometric mean of the sequence, product over the sequence."""
+    """The ratio that is used: of the token, geometric mean of the sequence, or product over the sequence."""
     mode: Mode | None = None
     """Outside the band: move the weight to the nearer end (``truncate``) or make it 0 (``mask``)."""
     low: float = Field(default=0.5, ge=0)

@@ -3,8 +3,8 @@
 With d = log pi(token) - log pi_ref(token) for tokens sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = d,  k2 = d^2/2,  k3 = exp(-d) - 1 + d.
 
-Deviations: (1) beyond -d = ``EXP_BOUND`` k3 continues along its tangent, so that values and gradients are finite for
-|d| up to 1e4 and the gradient never vanishes where the drift is largest (clamping the result does both wrongly).
+Deviations: (1) beyond -d = ``EXP_BOUND`` k3 continues along its tangent. So values and gradients are finite for |d| up
+to 1e4, and the gradient does not vanish where the difference is largest, as it would if the result were clamped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 
 EXP_BOUND = 10.0
-"""Largest argument of exp in k3; e^10 = 22026 is far beyond any estimate that means something."""
+"""Largest argument of exp in k3; e^10 = 22026 is far beyond any meaningful estimate."""
 
 
 def k1(d: Tensor) -> Tensor:
@@ -48,11 +48,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) ->
 
 
 class KLController:
-    """The coefficient beta: fixed, or adaptive where a target is given (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
+    """The coefficient beta: fixed, or adaptive if a target is given (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
 
-    Adaptive: e = clip(kl/target - 1, -0.2, 0.2); beta *= 1 + e N/horizon, with N the number of trajectories the
-    update really had. Deviations: (1) ``kl`` is the mean per action token of the configured estimator, so ``target``
-    is in nats per token. (2) An N so large that beta could reach 0 is an error, as beta would never come back.
+    Adaptive: e = clip(kl/target - 1, -0.2, 0.2); beta *= 1 + e N/horizon, where N is the number of trajectories of the
+    update. Deviations: (1) ``kl`` is the mean per action token of the configured estimator, so ``target`` is in nats
+    per token. (2) An N so large that beta could reach 0 is an error, because beta would then stay 0.
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = 10_000.0) -> None:
@@ -63,7 +63,7 @@ class KLController:
         return self.target is not None
 
     def update(self, kl: float, n: int) -> float:
-        """Take note of the KL measured on ``n`` trajectories; returns the new beta."""
+        """Adapt beta to the KL that was measured on ``n`` trajectories. Returns the new beta."""
         if self.target is not None and n:
             if 0.2 * n >= self.horizon:
                 raise TrainingError(

@@ -1,4 +1,4 @@
-"""KL to the reference as a loss term beside any loss."""
+"""KL to the reference as an additional term of any loss."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class WithKL(Loss):
     """``inner`` + ``x.coef["kl"]`` times the KL estimate per token; reads the column ``ref_logprobs``.
 
-    The KL term is averaged like the first term of ``inner``, or by ``token_mean`` where that is not per token. The
-    coefficient travels with every update, so an adaptive one works. ``kl_reference`` is reported, unweighted.
+    The KL term is averaged like the first term of ``inner``, or by ``token_mean`` if that term is not per token. Every
+    update carries the coefficient, so it may be adaptive. ``kl_reference`` is reported without the coefficient.
 
     ``unbiased``: the estimate of a token times rho = exp(lp - lp_old), with gradient (DeepSeek-V3.2, arXiv:2512.02556,
     section 3.1). For k3 the gradient of a term becomes rho d times that of lp, in expectation the KL's own. Deviations:

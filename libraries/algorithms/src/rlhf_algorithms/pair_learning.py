@@ -1,4 +1,4 @@
-"""Base of the algorithms that learn from given pairs: a subclass names its loss, and what else it needs."""
+"""Base class of the algorithms that learn from given pairs. A subclass names its loss and its further needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PairLearning(Algorithm):
-    """One optimizer step in every step of the run, on all its pairs, with the loss in the slot ``loss``. Complete
+    """One optimizer step per step of the run, on all pairs of the step, with the loss in the slot ``loss``. Complete
     example::
 
         class Mine(PairLearning):
@@ -29,11 +29,11 @@ class PairLearning(Algorithm):
     data = "pairs"
 
     def needs(self) -> Needs:
-        """The policy alone; override it for a reference, and ``annotations`` with it."""
+        """The policy only. For a reference, override this method and ``annotations``."""
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        """:func:`rlhf.ops.pairs.pack_pairs`, and how many pairs were left out. No batch where no pair is left."""
+        """:func:`rlhf.ops.pairs.pack_pairs`, and the number of pairs that were left out. None if no pair is left."""
         from rlhf.ops.pairs import pack_pairs
 
         batch = pack_pairs(examples)

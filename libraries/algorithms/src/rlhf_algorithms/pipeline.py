@@ -1,15 +1,15 @@
-"""From reward to advantage: the published order, every stage a function of its own.
+"""From reward to advantage: the stages in their published order, one function per stage.
 
 1. ``Trajectory.reward``, the weighted sum of the reward sources, enters as the column ``reward``.
-2. The dynamic filter has read ``score`` already, while the batch was gathered.
+2. The dynamic filter has already read ``score`` when the batch was collected.
 3. :func:`shape`: the shapers in their order; raw and shaped reward are both reported.
-4. :func:`subtract_kl` where the KL belongs before the baseline, then :func:`baseline`, the advantage's own.
+4. :func:`subtract_kl` if the KL is subtracted before the baseline, then :func:`baseline`, the advantage's own.
 5. :func:`clip_rewards`.
 6. :func:`token_rewards`: step rewards at their tokens, the rest at the last action token, minus beta KL per token.
 7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only.
 8. :func:`normalise`: over the whole rollout batch, weighted by tokens.
 
-An algorithm with another order overrides ``PolicyGradient.stages()`` and calls these functions as it likes.
+An algorithm with another order overrides ``PolicyGradient.stages()`` and calls these functions itself.
 
 Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 """
@@ -102,7 +102,7 @@ def baseline(batch: Batch, advantage: Advantage, r_U: Tensor) -> Tensor:
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:
-    """Stage 5: of the value after baseline, as the order says."""
+    """Stage 5: clip the values after the baseline."""
     return r_U if clip is None else r_U.clamp(*clip)
 
 
@@ -168,8 +168,9 @@ def normalise(values_N: Tensor, mask_N: Tensor, how: Literal["none", "center", "
 
 
 def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
-    """Raw, shaped and final rewards; how many groups have anything to tell apart. Where step rewards are placed at
-    tokens, ``reward/steps``, the mean of their sum over a trajectory, and ``reward/total``, with ``reward/mean``."""
+    """Raw, shaped and final rewards, and the share of groups whose rewards differ. If step rewards are placed at
+    tokens, also ``reward/steps``, the mean of their sum over a trajectory, and ``reward/total``, its sum with
+    ``reward/mean``."""
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
     placed_A = batch.tok["step_reward"][batch.tok["loss_mask"]] if "step_reward" in batch.tok else torch.zeros(0)
@@ -188,7 +189,7 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
 
 
 def length_metrics(batch: Batch) -> Metrics:
-    """In the policy's own tokens."""
+    """Lengths of answers, in tokens that the policy sampled."""
     own_U = batch.unit["own_tokens"].double()
     return {
         "length/mean": _mean(own_U),
@@ -198,8 +199,8 @@ def length_metrics(batch: Batch) -> Metrics:
 
 
 def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
-    """Mean and deviation of the advantages before normalisation, and the largest after it; with values also how much of
-    the returns' variance they explain."""
+    """Mean and standard deviation of the advantages before normalisation, and the largest after it; with values also
+    the share of the returns' variance that they explain."""
     mask_N = batch.tok["loss_mask"]
     metrics = {
         "advantage/mean": _mean(raw_advantages_N[mask_N]),

@@ -1,8 +1,8 @@
-"""Base of the algorithms that sample, score and follow the policy gradient: subclasses name parts and defaults.
+"""Base class of the policy-gradient algorithms. Subclasses name parts and defaults.
 
-A subclass is a few lines: a name, its source, ``slots`` (which advantage, which loss, with which defaults) and,
-where its defaults differ, a Config. Whatever is needed follows from the config: no reference without KL, no critic
-without values, no second forward pass that the mathematics does not need.
+A subclass is a few lines: a name, its source, ``slots`` (which advantage, which loss, with which defaults) and, if its
+defaults differ, a Config. The needs follow from the config: no reference without KL, no critic without values, no
+second forward pass unless the loss needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import VALUES
 from rlhf.ops.trajectories import assemble
-from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Snapshot, Update
+from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, RunOptions, Snapshot, Update
 from torch import Tensor
 
 from rlhf_algorithms import pipeline
@@ -33,7 +33,7 @@ BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 
 
 class PolicyGradient(Algorithm):
-    """Rollouts -> credit -> one policy update and, where the advantage reads values, one critic update a step.
+    """Per step: rollouts, advantages, one policy update and, if the advantage reads values, one critic update.
 
     Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
     works with every loss: :class:`rlhf_algorithms.kl_loss.WithKL` adds a term beside it, and each update carries the
@@ -59,8 +59,13 @@ class PolicyGradient(Algorithm):
     ``super()`` needs no entry."""
     slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config, parts)
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
         self._check()
         kl: KLConfig = self.config.kl
         self.kl = KLController(kl.coef, kl.target, kl.horizon)
@@ -69,7 +74,7 @@ class PolicyGradient(Algorithm):
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         self.loss: Loss = self.parts["loss"]
         self.scale = ValueScale() if self.config.normalise_values else None
-        """Units in which the critic is trained; None: those of rewards."""
+        """The scale of the critic's targets; None: the scale of rewards."""
         if not self.advantage.needs_values:
             for field in ("critic_warmup", "bootstrap_truncated", "normalise_values"):
                 if getattr(self.config, field):
@@ -80,7 +85,7 @@ class PolicyGradient(Algorithm):
             self._check_value_loss()
 
     def _check_value_loss(self) -> None:
-        """Raises ConfigError where the loss of a critic has options, and there is no critic."""
+        """Raises ConfigError if the loss of a critic has options but there is no critic."""
         part, slot = self.parts.get("value_loss"), self.slots.get("value_loss")
         if part is None or slot is None:
             return
@@ -93,7 +98,8 @@ class PolicyGradient(Algorithm):
             )
 
     def _check(self) -> None:
-        """What a subclass may have lost of its base. Raises PluginInvalid, or ConfigError for an option that is set."""
+        """Check that a subclass keeps what the base needs. Raises PluginInvalid, or ConfigError for an option that the
+        subclass would ignore."""
         if not isinstance(self.config, PolicyGradientConfig):
             raise PluginInvalid(
                 f"algorithm {self.name!r}: {type(self).__name__}.Config must subclass "
@@ -132,7 +138,7 @@ class PolicyGradient(Algorithm):
         if shaping.overlong_max is not None and shaping.overlong_max - shaping.overlong_buffer >= shape.most_tokens:
             problems.append(
                 f"algorithm.shaping: punishment begins above overlong_max - overlong_buffer = "
-                f"{shaping.overlong_max - shaping.overlong_buffer} tokens, and no answer has more than "
+                f"{shaping.overlong_max - shaping.overlong_buffer} tokens, but no answer has more than "
                 f"{shape.most_tokens}: it would do nothing. Set --algorithm.shaping.overlong_max {shape.most_tokens}."
             )
         return problems
@@ -172,7 +178,7 @@ class PolicyGradient(Algorithm):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        return assemble(examples, self.step_sources), {}
+        return assemble(examples, self.run.step_sources), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
@@ -206,18 +212,18 @@ class PolicyGradient(Algorithm):
         return batch.unit["truncated"] & self.config.mask_truncated
 
     def _without_masked(self, batch: Batch) -> Batch:
-        """``batch`` without the masked samples. It stays whole where all are masked, as no batch is empty; then
-        :meth:`updates` trains nothing."""
+        """``batch`` without the masked samples. If all samples are masked the batch is not changed, because no batch
+        may be empty; :meth:`updates` then trains nothing."""
         masked_U = self._masked(batch)
         some = bool(masked_U.any()) and not bool(masked_U.all())
         return batch.keep(~masked_U[batch.unit_B]) if some else batch
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient to the KL of this step and to its number of trajectories, masked ones included."""
+        """Adapt the KL coefficient to the KL of this step and its number of trajectories, including masked ones."""
         if not self._uses_kl:
             return {}
         used, kl = self.kl.beta, metrics.get("kl/reference" if self._kl_in("reward") else "policy/kl_reference")
-        # During critic_warmup the policy is not trained, so its KL says nothing about the coefficient.
+        # During critic_warmup the policy is not trained, so the coefficient is not adapted.
         if kl is not None and step >= self.config.critic_warmup:  # None: the only update was skipped
             self.kl.update(kl, batch.units)
         return {"kl/coef": used}

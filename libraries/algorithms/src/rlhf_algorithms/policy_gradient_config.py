@@ -1,4 +1,4 @@
-"""Options of the policy-gradient algorithms, with what each does to a step: KL, shaping by length, clipping, passes."""
+"""Options of the policy-gradient algorithms: KL, shaping by length, clipping, passes over the batch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class KLConfig(ComponentConfig):
     where: Literal["reward", "loss"] = "reward"
     """Subtracted from the token rewards, or added to the loss."""
     estimator: Estimator | None = None
-    """k1, k2 or k3; where absent k1 in the reward and k3 in the loss. k1 in the loss is refused."""
+    """k1, k2 or k3. Default: k1 in the reward, k3 in the loss. k1 in the loss is refused."""
     before_baseline: bool = False
-    """In the reward only: the summed KL lowers the trajectory's reward before the baseline sees it."""
+    """In the reward only: subtract the summed KL from the trajectory's reward before the baseline is computed."""
     target: float | None = Field(default=None, gt=0)
-    """Adaptive coefficient: the wanted mean KL per token, in nats."""
+    """Adaptive coefficient: the target mean KL per token, in nats."""
     horizon: float = Field(default=10_000.0, gt=0)
-    """Adaptive coefficient: trajectories over which it reacts."""
+    """Adaptive coefficient: number of trajectories over which it adapts."""
     unbiased: bool = False
     """In the loss only, with k3: each token's estimate times its ratio to the policy at the start of the update, so
     that the expected gradient is the KL's own (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
     snapshot_every: int | None = Field(default=None, ge=1)
-    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
     snapshot_share: float = Field(default=1.0, gt=0, le=1)
-    """With ``snapshot_every``: the policy's share of the new reference; what is left is the old one's."""
+    """With ``snapshot_every``: the policy's share in the new reference; the rest is the old reference's."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -47,14 +47,14 @@ class KLConfig(ComponentConfig):
             raise ValueError("before_baseline concerns KL in the reward; with where = 'loss' it would do nothing")
         idle = [n for n in ("where", "estimator", "before_baseline") if getattr(self, n) != _default(KLConfig, n)]
         if self.coef == 0 and idle:
-            raise ValueError(f"{' and '.join(idle)} set, and coef = 0 turns the KL off: set coef, or leave this out")
+            raise ValueError(f"{' and '.join(idle)} set, but coef = 0 turns the KL off: set coef, or leave this out")
         if self.target is not None and self.coef == 0:
             raise ValueError("target needs coef > 0 to start from: an adaptive coefficient only multiplies")
         if self.horizon != 10_000 and self.target is None:
-            raise ValueError("horizon is of the adaptive coefficient; set target too, or leave it out")
+            raise ValueError("horizon is for the adaptive coefficient; set target too, or leave it out")
         if self.unbiased and (self.where != "loss" or self.chosen != "k3"):
             raise ValueError(
-                f"unbiased = true is of k3 as a loss, got estimator {self.chosen!r} with where = {self.where!r}; set "
+                f"unbiased = true is for k3 as a loss, got estimator {self.chosen!r} with where = {self.where!r}; set "
                 "where = 'loss' and leave estimator out, or leave this out"
             )
         if self.snapshot_every is not None and self.coef == 0:
@@ -79,11 +79,11 @@ class ShapingConfig(ComponentConfig):
     """Reward shaping by length, in the policy's own tokens, in this order."""
 
     overlong_buffer: int | None = Field(default=None, gt=0)
-    """Soft overlong punishment over the last so many tokens before ``overlong_max``."""
+    """Number of tokens before ``overlong_max`` over which the soft overlong punishment grows."""
     overlong_factor: float = Field(default=1.0, ge=0)
-    """Its size at and beyond ``overlong_max``."""
+    """Size of the punishment at and beyond ``overlong_max``."""
     overlong_max: int | None = Field(default=None, gt=0)
-    """Longest answer: what ``sampling.max_new_tokens`` allows (over all turns)."""
+    """Largest number of tokens of an answer, as ``sampling.max_new_tokens`` allows (over all turns)."""
     stop_properly: float | None = Field(default=None, le=1)
     """Truncated samples: 0 .. 1 multiplies their reward, below 0 replaces it."""
 
@@ -117,28 +117,28 @@ class ShapingConfig(ComponentConfig):
 
 
 class PolicyGradientConfig(ComponentConfig):
-    """Options that every policy-gradient algorithm shares; those of its parts stand in their own sections."""
+    """Options of every policy-gradient algorithm. Options of its parts are in their own sections."""
 
     preset: Literal["openrlhf"] | None = None
-    """``openrlhf``: its defaults where ours differ (reward_clip -10 .. 10; KL 0.01 in the reward by k1). Fields that
-    are given explicitly win."""
+    """``openrlhf``: OpenRLHF's defaults that differ from ours (reward_clip -10 .. 10; KL 0.01 in the reward by k1).
+    Fields that are set explicitly have precedence."""
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
     shaping: ShapingConfig = ShapingConfig()
     """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None
-    """[low, high] for each trajectory's reward after the baseline; off where absent."""
+    """[low, high] for each trajectory's reward after the baseline. Default: off."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
     critic_warmup: int = Field(default=0, ge=0)
-    """The first N steps train the critic only: exactly N."""
+    """Number of first steps that train the critic only."""
     bootstrap_truncated: bool = False
-    """Samples cut off by their token budget end in the critic's value instead of 0."""
+    """Bootstrap samples that were cut off by their token budget with the critic's value instead of 0."""
     normalise_values: bool = False
-    """The critic learns returns less their running mean, divided by their running deviation, so that neither its rate
-    nor its clip depends on the size of rewards (Yu et al. 2022, arXiv:2103.01955)."""
+    """Train the critic on returns minus their running mean, divided by their running standard deviation, so that its
+    learning rate and its clip do not depend on the scale of rewards (Yu et al. 2022, arXiv:2103.01955)."""
     mask_truncated: bool = False
     """Samples cut off by their token budget are not trained on: overlong filtering (Yu et al. 2025, arXiv:2503.14476,
     section 3.4). Their rewards still enter their group's baseline and the metrics."""
@@ -167,5 +167,5 @@ class PolicyGradientConfig(ComponentConfig):
     @model_validator(mode="after")
     def _truncated(self) -> Self:
         if self.mask_truncated and self.bootstrap_truncated:
-            raise ValueError("bootstrap_truncated is of samples that mask_truncated leaves out; leave one of them out")
+            raise ValueError("bootstrap_truncated is for samples that mask_truncated leaves out; leave one of them out")
         return self

@@ -1,4 +1,4 @@
-"""Options of a policy-gradient algorithm that are lost where a subclass replaces the method that applies them."""
+"""Options of a policy-gradient algorithm that have no effect if a subclass replaces the method that applies them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "minibatches": lambda c: c.minibatches > 1,
     "critic_warmup": lambda c: c.critic_warmup > 0,
 }
-"""{option: whether a config asks for it}. KL in the loss is not here: it is the loss's term."""
+"""{option: whether a config sets it}. KL in the loss is not listed, because it is a term of the loss."""
 _STAGES = ("kl.coef", "shaping", "reward_clip", "bootstrap_truncated")
 APPLIED_BY: Mapping[str, tuple[str, ...]] = {
     "credit": (*_STAGES, "normalise_values", "mask_truncated", "kl.target"),
@@ -36,8 +36,8 @@ APPLIED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfig) -> None:
-    """Raises ConfigError where an option is set that an overridden method of ``base`` would have applied, unless the
-    override calls ``super()`` or its class names the option in ``applies``."""
+    """Raises ConfigError if an option is set that an overridden method of ``base`` applies, unless the override calls
+    ``super()`` or its class names the option in ``applies``."""
     for owner in _up_to(cls, base):
         if unknown := sorted(set(vars(owner).get("applies", ())) - IS_SET.keys()):
             raise ConfigError(f"{owner.__name__}.applies names {unknown}; there are {', '.join(IS_SET)}")
@@ -50,14 +50,14 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
         if lost:
             raise ConfigError(
                 f"algorithm.{', algorithm.'.join(lost)}: set, but {owner.__name__}.{method}() of algorithm "
-                f"{cls.name!r} replaces the method that applies {'it' if len(lost) == 1 else 'them'}, so nothing may. "
+                f"{cls.name!r} replaces the method that applies {'it' if len(lost) == 1 else 'them'}, without effect. "
                 f"Leave it out. If the override applies it, its author writes {owner.__name__}.applies = {tuple(lost)}."
             )
 
 
 def _replaced(cls: type[Any], base: type[Any], method: str) -> tuple[type[Any], tuple[str, ...]] | None:
-    """The class whose override takes the place of the base's method, and the options that it and its subclasses say
-    they apply; None where what ``base`` does is done."""
+    """The class whose override replaces the base's method, and the options that it and its subclasses declare to apply;
+    None if the method of ``base`` is used."""
     stated: tuple[str, ...] = ()
     for owner in _up_to(cls, base):
         stated += tuple(vars(owner).get("applies", ()))
@@ -75,6 +75,6 @@ def _up_to(cls: type[Any], base: type[Any]) -> Iterator[type[Any]]:
 
 
 def _calls_base(function: Any, method: str) -> bool:
-    """Whether the code names ``super`` and the method: ``super().credit(batch)``."""
+    """Whether the code contains the names ``super`` and the method, as in ``super().credit(batch)``."""
     names = function.__code__.co_names if isinstance(function, FunctionType) else ()
     return "super" in names and method in names

@@ -1,7 +1,7 @@
 """Importance ratios of the policy now against the policy at the start of the update, and their clipping.
 
-Deviations from the papers: (1) every log-ratio is bounded to +-20 before exp, so no ratio is infinite; the bound
-passes the gradient through, as a ratio that large is the last place where the loss may fall silent.
+Deviations from the papers: (1) every log-ratio is bounded to +-20 before exp, so no ratio is infinite. The bound passes
+the gradient through, because the gradient must not vanish for such large ratios.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scale of a critic: running mean and deviation of returns, in whose units it is trained."""
+"""The scale of a critic's targets: running mean and standard deviation of returns."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ VALUES, BOOTSTRAP, RETURNS = "old_values", "bootstrap", "returns"
 class ValueScale:
     """mean and std over the returns of all tokens seen so far (Yu et al. 2022, MAPPO, arXiv:2103.01955, section 5.1).
 
-    The critic says v, the value is V = mean + std v, and what it learns is (G - mean') / std' with the batch's own
-    returns in the statistics. So the size of rewards does not meet its learning rate and its clip.
+    The critic outputs v, the value is V = mean + std v, and the target is (G - mean') / std', where the statistics
+    include the batch's own returns. So the critic's learning rate and clip do not depend on the scale of rewards.
 
-    Deviations: (1) all returns count alike, MAPPO's average forgets the old ones. (2) Weights of the critic's head are
-    not changed along with the scale (as PopArt does), so a value moves a little where the scale does; with every batch
-    it moves less. (3) std is 1 until the returns differ.
+    Deviations: (1) all returns have equal weight; MAPPO's average forgets old ones. (2) The weights of the critic's
+    head are not adjusted when the scale changes (as PopArt does), so values change a little with the scale, and less
+    with every batch. (3) std is 1 until the returns differ.
     """
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
-        """Tokens; the mean of their returns; the sum of squared distances to it."""
+        """Number of tokens; mean of their returns; sum of squared differences from the mean."""
 
     @property
     def std(self) -> float:
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
     def values(self, batch: Batch) -> Batch:
-        """``old_values`` and ``bootstrap`` in the units of rewards."""
+        """Convert ``old_values`` and ``bootstrap`` to the scale of rewards."""
         for name in (VALUES, BOOTSTRAP):
             if name in batch.tok:
                 batch = batch.with_column("tok", name, self.mean + self.std * batch.tok[name].float())
         return batch
 
     def targets(self, batch: Batch, said_N: Tensor) -> Batch:
-        """Take the batch's ``returns`` in; then they are in the critic's units, and ``old_values`` as it said them."""
+        """Update the statistics with the batch's ``returns``, and convert them to the critic's scale. ``old_values``
+        become the critic's own outputs."""
         self.add(batch.tok[RETURNS][batch.tok["loss_mask"]])
         batch = batch.with_column("tok", RETURNS, ((batch.tok[RETURNS].double() - self.mean) / self.std).float())
         return batch.with_column("tok", VALUES, said_N)

@@ -28,7 +28,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What a text like ``owner/name@revision`` names."""
+    """A parsed name on a hub, ``owner/name@revision``."""
 
     name: str
     revision: str = "main"
@@ -38,11 +38,11 @@ class HubName:
 
 
 class HubError(RlhfError):
-    """What a hub was asked for did not come."""
+    """A request to a hub failed."""
 
 
 def hub_name(path: str) -> HubName | None:
-    """What a path names on a hub, where it can: nothing of that name is here, and it does not look like a file's."""
+    """The hub name that a path may be; None if the path exists locally or looks like a file's."""
     found = _NAME.fullmatch(path)
     if found is None or Path(path).exists():
         return None
@@ -50,16 +50,16 @@ def hub_name(path: str) -> HubName | None:
 
 
 class Commits:
-    """Which commit each name of a hub is in one run. A name is looked up when it is first asked for.
+    """The commit of each hub name in one run. A name is looked up at its first use.
 
     Args:
-        recorded: what an earlier start of the run looked up, as :meth:`record` returned it.
+        recorded: commits that an earlier start of the run looked up, as returned by :meth:`record`.
     """
 
     def __init__(self, recorded: Mapping[str, str] | None = None) -> None:
         self._found = dict(recorded or {})
         self.notes: list[str] = []
-        """What a user should know of how names were looked up."""
+        """Messages for the user about how names were looked up."""
 
     def of(self, kind: Kind, asked: HubName) -> str:
         """The commit of a name. Raises HubError."""
@@ -81,8 +81,8 @@ def known(kind: Kind, asked: HubName) -> bool:
 
 
 def files_of(kind: Kind, asked: HubName, commit: str) -> list[str]:
-    """Every file of the repository at a commit: by the client's cache of what the hub said, by the hub, or, where that
-    is out of reach, those that were downloaded.
+    """Every file of the repository at a commit: from the client's cache of the hub's answer, from the hub, or, if the
+    hub cannot be reached, the files that were downloaded.
 
     Raises HubError.
     """
@@ -105,7 +105,7 @@ def files_of(kind: Kind, asked: HubName, commit: str) -> list[str]:
 def download(kind: Kind, asked: HubName, commit: str, wanted: Sequence[str]) -> Path:
     """The folder of the client's cache with the files of the commit that match one of ``wanted`` (as in a shell).
 
-    What is there is not asked for again, so that loading says and needs nothing.
+    Files in the cache are not requested again, so loading needs no network.
 
     Raises HubError.
     """
@@ -125,7 +125,7 @@ def download(kind: Kind, asked: HubName, commit: str, wanted: Sequence[str]) -> 
 
 
 def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
-    """What was asked for, where, what came of it and what to do."""
+    """An error message: the request, the hub, the failure and what to do."""
     import huggingface_hub
     from huggingface_hub import constants, errors
     from rlhf.secrets import redact
@@ -143,7 +143,7 @@ def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
             "for it. Unset HF_HUB_OFFLINE, copy a cache that has it (HF_HUB_CACHE), or give a folder or file."
         )
     if isinstance(error, errors.GatedRepoError):
-        return f"{what} is for those only whom its owner lets in, and {sent}. Ask on its page, and set HF_TOKEN."
+        return f"{what} is open only to users whom its owner accepts, and {sent}. Ask on its page, and set HF_TOKEN."
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{what}: there is no such branch, tag or commit. Name one that there is: {asked.name}@REVISION."
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
@@ -172,7 +172,7 @@ def _look_up(kind: Kind, asked: HubName, notes: list[str]) -> str:
             raise HubError(explain(kind, asked, error)) from error
         if not isinstance(error, OfflineModeIsEnabled):
             notes.append(
-                f"the hub is out of reach: {kind} {asked} is taken to be {folder.name}, as when it was last downloaded"
+                f"the hub cannot be reached: {kind} {asked} is assumed to be {folder.name}, as when it was downloaded"
             )
         return folder.name
     with suppress(OSError):  # a cache that cannot be written to serves as long as the hub is in reach
@@ -185,7 +185,7 @@ def _look_up(kind: Kind, asked: HubName, notes: list[str]) -> str:
 
 
 def _cached(kind: Kind, asked: HubName, revision: str) -> Path | None:
-    """The folder of a revision in the client's cache, wholly downloaded or not."""
+    """The folder of a revision in the client's cache, completely downloaded or not."""
     place = _place(kind, asked)
     commit = place / "refs" / revision
     folder = place / "snapshots" / (commit.read_text().strip() if commit.is_file() else revision)

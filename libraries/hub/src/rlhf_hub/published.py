@@ -1,6 +1,6 @@
-"""A published model: the folder that its files are read from, and what its ``config.json`` says.
+"""A published model: the folder with its files, and its ``config.json``.
 
-Light: transformers and the hub's client are imported when a model is read.
+transformers and the hub's client are imported only when a model is read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from rlhf.errors import ModelError, did_you_mean
 from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Of a hub's repository: config and tokenizer."""
+"""Files of a repository on a hub: config and tokenizer."""
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-"""Weights that are never read: unpickling runs what the file says, and the others are of other frameworks."""
+"""Weights that are never read: unpickling can run code, and the other formats belong to other frameworks."""
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model's path is a folder, or is written like one; else it is the name of one on a hub."""
+    """Whether a model's path is a folder, or looks like one. Otherwise it is a name on a hub."""
     return Path(path).expanduser().exists() or hub_name(path) is None
 
 
 def require_folder(path: str) -> None:
-    """Raises ModelError, with what is beside it, where there is no such folder."""
+    """Raises ModelError, listing folders beside it, if there is no such folder."""
     folder = Path(path).expanduser()
     if folder.is_file():
         raise ModelError(
@@ -106,7 +106,7 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
 
 
 def _not_published(name: str, error: HubError) -> str:
-    """What a name that may be a folder's was taken for, and what came of it."""
+    """The error for a name that is neither a folder nor known to the hub."""
     place = Path(name).parent
     near = did_you_mean(Path(name).name, _folders(place))
     return f"there is no folder {name} here, so it is a hub name; {error}{near}"
@@ -120,6 +120,6 @@ def _require_safetensors(path: str, names: list[str]) -> None:
     pickles = [name for name in names if "/" not in name and name.endswith(PICKLES)]
     if pickles and not any(name.endswith(".safetensors") and "/" not in name for name in names):
         raise ModelError(
-            f"{path} has its weights in {pickles[0]} only, which is not read: unpickling can run code. Convert it "
-            "where that is no danger: `AutoModel...from_pretrained(...).save_pretrained(folder)`."
+            f"{path} has its weights in {pickles[0]} only, which is not read: unpickling can run code. Convert it in a "
+            "safe place: `AutoModel...from_pretrained(...).save_pretrained(folder)`."
         )

@@ -44,7 +44,7 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
     except ImportError:
         raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'") from None
     wanted = matching([name for name, _ in adaptable(module, head)], options.targets, type(module).__name__)
-    whole = nn.Module()  # without a config: of some mixtures of experts peft makes these names others, of the experts
+    whole = nn.Module()  # without a config: with one, peft renames these targets for some mixtures of experts
     whole.add_module(WHOLE, module)
     config = peft.LoraConfig(
         r=options.rank,

@@ -122,9 +122,8 @@ class PackedAttention:
     :mod:`rlhf_modeling.flash_attention`, where layer and platform allow it, else runs as on a CPU.
 
     In fp32 on a CPU the result is bit-equal to one sequence at a time; gradients of weights differ by the order of
-    summation. With ``shared`` prefixes a sequence's kernel also depends on how long the front is that it shares, so the
-    result is equal to rounding.
-    """
+    summation. With ``shared`` prefixes a sequence's kernel also depends on the length of its shared prefix, so the
+    result is equal up to rounding."""
 
     def __init__(self, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
         self.lens, self._kernel = list(lens), kernel

@@ -21,57 +21,57 @@ class TrainingConfig(ComponentConfig):
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of AdamW's second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled; on matrices only, never on norms and biases."""
+    """Decoupled weight decay, applied to matrices only, not to norms and biases."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """``muon``: orthogonalised momentum for the layers' matrices, AdamW for embeddings, heads and vectors."""
     muon_lr: float | None = Field(None, ge=0)
-    """Peak learning rate of the matrices under ``muon``; absent: ``lr``."""
+    """Peak learning rate of the matrices under ``muon``. Default: ``lr``."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """``muon`` only."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm; with a very large one (1e9) never."""
+    """Gradients are scaled down to this global L2 norm. A very large value (1e9) turns clipping off."""
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min", "wsd", "inverse_sqrt"] = "constant"
-    """After the warm-up, over the optimizer steps of the whole run. ``wsd``: constant, then linear decay over
-    the last ``decay_ratio`` of them (Hu et al. 2024, arXiv:2404.06395). ``inverse_sqrt``: sqrt(w / step), w the step
-    after the warm-up (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Learning rate after the warm-up, over the optimizer steps of the whole run. ``wsd``: constant, then linear decay
+    over the share ``decay_ratio`` of the steps at the end (Hu et al. 2024, arXiv:2404.06395). ``inverse_sqrt``:
+    sqrt(w / step), where w is the step after the warm-up (Vaswani et al. 2017, arXiv:1706.03762)."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Warm-up as a share of all optimizer steps; instead of ``warmup_steps``."""
     min_lr_ratio: float | None = Field(None, ge=0, le=1)
-    """``cosine_with_min`` and ``wsd`` only: where it ends, as a share of ``lr``; where absent 0.1 and 0."""
+    """``cosine_with_min`` and ``wsd`` only: final learning rate, as a share of ``lr``. Default: 0.1 and 0."""
     decay_ratio: float | None = Field(None, gt=0, le=1)
-    """``wsd`` only: the decay as a share of all optimizer steps; 0.1 where absent."""
+    """``wsd`` only: length of the decay, as a share of all optimizer steps. Default: 0.1."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: ema = decay x ema + (1 - decay) x weights after every
-    step. It is what is evaluated (``eval.weights``) and exported; training samples are of the weights themselves.
-    Absent: none is kept."""
+    step. The average is evaluated (``eval.weights``) and exported. Training samples are drawn with the weights, not the
+    average. Default: no average."""
     lora: LoraOptions | None = None
-    """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Absent: all weights are trained."""
+    """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Default: train all weights."""
     neftune_alpha: float | None = Field(None, gt=0)
-    """While training, uniform noise of this size over the root of a sequence's elements is added to its embeddings:
-    NEFTune (Jain et al. 2023, arXiv:2310.05914; 5 to 15 there). Absent: none."""
+    """NEFTune's alpha (Jain et al. 2023, arXiv:2310.05914, who use 5 to 15): in training, uniform noise of size alpha /
+    sqrt(number of elements of a sequence's embeddings) is added to the embeddings. Default: no noise."""
     shared_prefixes: bool = True
-    """Compute a prefix that sequences of a micro-batch have in common once: the prompt of a group's samples, of a pair.
-    Exact; without effect where the model has dropout, or with ``neftune_alpha``. ``false`` is there to compare with."""
+    """Compute a prefix that sequences of a micro-batch share once, such as the prompt of a group's samples or of a
+    pair. The results are exact. It has no effect if the model has dropout, or with ``neftune_alpha``. ``false`` is for
+    comparisons."""
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the auxiliary loss of a mixture of experts, which keeps tokens spread over them; reported as
     ``aux_loss``. A statistic of a micro-batch, so it depends on how batches are split."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
-    ``auto``: ``flash`` where it can be had. A CPU has kernels of its own."""
+    ``auto``: ``flash`` if it is available. Other kernels are used on a CPU."""
     kernels: Kernels = "auto"
     """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
     ``liger``, Liger's kernels, on a GPU (``pip install 'rlhf-kit[liger]'``); ``none``, transformers' statements.
     ``auto``: ``own`` on a CPU where the layers are known, else ``none``."""
     logits_chunk: int = Field(2**24, gt=0)
-    """Most logits (tokens x vocabulary) that exist at once; beyond it the head works in chunks that are computed again
-    in the backward pass. 2**24 are 64 MiB."""
+    """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which
+    are recomputed in the backward pass. 2**24 logits are 64 MiB."""
     head_fp32: bool = True
-    """Under bf16, compute the head's logits in fp32 all the same: log-probs then do not carry the rounding of bf16
-    logits."""
+    """Under bf16, compute the head's logits in fp32, so that log-probs do not have the rounding of bf16 logits."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:

@@ -98,7 +98,7 @@ def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:
     if kernel == "flash":
         problem = problem or why_not(device, torch.bfloat16 if bf16 else torch.float32)
     if problem:
-        raise CapabilityError(f"trainer.attention = {kernel!r} cannot be had: {problem}. Leave it out.")
+        raise CapabilityError(f"trainer.attention = {kernel!r} is not available: {problem}. Leave it out.")
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:

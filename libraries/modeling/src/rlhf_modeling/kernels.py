@@ -36,7 +36,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
     ``cuda``) does not have. Whether the model's layers are known is checked when it is loaded."""
     problem = liger.why_not(device) if kernels == "liger" else ""
     if problem:
-        raise CapabilityError(f"trainer.kernels = 'liger' cannot be had: {problem}. Leave it out.")
+        raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Leave it out.")
 
 
 def use_kernels(loaded: Loaded, kernels: Kernels) -> None:

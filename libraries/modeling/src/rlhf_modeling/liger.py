@@ -37,9 +37,9 @@ class Kind:
     offset: float
     """Added to a norm's weight."""
     casting: str
-    """What Liger calls the norm's order of casts."""
+    """Liger's name for the norm's order of casts."""
     activation: str
-    """transformers' name of the gate's."""
+    """transformers' name for the activation function of the gate."""
 
 
 LLAMA, GEMMA = Kind(0.0, "llama", "silu"), Kind(1.0, "gemma", "gelu_pytorch_tanh")
@@ -128,7 +128,7 @@ def _gated(mlp: Any, kind: Kind) -> Any:
 
 
 def _rotating(attention: Any) -> Any:
-    """transformers' own forward of the layer, to which ``ROTARY`` is Liger's."""
+    """transformers' own forward of the layer, in which the name ``ROTARY`` refers to Liger's function."""
     from liger_kernel.transformers.functional import liger_rope
 
     plain: Any = inspect.unwrap(type(attention).forward)

@@ -19,7 +19,7 @@ from rlhf_modeling.adapters import LoraOptions, matching
 from rlhf_modeling.config import TrainingConfig
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
-"""What an allocator keeps of memory that comes and goes, as a share of it: an allowance."""
+"""Allowance for memory that an allocator keeps after it is freed, as a share of temporary memory."""
 PARTS_AT_LOAD = ("weights", "working")
 
 
@@ -176,7 +176,7 @@ def trainer_memory(
     on_host = {"weights"} if s.host_weights else set()
     moved = {"optimizer", "gradients"}
     rest = _split(state, on_host | moved if s.host_optimizer else on_host, s.buffers)
-    freed = gradients - kept if a.device == "cpu" else 0  # stays with the process, between its other memory
+    freed = gradients - kept if a.device == "cpu" else 0  # freed, but the process keeps the pages
     if freed:
         rest = replace(rest, device={**rest.device, "allocator": freed})
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, s.buffers)
@@ -243,7 +243,7 @@ def _train(
     """The head's backward pass, a layer's, and the optimizer's step."""
     kept, casts = pass_.activations(own, a), pass_.casts(own, a)
     common = {"gradients": gradients, "activations": kept}
-    # with gradient checkpointing the casts of a pass go with it
+    # with gradient checkpointing the casts of the forward pass are freed at its end
     behind = 0 if a.checkpointing else casts
     yield common | {
         "logits": pass_.head_working(own, a, outputs, backward=True),

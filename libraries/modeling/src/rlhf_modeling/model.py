@@ -99,7 +99,7 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     if not classifies and not spec.role.trained:
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
-            f"which has no trained {kind!r} head, and this run does not train the role: what it says would be random. "
+            f"which has no trained {kind!r} head, and this run does not train the role: its output would be random. "
             f"Name a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
         )
     return _classification(architectures), not classifies

@@ -25,11 +25,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(dtype: str, device: torch.device, on_processor: Precision | None = None) -> Precision:
-    """What is computed in.
+    """The precision to compute in.
 
     Args:
         dtype: ``auto`` | ``fp32`` | ``bf16``.
-        on_processor: what ``auto`` was found to mean on a CPU; None: found out here.
+        on_processor: what ``auto`` means on a CPU, from an earlier measurement; None: measured here.
     """
     if dtype == "auto":
         return on_processor if on_processor is not None and device.type == "cpu" else _automatic(device.type)

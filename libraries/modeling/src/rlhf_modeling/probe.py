@@ -235,11 +235,11 @@ def _write_notes(loaded: LoadedModel, spec: ModelSpec, why: str) -> None:
             "the same numbers, slower."
         )
     elif loaded.layout == "packed" and not loaded.boundaries:
-        notes.append(f"{who}: a front that sequences share is computed once for each of them ({why}).")
+        notes.append(f"{who}: a prefix that sequences share is computed once for each of them ({why}).")
     if loaded.noisy and (named := noise_settings(loaded.module)):
         said = ", ".join(f"{name} = {value:g}" for name, value in named.items())
         notes.append(
             f"{who} draws noise while it is trained ({said} in its config): gradients depend on how batches are "
-            "divided into micro-batches, and fronts that sequences share are computed once for each of them."
+            "divided into micro-batches, and prefixes that sequences share are computed once for each of them."
         )
     loaded.notes = tuple(f"{spec.role.name}: {note}" for note in notes)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 from rlhf.errors import CapabilityError, ModelError, TrainingError
-from rlhf.interfaces import Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces import LendsHead, Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
@@ -38,7 +38,7 @@ from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf_modeling.skeleton import check_files
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(LendsHead, Trainer):
     """Padding-free forward and backward of one role's model; fp32 weights, bf16 as autocast on top."""
 
     Config = TrainingConfig
@@ -113,6 +113,11 @@ class PackedTrainer(Trainer):
     @property
     def has_adapters(self) -> bool:
         return self.spec.role.trained and self.config.lora is not None
+
+    @property
+    @abstractmethod
+    def views(self) -> tuple[str, ...]:
+        """:attr:`rlhf.interfaces.TrainerFacts.views`."""
 
     @property
     def precision_note(self) -> str:

@@ -1,4 +1,4 @@
-"""What a generator must offer to receive weights over a link."""
+"""The interface of generators that receive weights over a link."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ class SharedBuffer:
             self.memory = _map(self._file, nbytes)
 
     def handle(self) -> str:
-        """What another process needs to map the memory. JSON, not pickle: it passes through a store on the network."""
+        """The data that another process needs to map the memory, as JSON. It is not a pickle, because it passes through
+        a store on the network."""
         if self._file >= 0:
             return json.dumps([os.getpid(), self._file, self.memory.numel()])
         storage: Any = self.memory.untyped_storage()

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[str], str]:
-    """``file(text)`` is the reference of a file with that text."""
+    """``file(text)`` writes a file with that text and returns its reference."""
 
     def write(text: str) -> str:
         path = tmp_path / f"written_{len(list(tmp_path.iterdir()))}.py"

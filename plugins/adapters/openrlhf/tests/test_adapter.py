@@ -1,4 +1,4 @@
-"""The adapter conforms, and knows its files by their text alone."""
+"""The conformance suite of adapters. The adapter recognises its files by their text."""
 
 from __future__ import annotations
 

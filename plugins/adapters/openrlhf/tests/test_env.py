@@ -1,4 +1,4 @@
-"""AgentInstance files, written here in OpenRLHF's documented style."""
+"""AgentInstance files, written for these tests in OpenRLHF's documented style."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def test_labels_and_prompts_come_from_their_columns(file) -> None:
         ('result["sampling_params"] = states["sampling_params"]', {}),
     ],
 )  # fmt: skip
-def test_sampling_params_are_the_samples_own(file, step: str, sampling: dict) -> None:
-    """Seen elsewhere: the samples of a prompt share one object, and one that changes it truncates the others."""
+def test_each_sample_has_its_own_sampling_params(file, step: str, sampling: dict) -> None:
+    """In OpenRLHF the samples of a prompt share one object, so one sample that changes it truncates the others."""
     _, (first, second) = play(file(agent(step=step)), "a", "b")
     assert first.sampling == (replace(SAMPLING, **sampling) if sampling else None)
-    assert second.sampling == first.sampling  # it is given the policy's, not what it did to its copy before
+    assert second.sampling == first.sampling  # the second turn gets the policy's parameters, not the changed copy
     assert Sampling(max_new_tokens=20, temperature=0.8, top_p=0.9) == SAMPLING
 
 
@@ -149,26 +149,26 @@ def test_sampling_params_are_the_samples_own(file, step: str, sampling: dict) ->
     ("step", "error", "message"),
     [
         ('p = states["sampling_params"]; p.min_tokens = 9; result["sampling_params"] = p', ValueError,
-         "sampling_params.min_tokens = 9 cannot be honoured"),
+         "sampling_params.min_tokens = 9 is not supported"),
         ('result["environment_images"] = ["image"]', EnvError, "images are not supported"),
-        ('result["rewards"] = None', EnvError, "return 0.0 where a step has no reward"),
+        ('result["rewards"] = None', EnvError, "return 0.0 if a step has no reward"),
         ('result["rewards"] = [1.0, 2.0]', TypeError, "rewards is .* expected one number"),
         ("result = None", EnvError, "must return a dict with at least 'rewards' and 'done', got None"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_said(file, step: str, error: type[Exception], message: str) -> None:
+def test_unsupported_results_of_a_step_are_errors(file, step: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         play(file(agent(step=step)), "a")
 
 
-def test_a_close_that_is_there_is_called(file) -> None:
+def test_close_is_called_if_the_instance_has_it(file) -> None:
     reference = file(agent(extra="    async def close(self):\n        self.closed.append(1)\n"))
     play(reference, "a")
     assert resolve(reference).cls.instance_class.closed == [1]
 
 
 def test_an_async_init_is_refused_with_the_reason(file) -> None:
-    """The samples of OpenRLHF's own documents have it, and raise TypeError there."""
+    """The agent files in OpenRLHF's own documents have it, and raise TypeError in OpenRLHF too."""
     with pytest.raises(PluginInvalid, match=r"AgentInstance.__init__ is `async def`.*Write `def __init__`"):
         resolve(file(DOCUMENTED.replace("    def __init__(self, *args", "    async def __init__(self, *args")))
 

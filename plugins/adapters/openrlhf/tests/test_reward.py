@@ -1,4 +1,4 @@
-"""reward_func files, written here in OpenRLHF's documented style, run through the core as a run would."""
+"""reward_func files in OpenRLHF's documented style, written for these tests and run like in a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reward_func(queries: List[str], prompts: List[str], labels: List[str], **kwa
 """
 
 
-def test_the_names_such_files_import_are_there_while_they_load_and_gone_afterwards(file) -> None:
+def test_names_of_openrlhf_exist_only_while_a_file_is_imported(file) -> None:
     reference = file(MATH)
     asked = group(r"\boxed{\frac{8}{2}}", r"\boxed{5}", "no box", r"\boxed{4", answer="4")
     score_groups(reference, asked)
@@ -63,7 +63,7 @@ def test_the_names_such_files_import_are_there_while_they_load_and_gone_afterwar
     assert not [name for name in sys.modules if name.split(".")[0] == "openrlhf"]
 
 
-def test_labels_come_from_label_answer_or_the_column_asked_for(file) -> None:
+def test_labels_come_from_label_answer_or_the_configured_column(file) -> None:
     text = "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(len(labels[0]))]}\n"
     for columns, options, value in [
         ({"label": "xx", "answer": "y"}, {}, 2.0),
@@ -79,7 +79,7 @@ def test_labels_come_from_label_answer_or_the_column_asked_for(file) -> None:
     assert "no column 'gold'; the row has ['answer']" in asked.trajectories[0].error
 
 
-def test_every_sample_is_its_own_call_and_row_none_is_not_applicable(file) -> None:
+def test_every_sample_is_its_own_call_and_none_means_not_applicable(file) -> None:
     text = """
 calls = []
 def reward_func(queries, prompts, labels):
@@ -110,7 +110,7 @@ def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
         ("import time; time.sleep(600)", r"took longer than its deadline of 1 s; its worker process was killed"),
     ],
 )
-def test_what_goes_wrong_is_said_and_never_a_silent_none(file, body: str, message: str) -> None:
+def test_errors_of_a_reward_fail_the_sample_with_a_message(file, body: str, message: str) -> None:
     asked = group("a")
     score_groups(file(f"def reward_func(queries, prompts, labels):\n    {body}\n"), asked, deadline=1.0)
     assert (asked.trajectories[0].status, asked.trajectories[0].reward) == ("failed", None)
@@ -128,7 +128,7 @@ def test_another_function_by_name_and_a_signature_that_does_not_fit(file) -> Non
         Plugins.discover().resolve("reward", file(text))
 
 
-def test_a_name_that_is_not_provided_is_said(file) -> None:
+def test_a_name_that_is_not_provided_is_an_import_error(file) -> None:
     text = "from openrlhf.utils import get_tokenizer\ndef reward_func(queries, prompts, labels):\n    return 0.0\n"
     with pytest.raises(PluginImportFailed, match=r"openrlhf.utils.get_tokenizer is not provided.*grade_answer"):
         Plugins.discover().resolve("reward", file(text))

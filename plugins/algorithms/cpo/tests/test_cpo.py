@@ -98,7 +98,7 @@ def test_the_shaped_reward_by_hand(alpha):
 
 @pytest.mark.parametrize("alpha", [0.25, 2.0])
 @pytest.mark.parametrize("logprob", [-200.0, -1e4])
-def test_the_shaped_reward_goes_on_along_its_tangent(alpha, logprob):
+def test_the_shaped_reward_continues_along_its_tangent(alpha, logprob):
     at = torch.tensor([logprob], requires_grad=True)
     value = shaped(at, alpha)
     value.backward()

@@ -25,7 +25,7 @@ class TestDistillOnPolicy(AlgorithmContract):
     configs = (DistillOnPolicy.Config(), DistillOnPolicy.Config(sampled=0.5))
 
 
-def test_what_is_not_sampled_is_asked_of_the_data():
+def test_rows_that_are_not_sampled_need_answers_in_the_data():
     assert DistillOnPolicy(parts={"loss": Distill(Distill.Config(alpha=1.0))}).needs().given == 0
     needs = DistillOnPolicy(DistillOnPolicy.Config(sampled=0.25), {"loss": Distill(Distill.Config(alpha=1.0))}).needs()
     assert (needs.given, needs.reward) == (0.75, False)

@@ -85,7 +85,7 @@ def test_jensen_shannon_lies_between_the_kls_and_is_bounded():
 
 
 def test_a_vocabulary_that_is_padded_further_is_compared_where_both_have_tokens():
-    """The student has 6 rows more, the likeliest of all among them; the teacher's head has 29."""
+    """The student's head has 6 more rows, one of them with the highest logit; the teacher's head has 29."""
     g = torch.Generator().manual_seed(2)
     head, hidden = fabricate.output_head("teacher", 0), torch.randn(5, fabricate.HIDDEN, generator=g)
     student = torch.randn(5, fabricate.VOCABULARY + 6, generator=g)

@@ -112,8 +112,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(models, config):
 
 
 def test_the_mask_covers_where_tokens_are_predicted(models):
-    """Defect 23 of OpenRLHF: masked by the tokens' own positions, a divergence leaves out where the first token of the
-    answer is predicted and keeps what stands after the last. That is another loss, with other gradients, than ours."""
+    """Defect 23 of OpenRLHF: with the mask at the tokens' own positions, the divergence omits the position that
+    predicts the first token of the answer and includes the position after the last. Its loss and gradients differ."""
     config, examples = Distill.Config(alpha=1.0), rows()
     got, gradients, _ = distilled(models, Distill(config), examples)
     shifted, unshifted = stated(models, config, examples), stated(models, config, examples, shift=0)
@@ -139,7 +139,7 @@ def test_the_last_token_of_an_answer_is_predicted_and_predicts_nothing(models):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements that any tensor made inside has."""
+    """Records the number of elements of the largest tensor that is created inside."""
 
     def __init__(self):
         super().__init__()

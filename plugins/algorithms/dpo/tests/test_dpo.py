@@ -102,7 +102,7 @@ def test_a_pair_with_an_answer_without_tokens_is_left_out_and_counted():
     assert built.assemble(PAIRS)[1] == {}
 
 
-def test_the_reference_is_replaced_behind_the_update():
+def test_the_reference_is_replaced_after_the_update():
     """The reference's log-probs are annotated before a step's updates: a snapshot in front would come too late."""
     built = algorithm(DPO.Config(snapshot_every=2))
     kinds = [[type(u) for u in built.updates(step)] for step in range(4)]

@@ -92,7 +92,7 @@ def test_finite_in_single_precision(formula):
 
 
 def test_a_lost_pair_keeps_its_gradient():
-    """Far on the wrong side the losses that are linear there still pull with beta."""
+    """At large margins of the wrong sign the losses that are linear there have a gradient of size beta."""
     for formula in (lambda h: o.sigmoid(h, 0.1), lambda h: o.hinge(h, 0.1), lambda h: o.discopop(h, 0.1, 0.05)):
         h = torch.tensor([-1e4], requires_grad=True)
         (gradient,) = torch.autograd.grad(formula(h).sum(), h)

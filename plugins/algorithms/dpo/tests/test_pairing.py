@@ -1,11 +1,11 @@
-"""Samples become pairs: which two, what gives none, and how the batch of pairs is laid out."""
+"""Samples become pairs: the choice of pairs, samples without a pair, and the layout of the batch of pairs."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, RewardResult, Row, RunOptions, Trajectory, Turn
 from rlhf_plugin_dpo import DPOLoss, OnlineDPO
 
 
@@ -22,8 +22,8 @@ def group(rewards, answers=None, number=0, **fields):
 ROW = Row({}, "data", 0)
 
 
-def algorithm(**options):
-    return OnlineDPO(OnlineDPO.Config(**options), {"loss": DPOLoss()})
+def algorithm(run=None, **options):
+    return OnlineDPO(OnlineDPO.Config(**options), {"loss": DPOLoss()}, run)
 
 
 def answers(batch):
@@ -57,7 +57,7 @@ def test_the_best_and_the_worst():
 
 
 def test_the_first_of_several_equals_in_any_order():
-    """Most rewards are 0 or 1: the best is one of several then, and not the one that happens to come first."""
+    """Most rewards are 0 or 1, so several samples are the best. The sample number decides, not the order of arrival."""
     rewards = [0.0, 1.0, 1.0, 0.0]
     samples = group(rewards).trajectories
     for order in itertools.permutations(samples):
@@ -88,7 +88,7 @@ def test_all_that_differ():
     assert answers(gapped) == [([10, 0], [12, 0])]
 
 
-def test_samples_without_reward_or_tokens_take_part_in_nothing():
+def test_samples_without_reward_or_tokens_are_in_no_pair():
     mixed = group([5.0, 1.0, 0.0, -5.0])
     mixed.trajectories[0].reward = None
     mixed.trajectories[3].turns[1].ids = []
@@ -107,14 +107,13 @@ def test_step_rewards_count():
     """A source with credit by step is not in the trajectory's reward; a pair is of the whole."""
     steps = group([0.0, 0.0])
     steps.trajectories[1].rewards["prm"] = RewardResult(None, steps=((1, 0, 1.0), (1, 1, 2.0)))
-    built = algorithm()
-    built.step_sources = {"prm": 0.5}
+    built = algorithm(RunOptions(step_sources={"prm": 0.5}))
     batch = built.assemble([steps])[0]
     assert answers(batch) == [([11, 0], [10, 0])]
     assert batch.unit["chosen_score"].tolist() == [1.5]
 
 
-def test_a_rewritten_context_stays_one_side():
+def test_the_sequences_of_a_rewritten_context_are_one_answer():
     """A side may be several sequences: its log-prob is the sum over all of them."""
     turns = [Turn([1, 2], False), Turn([10, 11], True), Turn([3], False, fresh=True), Turn([12], True)]
     long = Trajectory(ROW, turns, (0, 0), reward=1.0)

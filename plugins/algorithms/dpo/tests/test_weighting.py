@@ -1,4 +1,4 @@
-"""Weights by hand: the surplus of the longer answer, and pairs that the policy would write itself."""
+"""Weights by hand: LD-DPO's for the surplus of the longer answer, and WPO's for pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_sum_of_squares():
     assert found.tolist() == pytest.approx([math.log(0.5), math.log(9 / 16 + 1 / 16), 0.0], abs=1e-6)
 
 
-def test_a_pair_weighs_what_its_answers_are_likely():
+def test_the_weight_of_a_pair_is_the_product_over_its_answers():
     weights = pair_weights(torch.tensor([math.log(0.5)], requires_grad=True), torch.tensor([math.log(0.1)]))
     assert weights.tolist() == pytest.approx([0.05])
     assert not weights.requires_grad

@@ -54,11 +54,11 @@ def test_dr_grpo_says_before_the_run_that_answers_can_exceed_the_constant(kl):
     algorithm = TestDrGRPO().build(DrGRPO.Config(kl=kl))
     assert algorithm.misfits(OnlineShape(8, 256, 2047)) == []
     (told,) = algorithm.misfits(OnlineShape(8, 512, 2047))
-    assert "max_length = 256, and an answer can have 512 own tokens" in told
+    assert "max_length = 256, but an answer can have 512 own tokens" in told
     assert "Set --algorithm.loss.max_length 512" in told
 
 
-def test_group_of_equal_rewards_teaches_nothing():
+def test_a_group_of_equal_rewards_has_zero_advantages():
     algorithm = TestGRPO().build(GRPO.Config())
     batch, metrics = algorithm.credit(algorithm.assemble(fabricate.groups(0, equal_rewards=True))[0])
     assert not batch.tok["advantages"].any()

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rlhf.errors import TrainingError
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.types import Row, Snapshot, Update
+from rlhf.types import Row, RunOptions, Snapshot, Update
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
@@ -29,8 +29,8 @@ def pair(prompt, chosen, rejected, index=0):
     return Example(Row({}, "data", index), sequences)
 
 
-def make(cls=KTO, **config):
-    return cls(parts={"loss": KTOLoss(KTOLoss.Config(**config))})
+def make(cls=KTO, max_tokens=None, **config):
+    return cls(parts={"loss": KTOLoss(KTOLoss.Config(**config))}, run=RunOptions(max_tokens))
 
 
 def sequences(batch):
@@ -69,12 +69,12 @@ def test_the_order_of_rows_in_a_batch_does_not_matter():
     assert twin_of(make().assemble(other)[0]) == [[9, 23], [3, 22], [0, 29], [2, 21], [1, 20]]
 
 
-def test_answers_to_the_same_prompt_are_no_mismatch():
+def test_rows_with_the_same_prompt_are_skipped():
     rows = [row([1], [11], index=0), row([1], [12], index=1), row([2], [13], index=2), row([1], [11], index=3)]
     assert twin_of(make().assemble(rows)[0]) == [[1, 13], [1, 13], [2, 12], [1, 13]]
 
 
-def test_with_one_prompt_only_another_answer_has_to_do():
+def test_if_all_prompts_are_equal_a_different_answer_is_taken():
     rows = [row([1], [11], index=0), row([1], [12], index=1), row([1], [11], index=2)]
     assert twin_of(make().assemble(rows)[0]) == [[1, 12], [1, 11], [1, 12]]
 
@@ -90,16 +90,13 @@ def test_equal_rows_have_no_mismatched_answer_and_z_is_zero():
 
 
 def test_a_mismatched_answer_is_cut_at_the_longest_sequence_allowed_and_counted():
-    algorithm = make()
     rows = [row([1, 2, 3], [11], index=0), row([4], [12, 13, 14], index=1), row([5, 6], [15, 16], index=2)]
-    algorithm.max_tokens = 4
-    batch, metrics = algorithm.assemble(rows)
+    batch, metrics = make(max_tokens=4).assemble(rows)
     assert twin_of(batch) == [[1, 2, 3, 15], [4, 11], [5, 6, 12, 13]], "one token of two, all, two of three"
     assert sequences(batch)[0][1] == (1, [1, 2, 3, 15], [0, 0, 0, 0], [0, 0, 0, 1])
     assert [s[0][1] for s in sequences(batch).values()] == [[1, 2, 3, 11], [4, 12, 13, 14], [5, 6, 15, 16]]
     assert metrics == {"labels/cut_twins": 2.0}
-    algorithm.max_tokens = 5
-    batch, metrics = algorithm.assemble(rows)
+    batch, metrics = make(max_tokens=5).assemble(rows)
     assert twin_of(batch) == [[1, 2, 3, 15, 16], [4, 11], [5, 6, 12, 13, 14]]
     assert metrics == {}
     assert max(len(ids) for ids in twin_of(make().assemble(rows)[0])) == 5, "without a limit, whole"
@@ -122,8 +119,8 @@ def test_rows_without_a_trained_token_are_left_out_and_counted():
 
 
 @pytest.mark.parametrize("cls", [KTO, KTOPair])
-def test_one_row_is_nothing_to_learn_from(cls):
-    """The last rows of an evaluation, say. A pair's own answers are not mismatched with each other."""
+def test_one_row_gives_no_batch_if_answers_are_mismatched(cls):
+    """This happens at the end of an evaluation. The answers of one pair are not mismatched with each other."""
     one = row([1], [11]) if cls is KTO else pair([1], [11], [12])
     assert make(cls).assemble([one]) == (None, {})
     assert make(cls).assemble([]) == (None, {})
@@ -194,7 +191,7 @@ def test_the_loss_by_hand(parts):
     assert metrics == pytest.approx({"loss": loss, "loss/kto": loss, **expected}, rel=1e-6)
 
 
-def test_apo_holds_answers_against_nothing():
+def test_apo_has_z_zero_and_reports_no_kl():
     loss, _, metrics = loss_of([2.0, -1.0], [True, False], None, loss_type="apo_zero_unpaired", beta=0.5)
     assert loss == pytest.approx((1 - sigma(1.0) + sigma(-0.5)) / 2, rel=1e-6)
     assert "kl" not in metrics
@@ -203,7 +200,7 @@ def test_apo_holds_answers_against_nothing():
 @pytest.mark.parametrize(
     ("label", "present", "absent"), [(True, "desirable", "undesirable"), (False, "undesirable", "desirable")]
 )
-def test_labels_of_one_kind_are_fine(label, present, absent):
+def test_a_batch_may_have_one_label_only(label, present, absent):
     """The other kind's metrics are absent rather than zero."""
     _, gradient, metrics = loss_of([1.0, 2.0], [label] * 2, [0.5] * 2)
     assert all((g < 0) == label for g in gradient)
@@ -226,7 +223,7 @@ def test_log_ratios_at_the_extremes(loss_type, h, label):
 
 
 def test_one_minus_sigma_keeps_its_digits():
-    """At 30, 1 - sigma is 9.4e-14: less than fp32 can tell from 0 beside 1."""
+    """At 30, 1 - sigma is 9.4e-14, below the precision of fp32 near 1."""
     assert loss_of([30.0], [True], [0.0], beta=1.0)[0] == pytest.approx(math.exp(-30), rel=1e-4)
 
 
@@ -273,7 +270,7 @@ def test_a_row_without_a_mismatched_answer_does_not_enter_z():
     assert loss.prepare(batch).unit["kl"].tolist() == [3.0, 3.0]
 
 
-def test_vanilla_holds_each_kind_against_the_other():
+def test_the_vanilla_z_of_a_label_is_the_mean_over_the_other_label_or_zero():
     algorithm = make(loss_type="vanilla")
     batch = algorithm.assemble(ROWS)[0]
     up_N = torch.tensor([1.0, 0.5, 2.0])[batch.unit_N]
@@ -303,7 +300,7 @@ def test_the_reference_cannot_be_computed_ahead_where_answers_are_mismatched():
 
 
 @pytest.mark.parametrize("algorithm", [KTO, KTOPair])
-def test_the_reference_follows_the_policy_behind_the_update(algorithm):
+def test_the_reference_is_updated_after_the_policy(algorithm):
     built = algorithm(algorithm.Config(snapshot_every=2, snapshot_share=0.6), {"loss": KTOLoss()})
     kinds = [[type(u) for u in built.updates(step)] for step in range(4)]
     assert kinds == [[Update], [Update, Snapshot], [Update], [Update, Snapshot]]

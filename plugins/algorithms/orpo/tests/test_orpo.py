@@ -38,7 +38,7 @@ def test_log_odds_by_hand():
 
 
 @pytest.mark.parametrize("logprob", [0.0, -1e-9, -1e-7])
-def test_odds_of_a_certain_answer_are_bounded_and_not_silent(logprob: float):
+def test_odds_of_a_certain_answer_are_bounded_with_a_gradient(logprob: float):
     at = torch.tensor([logprob], requires_grad=True)
     value = log_odds(at)
     value.backward()

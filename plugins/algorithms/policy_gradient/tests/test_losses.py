@@ -148,7 +148,7 @@ class TestLUSPO(TestGSPO):
 
 
 class TestMasks(TestPPO):
-    """The loss of the tokens that push, over all tokens."""
+    """The loss of the selected tokens, divided by the number of all tokens."""
 
     configs = (
         PPO.Config(top_entropy=0.2),
@@ -213,7 +213,7 @@ class TestUnbiasedKLBeside(TestKLBeside):
 
 
 class TestKLBesideGSPO(TestKLBeside):
-    """Any loss takes it: no code of KL in any of them."""
+    """KL can be added to any loss: no loss contains code of KL."""
 
     loss = GSPO
     configs = (GSPO.Config(),)
@@ -319,13 +319,15 @@ def test_the_least_certain_tokens_push_by_hand():
     assert PPO().prepass() == ()
 
 
-def test_answers_that_the_policy_has_left_do_not_push_down_by_hand():
+def test_stale_answers_with_negative_advantages_are_masked_by_hand():
     """Sampled at -1, now -1.2 and -1.4 (moved 0.3 on average): the token of a negative advantage drops out."""
     columns = {"gen_logprobs": [-1.0, -1.0], "old_logprobs": [-1.2, -1.4], "advantages": [3.0, -5.0]}
     batch = one_sequence(2, **columns)
     for limit, expected, share in ((0.29, -1.5, 0.5), (0.31, 1.0, 0.0)):
         total, metrics = run(PPO(PPO.Config(stale_mask=limit)), batch, {"logprobs": [-1.2, -1.4]})
         assert (total, metrics["stale_masked"]) == (pytest.approx(expected), share)
+    without = one_sequence(2, **{**columns, "advantages": [3.0, 0.0]})
+    assert run(PPO(PPO.Config(stale_mask=0.29)), without, {"logprobs": [-1.2, -1.4]})[1]["stale_masked"] == 0.0
     del columns["gen_logprobs"]  # a generator without log-probs: those of the start of the update, which are now's
     assert run(PPO(PPO.Config(stale_mask=0.1)), one_sequence(2, **columns), {"logprobs": [-1.2, -1.4]})[0] == 1.0
 
@@ -405,7 +407,7 @@ def test_answers_beyond_the_constant_are_refused():
     ("make", "message"),
     [
         (lambda: PPO.Config(aggregation="seq_sum_constant"), "needs max_length"),
-        (lambda: PPO.Config(max_length=3), "no use for it"),
+        (lambda: PPO.Config(max_length=3), "do not read it"),
         (lambda: PPO.Config(dual_clip=1.0), "greater than 1"),
         (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
         (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),

@@ -44,7 +44,7 @@ def reinforce(gamma: float) -> Reinforce:
 
 
 def test_each_token_is_credited_with_what_came_after_it():
-    """Summed at the end every token gets 3, whichever turn it is of; at their turns, 3, 3, 2, 4, 4."""
+    """With the sum at the end every token gets 3. With each reward at its turn the tokens get 3, 3, 2, 4, 4."""
     at_the_end, _ = credit(episode(3.0, {}), reinforce(1.0))
     assert own(at_the_end) == [3.0] * 5
     placed, metrics = credit(episode(0.0, {ENV: 1.0}), reinforce(1.0))
@@ -87,6 +87,6 @@ def test_kl_in_the_reward_shaping_and_clipping_are_beside_them():
     ("estimator", "reads"),
     [(GAE, True), (Reinforce, True), (ReinforceBaseline, False), (RLOO, False), (GroupNorm, False), (DrGRPO, False)],
 )
-def test_who_compares_rewards_at_tokens(estimator, reads):
-    """Those without a baseline over groups: it is over sums of trajectories."""
+def test_which_advantages_support_rewards_at_tokens(estimator, reads):
+    """Those without a group baseline: that baseline is over the rewards of whole trajectories."""
     assert estimator().token_rewards is reads

@@ -1,4 +1,4 @@
-"""The reward: where steps are found, what becomes of their values, and what is refused."""
+"""The reward: the places of steps, how their values are combined, and wrong options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_prm.reward import ProcessReward, _probability
 from rlhf_testing.scoring import score_groups
 
-BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
+BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(list(ids)).decode())
 CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}
 
 LABELS = {"right_token_id": 7, "wrong_token_id": 9}
@@ -52,7 +52,7 @@ class Model:
 
     async def read(self, role, head, ids, positions):
         self.head = head
-        self.asked += [(role, bytes(i).decode(), list(p)) for i, p in zip(ids, positions, strict=True)]
+        self.asked += [(role, bytes(list(i)).decode(), list(p)) for i, p in zip(ids, positions, strict=True)]
         return [[(p + 1) / 10 for p in read] for read in positions]
 
 
@@ -67,7 +67,7 @@ def sigma(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_it_asks_at_the_ends_of_the_steps_of_sampled_turns(model) -> None:
+def test_steps_are_scored_at_their_ends_in_sampled_turns(model) -> None:
     asked = group("a;bc;d", "no step")
     seen = score(asked, "step", model=model()).asked
     assert seen == [("process_reward_model", "q;?a;bc;d", [4, 7])], "the prompt's ';' ends no step of the answer"
@@ -115,7 +115,7 @@ def test_aggregates(model, how: str, expected: float) -> None:
     assert result.info == {"steps": 2, "probabilities": pytest.approx([0.4, 0.7])}
 
 
-def test_the_baseline_comes_off_every_step(model) -> None:
+def test_the_baseline_is_subtracted_from_every_step(model) -> None:
     asked = group("a;bc;d")
     score(asked, "step", model=model(), baseline=0.5, aggregate="sum")
     result = asked.trajectories[0].rewards["prm"]

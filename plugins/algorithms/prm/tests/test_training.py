@@ -60,7 +60,7 @@ def test_a_batch_without_wrong_steps_has_no_accuracy_on_them() -> None:
     assert "accuracy_wrong" not in metrics
 
 
-def test_every_solution_counts_the_same_where_asked() -> None:
+def test_every_solution_has_equal_weight_if_configured() -> None:
     examples = [solution([(3, 1.0), (4, 1.0), (5, 1.0)]), solution([(4, 0.0)])]
     loss, _, _ = loss_of([1.0, 1.0, 1.0, 2.0], examples, reduce="seq_mean_token_mean")
     assert loss == pytest.approx((-math.log(sigma(1)) - math.log(sigma(-2))) / 2, rel=1e-6)
@@ -101,15 +101,15 @@ def test_two_classes() -> None:
     assert algorithm.model_config()["id2label"] == {"0": "wrong", "1": "right"}
 
 
-def test_one_algorithms_label_tokens_are_not_anothers() -> None:
+def test_label_tokens_of_an_algorithm_do_not_change_the_default_head() -> None:
     make(head="lm", label_tokens=("+", "-")).use_tokens(WORDS)
     assert StepLabels().head.constants == {"outputs": (1, 0)}
 
 
-def test_a_label_of_several_tokens_is_refused() -> None:
+def test_label_tokens_must_be_single_and_different() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.label_tokens: 'good' must be one token .* but is 4 \(103 'g'"):
         make(head="lm", label_tokens=("good", "-")).use_tokens(WORDS)
-    with pytest.raises(ConfigError, match=r"\['\+', '\+'\] are one token \(43\)"):
+    with pytest.raises(ConfigError, match=r"\['\+', '\+'\] are the same token \(43\)"):
         make(head="lm", label_tokens=("+", "+")).use_tokens(WORDS)
 
 
@@ -121,10 +121,10 @@ def test_a_label_of_several_tokens_is_refused() -> None:
         ({"head": "lm", "label_tokens": ("+",)}, "label_tokens"),
     ],
 )
-def test_configs_that_say_half_of_it_are_refused(config: dict, message: str) -> None:
+def test_missing_unread_and_single_label_tokens_are_refused(config: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ProcessRewardModel.Config(**config)
 
 
-def test_a_list_as_toml_has_it_is_a_pair() -> None:
+def test_a_toml_list_is_accepted_as_a_pair() -> None:
     assert ProcessRewardModel.Config(head="lm", label_tokens=["+", "-"]).label_tokens == ("+", "-")

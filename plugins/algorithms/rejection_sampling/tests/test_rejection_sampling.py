@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rlhf.errors import TrainingError
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, RewardResult, Row, RunOptions, Trajectory, Turn
 from rlhf_plugin_rejection_sampling import RejectionSampling
 from rlhf_testing.algorithm import AlgorithmContract
 
@@ -19,8 +19,8 @@ class TestRejectionSampling(AlgorithmContract):
     configs = (Config(), Config(keep=2, epochs=2, minibatches=2), Config(keep=2, min_reward=0.3))
 
 
-def build(**config):
-    return TestRejectionSampling().build(Config(**config))
+def build(run=None, **config):
+    return TestRejectionSampling().build(Config(**config), run)
 
 
 def group(number, rewards, temperature=1.0):
@@ -95,14 +95,13 @@ def test_rewards_of_steps_count():
     made = group(0, [1.0, 1.0])
     for trajectory, value in zip(made.trajectories, (0.5, 0.25), strict=True):
         trajectory.rewards["judge"] = RewardResult(None, steps=((1, 0, value), (1, 1, value)))
-    algorithm = build(keep=2)
-    algorithm.step_sources = {"judge": -1.0}
+    algorithm = build(RunOptions(step_sources={"judge": -1.0}), keep=2)
     batch, metrics = algorithm.assemble([made])
     assert kept(batch) == [1, 0]
     assert metrics["reward/best"] == pytest.approx((1 - 0.5 + 1 - 1) / 2)
 
 
-def test_what_is_kept_is_a_demonstration():
+def test_kept_samples_become_demonstrations():
     """The tokens that were sampled, under the mask, at temperature 1; the prompt and nothing else before them."""
     batch = build().assemble([group(0, [0.0, 1.0], temperature=0.7)])[0]
     assert batch.ids_N.tolist() == [5, 6, 1, 1]

@@ -1,4 +1,4 @@
-"""Reward models: the loss by hand, how pairs are laid out, and what is remembered of the scores."""
+"""Reward models: the loss by hand, the layout of pairs, and the statistics of the scores."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_centring_adds_the_squared_sum() -> None:
     assert metrics["loss/pairwise"] == pytest.approx(plain)
 
 
-def test_equal_scores_are_not_right() -> None:
+def test_equal_scores_count_as_wrong() -> None:
     assert loss_of([1.0, 1.0], [pair()])[2]["accuracy"] == 0.0
 
 
@@ -97,7 +97,7 @@ def test_a_pair_of_empty_answers_is_left_out() -> None:
     assert make().assemble([empty, half])[0].units == 1
 
 
-def test_an_evaluation_is_what_an_export_says() -> None:
+def test_an_export_has_the_statistics_of_the_last_evaluation() -> None:
     algorithm = make()
     assert algorithm.model_config() == {}
     algorithm.finish(0, BATCH, {"policy/score_mean": 1.0, "policy/score_square": 5.0})
@@ -107,7 +107,7 @@ def test_an_evaluation_is_what_an_export_says() -> None:
     assert algorithm.model_config() == pytest.approx({"mean": 3.0, "std": 2.0})
     other = make()
     other.load_state_dict(algorithm.state_dict())
-    other.evaluated({"eval/loss": 0.5})  # of another loss: it says nothing of scores
+    other.evaluated({"eval/loss": 0.5})  # another loss reports no scores
     assert other.model_config() == pytest.approx({"mean": 3.0, "std": 2.0})
 
 

@@ -1,4 +1,4 @@
-"""The pair: two processes, one group over gloo, that run every two-rank case once for all tests of this folder."""
+"""Two processes in one gloo group, which run every case for two ranks once, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 def one_rank_checkpoint(folder: Path) -> None:
-    """Two steps on one rank in stage 2, saved for the pair to go on with."""
+    """Train two steps on one rank in stage 2, and save the checkpoint from which the two ranks continue."""
     from rlhf_testing.suite_losses import TokenLoss
     from zero_cases import batch, spec, trainer
 

@@ -13,7 +13,7 @@ from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
 from zero_cases import apart, batch, spec, trainer
 
-sys.path.append(str(Path(__file__).resolve().parents[4]))  # a script: the root's tests are not on its path
+sys.path.append(str(Path(__file__).resolve().parents[4]))  # the root's tests are not on a script's path
 from tests.interpreted import complete_the_interpreter
 
 FOLDER = Path(sys.argv[1])

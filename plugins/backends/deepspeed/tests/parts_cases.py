@@ -1,4 +1,4 @@
-"""Ranks that divide layers, run once for all tests of a file, and the trainer ``torch`` that they are compared with."""
+"""Processes of ranks that divide layers, run once for all tests of a file, and the reference: the trainer ``torch``."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Reference:
 
 
 def check_steps(found: list[list], wanted: list, loss_within: float = LOSS, norm_within: float = LOSS) -> None:
-    """``found``: of each rank; ``wanted``: (sums, result) of each step."""
+    """``found``: the steps of each rank; ``wanted``: (sums, result) of each step."""
     for number, (sums, result) in enumerate(wanted[: len(found[0])]):
         at = [rank[number] for rank in found]
-        assert all(a[1:] == at[0][1:] for a in at), "norm, rate and reason: the same on every rank"
+        assert all(a[1:] == at[0][1:] for a in at), "norm, rate and reason are the same on every rank"
         losses = [a[0] for a in at]
         assert losses[::2] == losses[1::2], "the ranks of a replica compute the same"
         assert sum(losses[::2]) == pytest.approx(sums["loss"][0], rel=loss_within, abs=loss_within)

@@ -1,4 +1,4 @@
-"""What the ranks of :mod:`parts_ranks` run and the tests read, without running it."""
+"""Names and options of the cases of :mod:`parts_ranks`. Importing this module runs no case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"stage": 2, "max_grad_norm": 0.1},
     "bf16": {"stage": 2, "dtype": "bf16"},
 }
-"""Options beside those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+"""Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
 
 LORA: dict[str, dict[str, Any]] = {
     "all": {"rank": 2, "alpha": 8},
@@ -24,7 +24,7 @@ MUON: dict[str, dict[str, Any]] = {
     "whole": {"stage": 0},
     "lora": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},
 }
-"""Of the matrices, and of adapters."""
+"""Options of Muon for matrices, and for adapters."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tied": False},
@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"architecture": "gemma2", "sliding_window": 8},
     "gemma3": {"architecture": "gemma3_text", "sliding_window": 8},
 }
-"""Kinds of layers beside Qwen 3's."""
+"""Kinds of layers other than those of Qwen 3."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "heads": {"heads": 3, "kv_heads": 1, "head_dim": 8},

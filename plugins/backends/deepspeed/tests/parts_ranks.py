@@ -1,4 +1,4 @@
-"""One rank of 2 or 4 that divide layers in two: every case in turn (:mod:`rank_case`)."""
+"""One rank of 2 or 4 that divide layers in two. It runs the cases one after another (:mod:`rank_case`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer(of: ModelSpec, **options: Any) -> Any:
 
 
 def mine(number: int, loss: Any = None) -> list[Any]:
-    """The same on the ranks of a replica."""
+    """The micro-batches of this rank: the same on all ranks of a replica."""
     return shares(batch(number, loss), REPLICAS)[REPLICA]
 
 
@@ -51,7 +51,7 @@ for stage in STAGES:
 
     @on_both(f"equal-{stage}")
     def equal(stage: int = stage) -> Any:
-        """Gradients of the first step; five steps; what scoring gives; what a rank holds."""
+        """Gradients of the first step, five steps, scores, and the tensors that a rank holds."""
         one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
         first_gradients(one, f"{stage}")
         done = steps(one, range(STEPS))
@@ -75,7 +75,8 @@ for stage in STAGES:
 
     @on_both(f"resume-{stage}")
     def resume(stage: int = stage) -> Any:
-        """Saved after two steps, loaded into a trainer that has seen other data; what one rank saved goes on here."""
+        """Save after two steps, load into a trainer that was trained on other data, and continue. Also continue from
+        the checkpoint of one rank."""
         options = {"stage": stage, "ema_decay": 0.9}
         one = trainer(here(), **options)
         steps(one, range(2))
@@ -120,7 +121,7 @@ for name in LORA:
 
     @on_both(f"lora-{name}")
     def adapted(name: str = name) -> Any:
-        """Gradients after a first step, from which on both factors get some; further steps; what a rank holds."""
+        """Gradients after a first step (before it one factor has none), further steps, the tensors of a rank."""
         options = {"stage": LORA_STAGE[name], "lora": LoraOptions(**LORA[name])}
         one = trainer(here(), ema_decay=0.9, weight_decay=0.1, **options)
         first = steps(one, [0])
@@ -139,7 +140,7 @@ for name in LORA:
 
 @on_pair("adapters")
 def adapters() -> Any:
-    """What one rank saved, as everyone else sees it from here."""
+    """The weights and the export of a checkpoint that one rank saved."""
     one = trainer(here(), stage=2, lora=LoraOptions(**LORA["all"]))
     one.load(FOLDER / "adapters")
     one.export(FOLDER / "export-lora")
@@ -170,7 +171,7 @@ def critic() -> Any:
 
 @on_pair("frozen")
 def frozen() -> Any:
-    """A role that is not trained holds parts too; it takes whole weights over from a sender, and lends its head."""
+    """A frozen role holds parts too. It loads whole weights from a sender, and lends its head."""
     source = trainer(here(), stage=2)
     steps(source, range(2))
     found: list[Any] = [held(source)]
@@ -208,7 +209,7 @@ def lent() -> Any:
 
 @on_both("skip")
 def skip() -> Any:
-    """A loss, then a gradient, that is not finite: on the last replica only."""
+    """A non-finite loss, and in the next step a non-finite gradient, on the last replica only."""
     one, twin = (trainer(here(), stage=2, ema_decay=0.5) for _ in range(2))
     found = []
     for broken in (InfiniteLoss(), InfiniteGradient()):
@@ -233,7 +234,7 @@ def export() -> Any:
 
 @on_pair("beside")
 def beside() -> Any:
-    """Roles that divide layers and roles that do not, in one process, in either order."""
+    """Roles with and without divided layers in one process, in both orders."""
     divided, plain = trainer(here(), stage=2), any_trainer(here(), stage=2)
     both = [steps(divided, [0]), plain.update(shares(batch(0), RANKS)[RANK], TokenLoss(), {}, {})[1].grad_norm]
     return [both[0][0][1], both[1], steps(divided, [1])[0][1], steps(trainer(here(), stage=1), [0])[0][1]]

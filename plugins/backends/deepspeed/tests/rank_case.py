@@ -1,6 +1,6 @@
-"""What the scripts of single ranks have in common: ``python SCRIPT RANK RANKS PORT FOLDER [CASE ...]``.
+"""The common part of the scripts that run one rank: ``python SCRIPT RANK RANKS PORT FOLDER [CASE ...]``.
 
-A case is a function whose return value, JSON, ends up in the tests under its name; tensors go to files. All ranks run
+A case is a function. Tests read its return value (JSON) by the name of the case; tensors are in files. All ranks run
 the same cases in the same order.
 """
 
@@ -48,8 +48,8 @@ def keep(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def stepper(mine: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """``steps(trainer, numbers, loss)`` on what ``mine(number, loss)`` gives this rank: [loss on this rank, norm, rate,
-    why skipped] of each step."""
+    """``steps(trainer, numbers, loss)`` updates with the micro-batches of ``mine(number, loss)``. It returns [loss on
+    this rank, norm, rate, reason of a skip] of each step."""
 
     def steps(of: Any, numbers: Any, loss: Loss | None = None) -> list[Any]:
         done = []
@@ -70,7 +70,7 @@ def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
 
 
 def run(cases: Cases) -> None:
-    """Every case, or those whose names begin as given on the command line; then this process ends."""
+    """Run every case, or those whose names start with a word of the command line. Ends this process."""
     only = tuple(sys.argv[5:])
     results = {}
     for name, function in cases.items():
@@ -81,4 +81,4 @@ def run(cases: Cases) -> None:
         print(name, f"{time.process_time() - start:.1f} s of processor", flush=True)
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # a case may have broken the group; nothing of it may hang the exit
+    os._exit(0)  # a case may have broken the process group, and a normal exit could hang

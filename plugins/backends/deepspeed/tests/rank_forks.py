@@ -1,7 +1,7 @@
-"""``python rank_forks.py SCRIPT RANKS PORT FOLDER``: a process per rank, forked from one that has imported everything.
+"""``python rank_forks.py SCRIPT RANKS PORT FOLDER``: one process per rank, forked after all imports.
 
-Each runs ``SCRIPT RANK RANKS PORT FOLDER`` as ``python`` would, and writes what it says to ``FOLDER/rank-RANK.log``.
-The last line here is the list of their exit codes.
+Each process runs ``SCRIPT RANK RANKS PORT FOLDER`` like ``python`` and writes its output to ``FOLDER/rank-RANK.log``.
+The last line of this program's output is the list of their exit codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IMPORTED = (
     "rlhf_plugin_deepspeed.trainer",
     "rlhf_testing.suite_losses",
 )
-"""Computes nothing and starts no thread, so that it can be forked."""
+"""Imports of this process. They start no thread, so that it can be forked."""
 
 
 def rank(script: str, number: int, words: list[str]) -> None:
@@ -56,7 +56,7 @@ def main(script: str, *words: str) -> None:
             rank(script, number, list(words))
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(json.dumps(codes), flush=True)
-    os._exit(0)  # what is imported takes long to be taken down
+    os._exit(0)  # the normal exit of a process with these imports takes long
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several processes that are ranks of one group over gloo, run once for all tests that read what they wrote."""
+"""Several processes that are ranks of one gloo group. They run once, and all tests read their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 900
 
 
 class Ranks:
-    """``results[rank][case]``, as the ranks wrote them, and files below ``folder``.
+    """``results[rank][case]``, written by the ranks, and files below ``folder``.
 
     Args:
         script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rank_case`, :mod:`rank_forks`).

@@ -1,4 +1,4 @@
-"""Every option of training does what it does in the trainer ``torch``, and those of this trainer alone do something."""
+"""Every option of training has the effect that it has in the trainer ``torch``. This trainer's own have an effect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BASE = {name: {} for name in SHARED} | {
     "lora_dropout": SHARED["lora"],
     "head_fp32": SHARED["bf16"],
 }
-"""Without the option."""
+"""The options of the run without the tested option."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def plain(of, **options):
     ("name", "stage"), [(n, s) for n, o in SHARED.items() for s in (2, 3) if s == 2 or o.get("dtype") != "bf16"]
 )
 def test_options_of_training(learnt, name, stage):
-    """In bf16 the stages multiply in other orders, whose rounding is as large as what is looked for: stage 2 alone."""
+    """In bf16 only stage 2 is tested: the stages multiply in different orders, and their rounding differs as much as
+    the effects of the options."""
     got, want, without = (
         learnt(trainer, stage, **SHARED[name]),
         learnt(plain, None, **SHARED[name]),
@@ -92,20 +93,20 @@ def test_options_of_training(learnt, name, stage):
 
 
 @pytest.mark.parametrize("options", [{"muon_lr": 1e-2}, {"muon_momentum": 0.5}], ids=["muon_lr", "muon_momentum"])
-def test_options_of_muon(learnt, options):
+def test_the_options_of_muon_have_an_effect_in_both_stages(learnt, options):
     muon = {"optimizer": "muon"}
     moved = apart(learnt(trainer, 2, **muon, **options), learnt(trainer, 2, **muon))
     assert moved > 1e-4
     assert apart(learnt(trainer, 2, **muon, **options), learnt(trainer, 3, **muon, **options)) < moved / 20
 
 
-def test_the_head_in_fp32_under_stage_3(learnt):
+def test_head_fp32_has_an_effect_under_stage_3(learnt):
     assert apart(learnt(trainer, 3, dtype="bf16"), learnt(trainer, 3, dtype="bf16", head_fp32=False)) > 1e-5
 
 
 @pytest.mark.slow
 def test_liger_kernels(tmp_path):
-    """Of modules whose weights are divided too, and computed again in the backward pass."""
+    """Also for modules with divided weights, and with gradient checkpointing."""
     pytest.importorskip("liger_kernel")
     script = str(Path(__file__).parent / "liger_zero.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -116,7 +117,7 @@ def test_liger_kernels(tmp_path):
     assert max(found.values()) < 1e-5
 
 
-def test_kernels_that_cannot_be_had_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
+def test_kernels_that_are_not_available_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(CapabilityError, match="Liger's kernels run on GPUs, and this role is on 'cpu'"):
         trainer(spec(tmp_path), stage=3, kernels="liger")
@@ -124,7 +125,7 @@ def test_kernels_that_cannot_be_had_are_refused_before_a_model_is_read(tmp_path,
         DeepSpeedTrainerConfig(stage=3, kernels="own")
 
 
-def test_prefixes_are_shared_or_not(folder):
+def test_shared_prefixes_can_be_switched_off_in_every_stage(folder):
     scores = []
     for wanted in (True, False):
         of = trainer(spec(folder), stage=2, shared_prefixes=wanted)

@@ -1,6 +1,6 @@
-"""Ranks that divide layers give the trainer ``torch``'s numbers: two that are one replica, four that are two of them.
+"""Ranks that divide layers give the numbers of the trainer ``torch``: two ranks as one replica, four as two replicas.
 
-In one file, so that one set of processes serves every test (``pytest --dist loadfile``).
+All tests are in one file, so that one set of processes serves them (``pytest --dist loadfile``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 GRADIENT = 1e-5
 DIVIDED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
-"""{matrix: the dimension along which it is cut}."""
+"""{matrix: the dimension along which it is divided}."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def four(tmp_path_factory):
 
 @pytest.fixture(params=["pair", "four"])
 def ranks(request):
-    """One replica of two ranks, and two."""
+    """One replica of two ranks, and two such replicas."""
     return request.getfixturevalue(request.param)
 
 
@@ -56,7 +56,11 @@ def reference(tmp_path_factory):
 def test_gradients_and_five_steps(ranks, reference, stage):
     found = ranks(f"equal-{stage}")
     assert apart(ranks.tensors(f"gradients-{stage}"), reference.gradients) < GRADIENT
-    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.down_proj.weight"):  # each alone too
+    for name in (
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+        "mlp.down_proj.weight",
+    ):  # each by itself
         for layer in ("model.layers.0.", "model.layers.1."):
             one, want = ranks.tensors(f"gradients-{stage}")[layer + name], reference.gradients[layer + name]
             assert apart({name: one}, {name: want}) < 1e-4
@@ -104,7 +108,7 @@ def test_options_change_no_number(pair, name):
     reference = Reference(pair.folder, TokenLoss(), 3, dtype=options.get("dtype", "fp32"), **other)
     found = [rank["steps"] for rank in pair(f"variant-{name}")]
     gradients = pair.tensors(f"gradients-{name}")
-    if name == "bf16":  # rounding in another order; bf16 is 9 % from fp32 in this measure
+    if name == "bf16":  # another order of rounding; bf16 differs from fp32 by 9 % in this measure
         exact = Reference(pair.folder, TokenLoss(), 0)
         assert apart(gradients, reference.gradients) < 0.06
         assert 1e-3 < apart(gradients, exact.gradients) < 0.2
@@ -150,7 +154,7 @@ def test_adapters(ranks, name):
     assert all(torch.equal(tensor, saved[n]) for n, tensor in again.weights())
 
 
-def test_everyone_else_sees_one_merged_model(pair, tmp_path):
+def test_weights_and_exports_have_the_adapters_merged(pair, tmp_path):
     one = trainer(spec(pair.folder), stage=2, lora=LoraOptions(**LORA["all"]))
     one.load(pair.folder / "adapters")
     one.export(tmp_path / "one")
@@ -182,7 +186,7 @@ def test_muon(ranks, name):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_other_kinds_of_layers(pair, kind):
+def test_layers_of_other_architectures_are_divided(pair, kind):
     reference = Reference(pair.folder, TokenLoss(), 2, path=kind)
     assert apart(pair.tensors(f"gradients-{kind}"), reference.gradients) < GRADIENT
     check_steps([rank["steps"] for rank in pair(f"model-{kind}")], reference.steps)
@@ -199,7 +203,7 @@ def test_roles_that_are_not_trained(pair, reference):
     for found in pair("frozen"):
         assert found["moved"] > 1e-2
         assert found["left"] < 1e-5
-        assert found["prints"], "each rank took its part"
+        assert found["prints"], "each rank has fingerprints of its part"
         assert found["every_rank"] == len(reference.weights)
 
 
@@ -216,17 +220,17 @@ def test_a_lent_head_is_whole(pair):
     assert apart(pair.tensors("gradients-lent"), one.gradients()) < GRADIENT
 
 
-def test_what_is_not_finite_skips_the_step_on_every_rank(ranks):
+def test_a_non_finite_loss_or_gradient_skips_the_step_on_every_rank(ranks):
     found = ranks("skip")
     assert all(rank == found[0] for rank in found)
     loss, gradient, after = found[0]
     assert loss[0].startswith("non-finite loss (nan) of 'suite_infinite'")
     assert gradient[0].startswith("non-finite gradient (norm ")
     assert loss[1] is gradient[1] is True
-    assert after == ["", True]  # as if nothing had been there
+    assert after == ["", True]  # the step after the skipped ones is as without them
 
 
-def test_roles_that_divide_layers_and_roles_that_do_not_live_side_by_side(pair, reference):
+def test_roles_with_and_without_divided_layers_work_in_one_process(pair, reference):
     norms = [result.grad_norm for _, result in Reference(pair.folder, TokenLoss(), 2).steps]
     for found in pair("beside"):
         assert found == pytest.approx([norms[0], norms[0], norms[1], norms[0]], rel=1e-4)
@@ -236,7 +240,7 @@ def test_roles_that_divide_layers_and_roles_that_do_not_live_side_by_side(pair, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_resume_is_exact_and_goes_on_from_one_rank(ranks, stage):
+def test_resume_is_exact_and_continues_from_one_rank(ranks, stage):
     one = trainer(spec(ranks.folder), stage=2, ema_decay=0.9)
     one.load(ranks.folder / "from_one")
     want = [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(2, 5)]
@@ -247,7 +251,7 @@ def test_resume_is_exact_and_goes_on_from_one_rank(ranks, stage):
 
 @pytest.mark.parametrize("saved", STAGES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_goes_on_from_parts_in_any_stage(ranks, saved, stage):
+def test_one_rank_resumes_from_parts_in_any_stage(ranks, saved, stage):
     one = trainer(spec(ranks.folder), stage=stage, ema_decay=0.9)
     one.load(ranks.folder / f"saved-{saved}")
     want = [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(2, 5)]
@@ -270,7 +274,7 @@ def test_export_and_fingerprints_are_whole(pair, tmp_path):
 # ------------------------------------------------------------------------------------- refused
 
 
-def test_what_cannot_be_divided_is_refused(pair):
+def test_models_that_cannot_be_divided_are_refused(pair):
     first, second = pair("refused")
     assert first == second
     assert "does not divide Qwen3ForCausalLM's num_attention_heads = 3, num_key_value_heads = 1: use" in first["heads"]
@@ -278,7 +282,7 @@ def test_what_cannot_be_divided_is_refused(pair):
     assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind whose division is known (Gemma2" in first["layers"]
 
 
-def test_ranks_that_parts_do_not_divide(pair):
+def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(pair):
     with pytest.raises(
         CapabilityError, match=r"tensor_parallel = 2 does not divide the 1 ranks of role 'policy': set "
     ):
@@ -291,11 +295,14 @@ def test_ranks_that_parts_do_not_divide(pair):
     ("options", "why"),
     [
         ({"stage": 3}, "stage = 3, which divides every weight by its elements already; use stage 0, 1 or 2"),
-        ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout, which would drop the same places of different parts"),
-        ({"neftune_alpha": 5.0}, "neftune_alpha, which would put another noise on each rank's embeddings"),
+        (
+            {"lora": {"rank": 2, "dropout": 0.1}},
+            "lora.dropout, which would draw one mask for different parts of a",
+        ),
+        ({"neftune_alpha": 5.0}, "neftune_alpha, which would add different noise to the embeddings of each rank"),
     ],
 )
-def test_options_that_do_not_go_together(options, why):
+def test_options_that_exclude_tensor_parallel_are_refused(options, why):
     with pytest.raises(ValueError, match="tensor_parallel = 2 does not go with ") as error:
         DeepSpeedTrainerConfig(tensor_parallel=2, **options)
     assert why in str(error.value)

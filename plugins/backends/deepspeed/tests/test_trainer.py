@@ -1,4 +1,4 @@
-"""One rank: several roles in a process, what is refused, damaged checkpoints, exports of other architectures."""
+"""One rank: several roles in a process, refusals, damaged checkpoints, exports of other architectures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,24 @@ def test_policy_critic_and_reference_live_in_one_process(folder):
         for number in range(2):
             alone.update([batch(number, loss)], loss, {}, {})
         assert apart(dict(of.weights()), dict(alone.weights())) < 1e-5
-    assert torch.nn.functional.linear.__module__ == "torch._C._nn"  # as DeepSpeed would not leave it
+    assert torch.nn.functional.linear.__module__ == "torch._C._nn"  # DeepSpeed replaces it by its own function
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3}], ids=str)
+def test_a_changed_learning_rate_holds_from_the_next_step(folder, options):
+    """As an observer changes it between two steps."""
+    one, unchanged = (trainer(spec(folder), **options) for _ in range(2))
+    alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), one.spec)
+    before = one.update([batch(0)], TokenLoss(), {}, {})[1].lr
+    alone.update([batch(0)], TokenLoss(), {}, {})
+    unchanged.update([batch(0)], TokenLoss(), {}, {})
+    for each in (one, alone):
+        each.change(each.config.model_copy(update={"lr": 3e-3}))
+    for of in (unchanged, alone, one):
+        result = of.update([batch(1)], TokenLoss(), {}, {})[1]
+    assert (before, result.lr) == (1e-3, 3e-3)
+    assert apart(dict(one.weights()), dict(alone.weights())) < 1e-5
+    assert apart(dict(one.weights()), dict(unchanged.weights())) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -67,12 +84,12 @@ def test_policy_critic_and_reference_live_in_one_process(folder):
         ({"muon_lr": 0.1}, "muon_lr = 0.1 has no effect with optimizer = 'adamw'"),
     ],
 )
-def test_options_that_exclude_each_other(options, message):
+def test_options_that_exclude_each_other_are_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         DeepSpeedTrainerConfig(**options)
 
 
-def test_options_that_a_role_cannot_have(folder):
+def test_options_that_do_not_fit_a_role_are_refused(folder):
     with pytest.raises(CapabilityError, match=r"hpz_partition_size = 2 does not divide the 1 ranks of role 'policy'"):
         trainer(spec(folder), stage=3, hpz_partition_size=2)
     with pytest.raises(CapabilityError, match="has no view 'base': lora is not set"):
@@ -81,19 +98,19 @@ def test_options_that_a_role_cannot_have(folder):
         trainer(spec(folder)).forward([batch(0)], ("logprobs",), "ema")
 
 
-def test_places_to_meet(folder):
+def test_wrong_ranks_and_a_missing_rendezvous_are_refused(folder):
     def of(**facts):
         return ModelSpec(RoleSpec("policy", "lm", True), str(folder / "model"), "fp32", **facts)
 
     with pytest.raises(ConfigError, match=r"role 'policy', rank 2 of 2: a rank lies in 0\.\.1"):
         trainer(of(rank=2, world_size=2))
-    trainer(of())  # this process is in a group of one from now on
+    trainer(of())  # from here on this process is in a group of one rank
     with pytest.raises(CapabilityError, match="rank 0 of 2: this process is a rank of a group of 1 already"):
         trainer(of(world_size=2, rendezvous="tcp://127.0.0.1:1"))
 
 
-def test_only_the_address_where_ranks_meet_is_listened_at(folder):
-    """As /proc/net lists it: 127.0.0.1, and not every address of the machine, where strangers could join."""
+def test_rank_0_listens_at_the_rendezvous_address_only(folder):
+    """/proc/net must list 127.0.0.1 only, so that other machines cannot join."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     alone = ModelSpec(RoleSpec("policy"), str(folder), world_size=1, rendezvous=f"tcp://127.0.0.1:{port}")
@@ -106,19 +123,19 @@ def test_only_the_address_where_ranks_meet_is_listened_at(folder):
     assert listens == ["0100007F"]
 
 
-def test_gradients_end_an_accumulation(folder):
+def test_gradients_that_were_read_must_be_applied_before_the_next_micro_batch(folder):
     one = trainer(spec(folder), stage=1)
     one.accumulate([batch(0)], TokenLoss(), {}, {})
     one.gradients()
     with pytest.raises(TrainingError, match=r"gradients were read: apply\(\) or zero_grad\(\) must come"):
         one.accumulate([batch(1)], TokenLoss(), {}, {})
     one.zero_grad()
-    assert one.apply().grad_norm == 0.0  # nothing to step with changes nothing
+    assert one.apply().grad_norm == 0.0  # a step without gradients changes nothing
     assert one.updates == 1
 
 
-def test_weights_in_host_memory_and_engines_that_take_turns(folder):
-    """What a hybrid engine asks for between two phases, where nothing but buffers is left to put aside."""
+def test_offload_and_reload_work_with_weights_in_host_memory(folder):
+    """A hybrid engine makes these calls between two phases. With all state in host memory only buffers are moved."""
     options = {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}
     one, twin = trainer(spec(folder), **options), trainer(spec(folder), **options)
     for number in range(3):
@@ -129,7 +146,7 @@ def test_weights_in_host_memory_and_engines_that_take_turns(folder):
         one.reload()
 
 
-def test_forgotten_gradients_leave_nothing(folder):
+def test_zero_grad_discards_gradients_in_every_stage(folder):
     for stage in (1, 2, 3):
         one = trainer(spec(folder), stage=stage)
         one.update([batch(0)], TokenLoss(), {}, {})
@@ -138,12 +155,12 @@ def test_forgotten_gradients_leave_nothing(folder):
         assert not any(g.any() for g in one.gradients().values())
 
 
-def test_coverage_names_what_was_not_reached(tmp_path):
+def test_coverage_names_parameters_without_a_gradient(tmp_path):
     path = tiny_model(tmp_path / "model", std=0.2, tied=False)
     for stage in (0, 2, 3):
         one = trainer(ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32"), stage=stage, lr=0.0)
         assert one.coverage() == {}
-        with torch.no_grad():  # nothing comes back through a head of zeros
+        with torch.no_grad():  # the gradient through a head of zeros is zero
             head = next(n for n in one.tensors.shapes if n.startswith("lm_head"))
             zeros = {n: torch.zeros(s) if n == head else torch.randn(s) for n, s in one.tensors.shapes.items()}
         one.load_weights(iter(zeros.items()))
@@ -158,7 +175,7 @@ def test_load_weights_of_another_model_changes_nothing(folder):
     one = trainer(spec(folder), stage=3)
     before = dict(one.weights())
     with pytest.raises(
-        CheckpointError, match=r"what role 'policy' was sent is of another model: missing \['model.norm"
+        CheckpointError, match=r"the weight stream for role 'policy' is of another model: missing \['model.norm"
     ):
         one.load_weights((n, t * 2) for n, t in before.items() if n != "model.norm.weight")
     with pytest.raises(CheckpointError, match=r"'model.norm.weight' has shape \(3,\), here \(32,\)"):
@@ -174,7 +191,7 @@ def saved(folder, tmp_path):
     return tmp_path / "saved"
 
 
-def test_damaged_checkpoints(folder, saved):
+def test_damaged_checkpoints_are_refused(folder, saved):
     one, file = trainer(spec(folder), stage=3), saved / "rank-0-of-1.safetensors"
     facts, whole = (saved / "trainer.json").read_text(), file.read_bytes()
 
@@ -197,7 +214,7 @@ def test_damaged_checkpoints(folder, saved):
     one.load(saved)
 
 
-def test_checkpoints_of_another_run(folder, saved):
+def test_checkpoints_of_another_run_are_refused(folder, saved):
     with pytest.raises(ConfigError, match=r"was saved with .*'optimizer': 'adamw'.*this run has .*'muon'"):
         trainer(spec(folder), optimizer="muon").load(saved)
     with pytest.raises(ConfigError, match=r"'ema': False.*'ema': True"):
@@ -206,7 +223,7 @@ def test_checkpoints_of_another_run(folder, saved):
         trainer(spec(folder, head="scalar")).load(saved)
 
 
-def test_a_checkpoint_before_the_first_step_and_one_of_muon(folder, tmp_path):
+def test_checkpoints_before_the_first_step_and_of_muon_can_be_resumed(folder, tmp_path):
     for optimizer in ("adamw", "muon"):
         for steps in (0, 2):
             one = trainer(spec(folder), stage=2, optimizer=optimizer)
@@ -223,7 +240,7 @@ def test_a_checkpoint_before_the_first_step_and_one_of_muon(folder, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters(folder, tmp_path, stage):
-    """Only they are trained and saved; everyone else sees one merged model; without them it is the one it was."""
+    """Only adapters are trained and saved. Weights and exports are merged. The view `base` is the untrained model."""
     one = trainer(spec(folder), stage=stage, lora={"rank": 4}, lr=1e-2)
     base = dict(trainer(spec(folder)).weights())
     for number in range(3):
@@ -265,7 +282,7 @@ def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
         got = {n: t for file in files for n, t in load_file(file).items()}
         assert got.keys() == want.keys()
         assert all(torch.equal(got[n], t) for n, t in want.items())
-        assert dict(one.weights()).keys() == want.keys(), "what generators are sent"
+        assert dict(one.weights()).keys() == want.keys(), "the tensors that generators get"
 
 
 QUIET = """
@@ -283,7 +300,7 @@ for stage in (2, 3):
 """
 
 
-def test_the_terminal_stays_quiet(folder):
+def test_deepspeed_prints_nothing(folder):
     code = QUIET.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -300,7 +317,7 @@ assert "deepspeed" in sys.modules, "transformers imports it where it saves"
 """
 
 
-def test_the_terminal_stays_quiet_where_others_save(folder, tmp_path):
+def test_an_export_by_transformers_prints_nothing(folder, tmp_path):
     code = EXPORT.format(path=str(folder / "model"), out=str(tmp_path))
     env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
@@ -332,7 +349,7 @@ def test_models_that_lack_weights_are_refused(tmp_path, stage):
 
 
 def test_a_fresh_scalar_head_is_the_same_in_every_stage(folder):
-    """A critic that starts from a language model."""
+    """The role is a critic that starts from a language model."""
     of = ModelSpec(RoleSpec("critic", "scalar", True), str(folder / "model"), "fp32", seed=5)
     heads = [dict(trainer(of, stage=stage).weights())["score.weight"] for stage in (0, 3)]
     torch.testing.assert_close(heads[0], heads[1], rtol=0, atol=0)
@@ -360,7 +377,7 @@ def test_a_scaled_head_is_scaled_and_any_other_refused_in_every_stage(tmp_path, 
 
 
 def test_the_planned_storage_is_what_a_rank_holds(folder):
-    """The figures for ``rlhf plan`` against the tensors that exist between steps."""
+    """Compares the figures for ``rlhf plan`` with the tensors that exist between steps."""
     for stage, options in ((0, {}), (2, {}), (3, {"ema_decay": 0.5}), (3, {"offload_optimizer": "cpu"})):
         one = trainer(spec(folder), stage=stage, **options)
         one.update([batch(0)], TokenLoss(), {}, {})
@@ -412,8 +429,8 @@ assert mlflow.__version__
 """
 
 
-def test_deepspeed_does_not_take_mlflow_along(tmp_path):
-    """Its autotuner imports it, which nothing here uses; who wants it later has it."""
+def test_deepspeed_does_not_import_mlflow(tmp_path):
+    """DeepSpeed's autotuner would import mlflow. A later import of mlflow must work."""
     pytest.importorskip("mlflow")
     done = subprocess.run(
         [sys.executable, "-c", TAKES_NOTHING_ALONG], capture_output=True, text=True, check=False, cwd=tmp_path

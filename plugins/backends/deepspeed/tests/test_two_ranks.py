@@ -1,6 +1,6 @@
-"""Two ranks give the trainer ``torch``'s numbers in every stage, and go on exactly from what they, or one, saved.
+"""Two ranks give the numbers of the trainer ``torch`` in every stage, and resume from checkpoints of one or two ranks.
 
-In one file, so that one pair of processes serves every test (``pytest --dist loadfile``).
+All tests are in one file, so that one pair of processes serves them (``pytest --dist loadfile``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reference:
 
 
 class TorchMuon:
-    """torch's own two optimizers, for the parameters that ours gives to each."""
+    """torch's Muon and AdamW, each for the parameters that the trainer's optimizer gives to it."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         outside = {id(p) for m in (trainer.module.get_input_embeddings(), trainer.loaded.head) for p in m.parameters()}
@@ -68,7 +68,7 @@ def check_steps(found: tuple[dict, dict], reference: Reference, loss_within: flo
     first, second = (rank["steps"] for rank in found)
     assert len(first) == len(second) <= len(reference.steps)
     for a, b, (sums, result) in zip(first, second, reference.steps, strict=False):
-        assert a[1:] == b[1:]  # norm, rate and reason: the same on every rank
+        assert a[1:] == b[1:]  # norm, rate and reason are the same on every rank
         assert a[0] + b[0] == pytest.approx(sums["loss"][0], rel=loss_within, abs=loss_within)
         assert a[1] == pytest.approx(result.grad_norm, rel=norm_within)
         assert (a[2], a[3]) == (result.lr, "")
@@ -84,7 +84,7 @@ def reference(ranks):
 def test_gradients_and_five_steps(ranks, reference, stage):
     found = ranks(f"equal-{stage}")
     assert apart(load_file(ranks.folder / f"gradients-{stage}.safetensors"), reference.gradients) < GRADIENT
-    assert found[1]["names"] == []  # whole gradients are rank 0's
+    assert found[1]["names"] == []  # only rank 0 has whole gradients
     assert found[0]["micros"] == found[1]["micros"] > 1
     check_steps(found, reference)
     assert apart(load_file(ranks.folder / f"weights-{stage}.safetensors"), reference.weights) < 1e-4
@@ -105,8 +105,8 @@ def test_scores_evaluation_and_coverage(ranks, reference, stage):
     assert found[0]["coverage"] == found[1]["coverage"] == reference.trainer.coverage()
 
 
-def test_no_two_ranks_drop_the_same(ranks):
-    """The masks are those of one rank that computes all micro-batches, in the order in which they are dealt."""
+def test_ranks_have_different_dropout_masks(ranks):
+    """The masks equal those of one rank that computes all micro-batches in the order of their distribution."""
     dealt = shares(batch(0), 2)
     assert ranks("dropout") == [len(dealt[0]), len(dealt[1])]
     found = load_file(ranks.folder / "gradients-dropout.safetensors")
@@ -121,8 +121,8 @@ def test_no_two_ranks_drop_the_same(ranks):
     assert apart(found, alone([*dealt[0], *dealt[1]])) > 0.1, "another order has other masks"
 
 
-def test_roles_of_one_process_have_second_copies(ranks):
-    """ZeRO++: DeepSpeed alone stops at the second model."""
+def test_several_roles_of_one_process_can_have_second_copies(ranks):
+    """DeepSpeed itself fails with an assertion at the second model with ZeRO++."""
     found = ranks("hpz")
     reference = Reference(ranks.folder, ValueLoss(), 2, head="scalar")
     assert apart(load_file(ranks.folder / "weights-hpz-critic.safetensors"), reference.weights) < 1e-4
@@ -130,10 +130,10 @@ def test_roles_of_one_process_have_second_copies(ranks):
         assert rank["same"]
         assert rank["unmoved"]
         assert rank["left"] < 1e-6
-        assert rank["copies"] == [0, *rank["parameters"][1:]], "none where none were asked for"
+        assert rank["copies"] == [0, *rank["parameters"][1:]], "the first role has no second copies"
 
 
-def test_experts_are_streamed_and_taken_one_by_one(ranks):
+def test_experts_are_sent_and_loaded_one_by_one(ranks):
     want = load_file(ranks.folder / "experts" / "model.safetensors")
     once, twice = (load_file(ranks.folder / f"{name}.safetensors") for name in ("experts", "experts-twice"))
     assert once.keys() == twice.keys() == want.keys()
@@ -142,10 +142,10 @@ def test_experts_are_streamed_and_taken_one_by_one(ranks):
 
 
 def test_a_recurrent_model_is_computed_one_length_at_a_time(ranks):
-    """Stage 3 gathers weights call by call, so a rank with fewer lengths makes further calls, which count nothing."""
+    """Stage 3 gathers weights in every call, so a rank with fewer lengths makes additional calls with weight zero."""
     (layout, first), (_, second) = ranks("alone")
     assert layout == "alone"
-    assert first != second, "nothing is shown otherwise"
+    assert first != second, "the ranks must have different lengths for this test"
     one = TorchTrainer(
         TorchTrainer.Config(device="cpu"), replace(spec(ranks.folder), path=str(ranks.folder / "recurrent"))
     )
@@ -160,7 +160,7 @@ def test_options_change_no_number(ranks, name):
     other = {"weight_decay": 0.1} if muon else {key: options[key] for key in ("lora",) if key in options}
     reference = Reference(ranks.folder, TokenLoss(), 3, dtype=dtype, muon=muon, **other)
     gradients = load_file(ranks.folder / f"gradients-{name}.safetensors")
-    if dtype == "bf16":  # rounding in another order; bf16 is 9 % from fp32 in this measure
+    if dtype == "bf16":  # another order of rounding; bf16 differs from fp32 by 9 % in this measure
         exact = Reference(ranks.folder, TokenLoss(), 0)
         assert apart(gradients, reference.gradients) < 0.03
         assert 1e-3 < apart(gradients, exact.gradients) < 0.2
@@ -172,7 +172,7 @@ def test_options_change_no_number(ranks, name):
     assert apart(weights, reference.weights) < 1e-4
 
 
-def test_critic_and_a_rank_that_only_repeats_units(ranks):
+def test_a_critic_and_a_rank_with_filler_units_only(ranks):
     found, loss = ranks("critic"), ValueLoss()
     assert found[0]["fillers"] == [False, False]
     assert found[1]["fillers"] == [False, True]
@@ -185,7 +185,7 @@ def test_critic_and_a_rank_that_only_repeats_units(ranks):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_both(ranks, stage):
+def test_a_non_finite_loss_or_gradient_on_one_rank_skips_the_step_on_both(ranks, stage):
     found = ranks(f"skip-{stage}")
     assert found[0] == found[1]
     reason, unchanged, skipped, coverage = found[0]["suite_infinite"]
@@ -195,7 +195,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_both(ranks, stage):
     reason, unchanged, skipped, coverage = found[0]["suite_infinite_gradient"]
     assert reason.startswith("non-finite gradient (norm ")
     assert (unchanged, skipped, coverage) == (True, 2, {})
-    assert found[0]["after"] == ["", True]  # as if nothing had been there
+    assert found[0]["after"] == ["", True]  # the step after the skipped ones is as without them
 
 
 def test_roles_that_are_not_trained(ranks):
@@ -209,7 +209,7 @@ def test_roles_that_are_not_trained(ranks):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_lent_head_is_whole_on_every_rank(ranks, stage):
-    """Also where the lender's is divided over the ranks, and is its embedding."""
+    """Also if the lent head is divided over the ranks, and tied to the embedding."""
     found = ranks(f"lent-{stage}")
     assert [rank["heads"] for rank in found] == [1, 0]
     lender = TorchTrainer(
@@ -224,7 +224,7 @@ def test_a_lent_head_is_whole_on_every_rank(ranks, stage):
     assert apart(load_file(ranks.folder / f"gradients-lent-{stage}.safetensors"), one.gradients()) < GRADIENT
 
 
-def test_wrong_groups_are_refused(ranks):
+def test_groups_with_another_size_or_other_roles_are_refused(ranks):
     for rank, found in enumerate(ranks("refused")):
         alone, elsewhere, more, differ = found
         for text in (alone, elsewhere, more):
@@ -235,7 +235,7 @@ def test_wrong_groups_are_refused(ranks):
         assert "'scalar'" in differ
 
 
-def test_ranks_that_nobody_meets_are_an_error(ranks):
+def test_a_rank_that_meets_no_other_rank_is_an_error(ranks):
     for rank, message in enumerate(ranks("nobody")):
         assert message.startswith(f"role 'policy', rank {rank} of 2 did not meet the others at tcp://127.0.0.1:")
         assert "within 2 s" in message
@@ -251,7 +251,7 @@ def test_a_rank_that_makes_no_call_is_an_error_after_the_timeout(ranks):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_resume_on_as_many_ranks_is_exact(ranks, stage):
+def test_resume_with_the_same_number_of_ranks_is_exact(ranks, stage):
     for found in ranks(f"resume-{stage}"):
         assert found["bits"]
         assert found["steps"][0] == found["steps"][1]
@@ -297,7 +297,9 @@ def test_export_in_several_files_loads_in_transformers(ranks, tmp_path):
     assert ranks("export")[1]["names"] == []
     folder, want = ranks.folder / "export", load_file(ranks.folder / "exported.safetensors")
     for rank in ranks("export"):
-        assert rank["whole"] <= max(2000, *(tensor.numel() for tensor in want.values())), "at once, on a rank"
+        assert rank["whole"] <= max(2000, *(tensor.numel() for tensor in want.values())), (
+            "largest number of whole elements on a rank"
+        )
     assert 3 * rank["whole"] < sum(tensor.numel() for tensor in want.values())
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3

@@ -22,15 +22,15 @@ STEPS = 5
 
 
 def batch(seed: int, loss: Loss | None = None, units: int = 7) -> Batch:
-    """A weighed optimizer batch of units of different length."""
+    """An optimizer batch with weights, of units of different length."""
     loss = loss or TokenLoss()
     made = fabricate.batch(seed, units=units, fresh="scores" not in loss.outputs())
     return slim_batch(weigh(columns(made), loss.reduce()), loss)
 
 
 def shares(whole: Batch, ranks: int, budget: int = 40) -> list[list[Batch]]:
-    """[rank][micro-batch] as a controller deals them: as many for every rank, of different size, none of them empty. A
-    place that is left over repeats the shortest unit, without weight."""
+    """[rank][micro-batch], distributed like a controller does: the same number for every rank, of different sizes, none
+    empty. A missing micro-batch is filled with the shortest unit, with weight zero."""
     tokens = whole.tokens_per_unit()
     units = sorted(range(whole.units), key=lambda u: -tokens[u])
     micros = max(-(-sum(tokens) // (budget * ranks)), -(-len(units) // (4 * ranks)))
@@ -59,14 +59,14 @@ def spec(
 
 
 def trainer(of: ModelSpec, **options: Any) -> DeepSpeedTrainer:
-    """Everything is divided in stage 3, and learned fast enough to see."""
+    """In stage 3 every parameter is divided. The learning rate is large, so that steps are visible."""
     everything = {"keep_whole": 0, "gathered": 0} if options.get("stage") == 3 else {}
     given = {"lr": 1e-3, "device": "cpu", "timeout": 120.0, **everything, **options}
     return DeepSpeedTrainer(DeepSpeedTrainerConfig(**given), of)
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of ``b``, all tensors together."""
+    """Norm of the difference divided by the norm of ``b``, over all tensors."""
     assert a.keys() == b.keys()
     x, y = (torch.cat([d[n].detach().float().flatten() for n in b]) for d in (a, b))
     return float((x - y).norm() / y.norm())

@@ -1,4 +1,4 @@
-"""One rank of the pair: every two-rank case in turn, in one process (:mod:`rank_case`)."""
+"""One of two ranks. It runs every case for two ranks in one process (:mod:`rank_case`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ steps = stepper(mine)
 
 
 def whole_weights(of: Any) -> dict[str, torch.Tensor]:
-    """On both ranks."""
+    """The whole weights, on both ranks."""
     found = [held(of)]
     torch.distributed.broadcast_object_list(found, 0)
     return found[0]
@@ -36,7 +36,7 @@ def whole_weights(of: Any) -> dict[str, torch.Tensor]:
 
 @case("nobody")
 def nobody() -> Any:
-    """First, as it must be alone: each rank waits for the other at a place of its own."""
+    """Each rank waits for the other at a different address. This case is the first, because it needs no group."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = str(place.getsockname()[1])
@@ -51,7 +51,7 @@ for stage in STAGES:
 
     @case(f"equal-{stage}")
     def equal(stage: int = stage) -> Any:
-        """Gradients of the first step; five steps; what scoring gives; who was reached."""
+        """Gradients of the first step, five steps, scores, and coverage."""
         one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
         first = mine(0)
         one.accumulate(first, TokenLoss(), {}, {})
@@ -91,7 +91,7 @@ for variant, options in VARIANTS.items():
 
 @case("dropout")
 def dropout() -> Any:
-    """Gradients of several micro-batches a rank, under a mask each."""
+    """Gradients of several micro-batches per rank, each with its own mask."""
     one = trainer(here(), stage=2, lora={"rank": 2, "dropout": 0.5})
     one.accumulate(mine(0), TokenLoss(), {}, {})
     keep("gradients-dropout", one.gradients())
@@ -100,7 +100,7 @@ def dropout() -> Any:
 
 @case("critic")
 def critic() -> Any:
-    """A scalar head that is not the embedding, on both ranks in stage 3, with a filler on one."""
+    """A scalar head that is not tied to the embedding, in stage 3, with a filler micro-batch on one rank."""
     one = trainer(here(head="scalar"), stage=3)
     few = mine(4, ValueLoss(), units=3, budget=12)
     one.accumulate(few, ValueLoss(), {}, {})
@@ -115,7 +115,7 @@ def critic() -> Any:
 
 @case("frozen")
 def frozen() -> Any:
-    """A role that is not trained is divided in stage 3; it takes whole weights over from a sender."""
+    """A frozen role is divided in stage 3. It loads whole weights from a sender."""
     found = {}
     for stage in (2, 3):
         source = trainer(here(), stage=2)
@@ -143,7 +143,7 @@ for stage in STAGES:
 
     @case(f"lent-{stage}")
     def lent(stage: int = stage) -> Any:
-        """A frozen role lends its head, which is its embedding; each rank computes with it on its share."""
+        """A frozen role lends its head, which is tied to the embedding. Each rank computes with it on its share."""
         lender = trainer(replace(here(trained=False), path=str(FOLDER / "lender")), stage=stage)
         one = trainer(here(), stage=stage, logits_chunk=500)
         heads = list(lender.lend_head())
@@ -160,7 +160,7 @@ for stage in STAGES:
 
 @case("hpz")
 def hpz() -> Any:
-    """Policy, critic and reference with second copies of their weights in one process, and a policy without."""
+    """In one process: policy, critic and reference with second copies of their weights, and a policy without."""
     options = {"stage": 3, "hpz_partition_size": 2}
     plain, policy, critic = (
         trainer(here(), stage=3),
@@ -189,7 +189,7 @@ for stage in STAGES:
 
     @case(f"skip-{stage}")
     def skip(stage: int = stage) -> Any:
-        """A loss, then a gradient, that is not finite on rank 1 only."""
+        """A non-finite loss, and in the next step a non-finite gradient, on rank 1 only."""
         one = trainer(here(), stage=stage, ema_decay=0.5)
         twin = trainer(here(), stage=stage, ema_decay=0.5)
         found = {}
@@ -210,7 +210,7 @@ for stage in STAGES:
 
     @case(f"resume-{stage}")
     def resume(stage: int = stage) -> Any:
-        """Saved after two steps, loaded into a trainer that has seen other data, both go on."""
+        """Save after two steps, load into a trainer that was trained on other data, and continue with both."""
         options = {"stage": stage, "ema_decay": 0.9, "schedule": "cosine"}
         one = trainer(here(), **options)
         steps(one, range(2))
@@ -230,7 +230,7 @@ for stage in STAGES:
 
 @case("from_one")
 def from_one() -> Any:
-    """What one rank saved in stage 2, on two ranks in every stage."""
+    """Load the checkpoint that one rank saved in stage 2 on two ranks, in every stage."""
     found = {}
     for stage in STAGES:
         one = trainer(here(), stage=stage, ema_decay=0.9)
@@ -255,7 +255,7 @@ def export() -> Any:
 
 @case("experts")
 def experts() -> Any:
-    """Experts are one tensor here, cut over the ranks; they leave, and come, one by one as in checkpoints."""
+    """Experts are one tensor here, divided over the ranks. They are sent and loaded one by one, as in checkpoints."""
     one = trainer(replace(here(trained=False), path=str(FOLDER / "experts")), stage=3)
     keep("experts", held(one))
     one.load_weights((name, 2 * tensor) for name, tensor in whole_weights(one).items())
@@ -265,7 +265,7 @@ def experts() -> Any:
 
 @case("alone")
 def alone() -> Any:
-    """A recurrent model is computed one length at a time, of which the ranks have unequally many."""
+    """A recurrent model is computed one length at a time. The ranks have different numbers of lengths."""
     one = trainer(replace(here(), path=str(FOLDER / "recurrent")), stage=3)
     first = mine(0)
     one.accumulate(first, TokenLoss(), {}, {})
@@ -291,8 +291,8 @@ def refused() -> Any:
 
 @case("timeout")
 def timeout() -> Any:
-    """Last, as it breaks the group: rank 1 makes no call while rank 0 waits for it. Only the group that was joined gets
-    a short timeout: DeepSpeed must not wait in another."""
+    """Rank 1 makes no call while rank 0 waits for it. This case is the last, because it breaks the group. Only the
+    group that was joined gets a short timeout, to show that DeepSpeed waits in no other group."""
     one = trainer(here(), stage=2)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
     done = FOLDER / "rank-0-is-done"

@@ -1,4 +1,4 @@
-"""What the two ranks run and the tests read, without running it."""
+"""Names and options of the cases of :mod:`zero_pair`. Importing this module runs no case."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-2": {"stage": 2, "dtype": "bf16"},
     "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
 }
-"""Options beside those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+"""Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""

@@ -35,7 +35,7 @@ class Nll(Loss):
 
 
 class Squares(Loss):
-    """Values towards 1, for scalar heads."""
+    """Squared distance of values from 1, for scalar heads."""
 
     name = "squares"
 

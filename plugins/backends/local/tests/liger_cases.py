@@ -1,7 +1,7 @@
 """Liger's kernels in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1 python liger_cases.py FOLDER``.
 
-Prints {case: how far a trainer with them is from one without, or what a case says} as JSON. A process of its own, as
-Triton reads the variable when its kernels are defined.
+Prints {case: differences between trainers with and without these kernels, or messages} as JSON. It is a process of its
+own, because Triton reads the variable when its kernels are defined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-sys.path.append(str(Path(__file__).resolve().parents[4]))  # a script: the root's tests are not on its path
+sys.path.append(str(Path(__file__).resolve().parents[4]))  # the root's tests are not on a script's path
 from tests.interpreted import complete_the_interpreter
 
 FOLDER = Path(sys.argv[1])
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "intermediate"
 
 
 class Squares(Loss):
-    """Log-probs, or values, towards 1."""
+    """Squared distance of log-probs or values from 1."""
 
     name = "squares"
 
@@ -67,7 +67,7 @@ def bound(module: PreTrainedModel) -> int:
 
 
 def compare(name: str, head: str = "lm", steps: int = 1, **options: Any) -> dict[str, float]:
-    """After ``steps - 1`` steps: log-probs (or values) and gradients."""
+    """Compare log-probs (or values) and gradients after ``steps - 1`` steps."""
     output = "logprobs" if head == "lm" else "values"
     loss = Squares(output)
     batch, found = batch_for(loss), []
@@ -83,14 +83,14 @@ def compare(name: str, head: str = "lm", steps: int = 1, **options: Any) -> dict
 
 
 def apart(a: Tensor, b: Tensor, ga: dict[str, Tensor], gb: dict[str, Tensor]) -> dict[str, float]:
-    """``values``: the largest difference; ``gradients``: of the worst parameter, over its norm."""
+    """``values``: the largest difference. ``gradients``: the largest difference of a parameter divided by its norm."""
     assert ga.keys() == gb.keys()
     worst = max(float((ga[n] - gb[n]).norm() / gb[n].norm()) for n in gb)
     return {"values": float((a - b).abs().max().detach()), "gradients": worst}
 
 
 def qwen2() -> dict[str, float]:
-    """A model by itself: beside one of this kind a tokenizer of characters does not load."""
+    """A model without a trainer: the character tokenizer of the tests does not load for this architecture."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=20, num_hidden_layers=1, initializer_range=0.3, **sizes)).eval()
@@ -104,7 +104,7 @@ def qwen2() -> dict[str, float]:
         gradients = torch.autograd.grad(out.logits.square().sum(), list(model.parameters()))
         found.append((out.logits, dict(zip([n for n, _ in model.named_parameters()], gradients, strict=True))))
     (b, gb), (a, ga) = found
-    gb = {n: g for n, g in gb.items() if "k_proj.bias" not in n}  # all keys alike change nothing: zero but for rounding
+    gb = {n: g for n, g in gb.items() if "k_proj.bias" not in n}  # its gradient is zero up to rounding
     return {**apart(a, b, {n: ga[n] for n in gb}, gb), "bound": bound(model)}
 
 

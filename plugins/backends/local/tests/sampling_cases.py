@@ -1,4 +1,4 @@
-"""Requests of the generator's tests, and what is drawn for them."""
+"""Requests of the generator's tests, and the samples for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed sequences do not see each other: equal to one sequence at a time, whatever else is at its default."""
+"""Packed sequences do not attend to each other: results equal those of one sequence at a time."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_packed_equals_one_by_one_with_transformers_own_attention(architecture, 
         assert (p.grad - gradients[name]).norm() <= 1e-5 * gradients[name].norm() + 1e-7, name
 
 
-def test_transformers_own_packing_really_leaks_with_defaults(tmp_path):
-    """The reason for all this; should it ever be fixed upstream, this file says so."""
+def test_packing_by_transformers_itself_leaks_between_sequences(tmp_path):
+    """The reason for this project's own packing. The test fails if transformers fixes it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path)).eval()
     ids, position_N = ids_and_positions(LENS)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_attention_is_bit_equal_to_one_sequence_at_a_time(lens):
 
 @pytest.mark.parametrize("lens", MIXTURES)
 def test_logprobs_equal_one_sequence_at_a_time(lens, make_trainer, make_batch):
-    """To rounding: a matrix library may choose another kernel for another number of rows."""
+    """Equal up to rounding: a matrix library may choose another kernel for another number of rows."""
     trainer = make_trainer(trained=False)
     batch = make_batch(lens)
     [whole] = trainer.forward([batch], ["logprobs", "entropy"])

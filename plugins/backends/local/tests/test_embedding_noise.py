@@ -1,4 +1,4 @@
-"""NEFTune: what is added to embeddings, when, and that transformers adds the same to one sequence."""
+"""NEFTune: size and time of the noise on embeddings, and equality with transformers' noise for one sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loaded(model_path):
     return load_model(ModelSpec(RoleSpec("policy", trained=True), str(model_path)), torch.device("cpu"))
 
 
-def test_one_sequence_has_transformers_noise(model_path, loaded, make_batch):
+def test_the_noise_of_one_sequence_equals_that_of_transformers(model_path, loaded, make_batch):
     batch = make_batch([12])
     ours, theirs = loaded.module, AutoModelForCausalLM.from_pretrained(model_path).train()
     noise, loaded.computing = EmbeddingNoise(loaded, 7.0), [12]
@@ -34,10 +34,10 @@ def test_one_sequence_has_transformers_noise(model_path, loaded, make_batch):
         with noise.added():
             found.append(model.get_input_embeddings()(batch.ids_N[None]))
     assert torch.allclose(*found, atol=1e-6)
-    assert not torch.equal(found[0], ours.get_input_embeddings()(batch.ids_N[None])), "and outside there is none"
+    assert not torch.equal(found[0], ours.get_input_embeddings()(batch.ids_N[None])), "no noise outside of training"
 
 
-def test_its_size_is_that_of_the_sequences_own_length(loaded, make_batch):
+def test_the_noise_is_scaled_by_the_length_of_each_sequence(loaded, make_batch):
     batch, table = make_batch(LENS), loaded.module.get_input_embeddings()
     noise, loaded.computing = EmbeddingNoise(loaded, 5.0), LENS
     plain = table(batch.ids_N[None])[0]
@@ -50,7 +50,7 @@ def test_its_size_is_that_of_the_sequences_own_length(loaded, make_batch):
         assert own.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.3)
 
 
-def test_only_gradients_have_it_and_a_rerun_is_equal(make_trainer, make_batch, nll):
+def test_noise_is_added_only_in_training_and_a_rerun_is_equal(make_trainer, make_batch, nll):
     batch = make_batch(LENS, loss=nll)
     gradients, logprobs = [], []
     for alpha in (None, 5.0, 5.0, 6.0):
@@ -65,7 +65,7 @@ def test_only_gradients_have_it_and_a_rerun_is_equal(make_trainer, make_batch, n
     assert not torch.equal(gradients[1], gradients[3])
 
 
-def test_sequences_with_a_common_prefix_have_noise_of_their_own(tmp_path, make_trainer, make_batch, nll):
+def test_each_sequence_with_a_common_prefix_has_its_own_noise(tmp_path, make_trainer, make_batch, nll):
     path = tiny_model(tmp_path / "m")
     batch = make_batch([40], loss=None)
     twice = batch.select([0, 0])

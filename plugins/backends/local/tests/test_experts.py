@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts, against transformers' own."""
+"""The auxiliary loss of a mixture of experts equals that of transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_of(*rows):
     return batch.with_column("unit", "weight/tokens", torch.tensor([len(r) / batch.tokens for r in rows]), over=None)
 
 
-def test_it_is_that_of_transformers():
+def test_the_auxiliary_loss_equals_that_of_transformers():
     draw = torch.Generator().manual_seed(0)
     logits = [torch.randn(13, 8, generator=draw) for _ in range(3)]
     layers = [(x, x.topk(2).indices) for x in logits]
@@ -47,8 +47,8 @@ def test_it_is_that_of_transformers():
     assert float(load_balance([(even, torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))])) == pytest.approx(2.0)
 
 
-def test_it_is_in_fp32_where_routers_compute_in_bf16():
-    """Two tokens with the same logits: E x (chosen of the first) x (its probability), e^3 / (e^3 + 1)."""
+def test_the_auxiliary_loss_is_fp32_when_routers_compute_in_bf16():
+    """Two tokens with equal logits: E x (share of the chosen expert) x e^3 / (e^3 + 1), its probability."""
     logits = torch.tensor([[3.0, 0.0]] * 2, dtype=torch.bfloat16)
     found = load_balance([(logits, torch.tensor([[0], [0]]))])
     assert found.dtype == torch.float32
@@ -56,7 +56,7 @@ def test_it_is_in_fp32_where_routers_compute_in_bf16():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_transformers(nll, checkpointing):
+def test_gradients_of_the_auxiliary_loss_equal_those_of_transformers(nll, checkpointing):
     trainer = made(gradient_checkpointing=checkpointing)
     sums = trainer.accumulate([batch_of(ROW)], nll, {}, {})
     model = AutoModelForCausalLM.from_pretrained(moe(), dtype=torch.float32)
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_transformers(nll, checkpointing):
     assert not torch.allclose(without.gradients()[router], ours[router], atol=1e-4)
 
 
-def test_micro_batches_count_by_their_tokens(nll):
+def test_micro_batches_are_weighted_by_their_tokens(nll):
     rows = [ROW, [5, 6, 7], ROW[::-1]]
     batch = batch_of(*rows)
     parts = [float(made().accumulate([batch_of(r)], nll, {}, {})["aux_loss"][0]) for r in rows]
@@ -84,7 +84,7 @@ def test_micro_batches_count_by_their_tokens(nll):
     assert sums["aux_loss"][0] == pytest.approx(sum(p * len(r) for p, r in zip(parts, rows, strict=True)) / 21)
 
 
-def test_the_controller_sends_the_shares(nll):
+def test_the_controller_sends_the_token_weights(nll):
     launcher = LocalLauncher()
     launcher.place({"policy": Place()})
     spec = ModelSpec(RoleSpec("policy", trained=True), str(moe()), "fp32")

@@ -1,7 +1,7 @@
-"""One kernel call for all sequences, on GPUs.
+"""The layout of flash attention: one kernel call for all sequences, on GPUs.
 
-Here the kernel is a plain statement of what torch documents of it: what is shown is the layout that it is given. That
-the real one agrees is for `benchmarks/gpu` to show.
+Here the kernel is a plain implementation of torch's documentation, so these tests check the arguments of the call.
+`benchmarks/gpu` compares the real kernel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def stated(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size,
 
 
 def older(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
-    """Without groups of heads."""
+    """An older version of the kernel, without grouped heads."""
     return stated(q, k, v, ends_q, ends_k, longest_q, longest_k, scale=scale, window_size=window_size)
 
 
@@ -98,7 +98,7 @@ def test_shared_prefixes(kernel, window):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_that_do_not_fit():
+def test_layers_that_the_flash_kernel_cannot_compute_are_recognised():
     q, k = torch.zeros(1, 4, 3, 64), torch.zeros(1, 2, 3, 64)
     assert flash_attention.fits(q, k, k, Options(1.0, 0.0, None, None))
     assert not flash_attention.fits(q, k, k[..., :32], Options(1.0, 0.0, None, None))
@@ -107,10 +107,10 @@ def test_layers_that_do_not_fit():
     assert not flash_attention.fits(*[torch.zeros(1, 2, 3, 20)] * 3, Options(1.0, 0.0, None, None))
 
 
-def test_it_is_refused_where_it_cannot_be_had():
+def test_flash_attention_is_refused_without_a_gpu():
     spec = ModelSpec(RoleSpec("policy", trained=True), str(model_path()), "fp32")
     for kernel in ("flash", "sdpa"):
         config = TorchTrainerConfig(device="cpu", attention=kernel)
-        with pytest.raises(CapabilityError, match=rf"trainer\.attention = '{kernel}' cannot be had: .* a GPU's"):
+        with pytest.raises(CapabilityError, match=rf"trainer\.attention = '{kernel}' is not available: .* a GPU's"):
             TorchTrainer(config, spec)
     assert "bf16" in flash_attention.why_not(torch.device("cuda"), torch.float32)

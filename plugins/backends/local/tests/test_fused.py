@@ -17,7 +17,7 @@ SLIDING = {"use_sliding_window": True, "layer_types": ["sliding_attention", "ful
         ("qwen3", {}),
         ("qwen3", SLIDING),
         ("llama", {}),
-        ("llama", {"sliding_window": 6}),  # which it does not read
+        ("llama", {"sliding_window": 6}),  # Llama does not read this option
         ("mistral", {"sliding_window": None}),
         ("mistral", {"sliding_window": 6}),
     ],
@@ -56,7 +56,7 @@ def test_a_fused_forward_that_differs_is_not_used(model_path, make_trainer, monk
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_backwards_by_finite_differences(weighted):
+def test_backward_passes_equal_finite_differences(weighted):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 4, generator=g).requires_grad_()
     w = torch.randn(4, generator=g).requires_grad_() if weighted else None
@@ -79,7 +79,7 @@ def test_backwards_by_finite_differences(weighted):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_restoring_leaves_no_trace(model_path, make_trainer):
+def test_restoring_gives_back_the_original_layers(model_path, make_trainer):
     trainer = make_trainer(model_path)
     restore_layers([m for m in trainer.module.modules() if "forward" in vars(m)])
     layers = fuse_layers(trainer.module)

@@ -1,4 +1,4 @@
-"""Sampling in process: what is sampled, how much is computed, and that the module is left alone."""
+"""Sampling in process: the samples, the amount of computation, and the endings of turns."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_greedy_is_the_argmax_of_every_step(build, model):
         ids = torch.tensor([[*request.ids, *turn.ids]])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == turn.ids
+        assert logits.argmax(-1).tolist() == list(turn.ids)
         assert turn.temperature == 1.0
         assert (torch.tensor(turn.logprobs) - full_logprobs(model, request, turn, 1.0)).abs().max() < 1e-5
 
@@ -54,7 +54,7 @@ def test_a_rerun_is_bit_equal_and_another_seed_is_not(build):
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 16])
-def test_neighbours_and_admission_do_not_enter(build, max_batch):
+def test_samples_do_not_depend_on_neighbours_or_admission(build, max_batch):
     wanted = requests(ignore_eos=True)
     wanted = [
         GenerationRequest(r.ids, r.seed, Sampling(max_new_tokens=2 + 7 * (i % 5), ignore_eos=True))
@@ -65,7 +65,7 @@ def test_neighbours_and_admission_do_not_enter(build, max_batch):
     assert same(together, [sample(build(), [r])[0] for r in wanted])
 
 
-def test_order_of_requests_does_not_enter(build):
+def test_samples_do_not_depend_on_the_order_of_requests(build):
     wanted = requests()
     back = sample(build(max_batch=4), wanted[::-1])[::-1]
     assert same(sample(build(max_batch=4), wanted), back)
@@ -77,7 +77,7 @@ def test_each_distinct_prompt_is_computed_once(build, max_batch):
     wanted = requests(prompts=4, samples=6)
     mixed = [wanted[6 * p + s] for s in range(6) for p in range(4)]
     sample(generator, mixed)
-    assert generator.work["prefill_tokens"] == sum(len(ids) for ids in {r.ids for r in wanted})
+    assert generator.work["prefill_tokens"] == sum(len(ids) for ids in {tuple(r.ids) for r in wanted})
 
 
 def test_prompts_are_prefilled_in_packs(build):
@@ -110,10 +110,10 @@ def test_waiting_requests_fill_rows_as_they_free_up(build):
     generator = build(max_batch=2)
     order = [i for i, _ in generator.generate(wanted)]
     assert sorted(order) == list(range(9))
-    assert generator.work["steps"] <= 40  # one row decodes 39 steps; the others pass beside it
+    assert generator.work["steps"] <= 40  # one row decodes 39 steps; the others run at the same time
 
 
-def test_long_samples_continue_their_stream(build, model):
+def test_long_samples_continue_their_stream_of_uniforms(build, model):
     wanted = [GenerationRequest((9, 8), 5, Sampling(max_new_tokens=n, ignore_eos=True)) for n in (300, 150, 20)]
     turns = sample(build(), wanted)
     assert turns[0].ids[:150] == turns[1].ids
@@ -122,7 +122,7 @@ def test_long_samples_continue_their_stream(build, model):
     assert len(set(turns[0].ids[100:])) > 10
 
 
-def test_no_requests_no_samples(build):
+def test_no_requests_give_no_samples(build):
     assert list(build().generate([])) == []
 
 
@@ -172,6 +172,6 @@ def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build, max_batch):
     assert stopped >= len(stops)
 
 
-def test_one_token_turns(build):
+def test_turns_of_one_token_are_sampled(build):
     for turn in sample(build(), requests(max_new_tokens=1)):
         assert len(turn.ids) == len(turn.logprobs) == 1

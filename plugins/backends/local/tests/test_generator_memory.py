@@ -1,4 +1,4 @@
-"""The key-value cache grows with need and keeps its bound."""
+"""The key-value cache grows as needed and stays within its limit."""
 
 import pytest
 from rlhf.errors import ConfigError
@@ -29,7 +29,7 @@ def forced(length, new, seed=0):
 
 
 def early(length, budget, seed=0):
-    """May sample ``budget`` tokens but ends at once: every token is a stop token."""
+    """A request that may sample ``budget`` tokens but ends at once, because every token is a stop token."""
     ids = tuple(3 + (i * 7 + seed) % 80 for i in range(length))
     return GenerationRequest(ids, seed, Sampling(budget, stop_token_ids=tuple(range(99))))
 
@@ -39,17 +39,17 @@ def test_positions_that_are_never_sampled_are_never_allocated(model):
     assert work["peak_cache_tokens"] <= 8 * 128
 
 
-def test_no_more_positions_than_rows_can_use(model):
+def test_no_more_positions_are_allocated_than_rows_can_use(model):
     _, work = sample(model, [forced(10, 20, i) for i in range(8)])
     assert work["peak_cache_tokens"] == 8 * 29  # the last token is never fed
 
 
-def test_growing_keeps_what_rows_hold(model):
+def test_a_growing_cache_keeps_the_content_of_its_rows(model):
     wanted = [forced(5, 40 + 60 * i, i) for i in range(5)]
     turns, work = sample(model, wanted)
     alone = [sample(model, [r])[0][0] for r in wanted]
     assert [t.ids for t in turns] == [t.ids for t in alone]
-    # As rows finish the longest ones keep growing alone: far from 5 rows of the longest.
+    # When short rows finish, only the longest rows grow, so the cache stays far below 5 rows of the longest length.
     assert work["peak_cache_tokens"] < 0.7 * 5 * (5 + 280)
 
 
@@ -61,8 +61,8 @@ def test_growing_keeps_what_rows_hold(model):
     ],
     ids=["64 positions", "a quarter"],
 )
-def test_it_grows_in_steps_up_to_what_the_longest_row_can_use(model, monkeypatch, wanted, capacities):
-    """Each growth copies the cache, so it is not done for every token."""
+def test_the_cache_grows_in_steps_up_to_the_need_of_the_longest_row(model, monkeypatch, wanted, capacities):
+    """Each growth copies the cache, so the cache does not grow for every token."""
     found, reserve = [], SlotCache.reserve
 
     def watch(self, like, slots, capacity, used):
@@ -100,8 +100,8 @@ def test_a_request_that_cannot_fit_is_refused(model):
         sample(model, [forced(5, 5), forced(20, 40)], max_cache_tokens=50)
 
 
-def test_a_finished_row_writes_into_no_other(model):
-    """It ends at the very end of the cache, and stays in it for a while as one hole among many rows."""
+def test_a_finished_row_does_not_write_into_other_rows(model):
+    """The row ends at the last position of the cache, and its slot stays there as a hole among many rows."""
     wanted = [forced(10, 5, 0), *[forced(2, 13, i) for i in range(1, 15)]]
     together, work = sample(model, wanted)
     assert work["peak_cache_tokens"] == 15 * 14

@@ -1,4 +1,4 @@
-"""Architectures: what the cache and the attention function serve, and what they refuse."""
+"""Architectures that the cache and the attention function support, and those that they refuse."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_long_prompts_with_windows_are_computed_in_blocks(monkeypatch):
         ("bloom", {"n_layer": 2, "n_head": 4}, "does not take its attention function"),
     ],
 )
-def test_models_whose_cache_is_something_else_are_refused(kind, options, words):
+def test_models_without_a_key_value_cache_are_refused(kind, options, words):
     with pytest.raises(ModelError, match=f"{words}.*cannot sample from it. Use another generator"):
         generator(make(kind, **options))
 
@@ -102,6 +102,6 @@ def test_attention_to_later_tokens_is_refused():
         list(generator(model).generate([GenerationRequest((3, 4), 0, Sampling(2))]))
 
 
-def test_a_module_that_is_no_language_model_is_refused():
+def test_a_module_that_is_not_a_language_model_is_refused():
     with pytest.raises(ModelError, match="PreTrainedModel"):
         generator(torch.nn.Linear(2, 2))

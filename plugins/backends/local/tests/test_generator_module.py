@@ -1,4 +1,4 @@
-"""The borrowed module is as it was, whatever happens; what is refused."""
+"""The trainer's module is restored in all cases; refusals."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def mixed(model):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_module_is_as_found_at_every_sample_and_after(build, mixed, dtype):
+def test_the_module_is_restored_at_every_sample_and_at_the_end(build, mixed, dtype):
     before, grads = state(mixed), [p.grad.clone() for p in mixed.parameters()]
     for _ in build(dtype=dtype, max_batch=4).generate(requests()):
         assert state(mixed) == before
@@ -40,7 +40,7 @@ def test_the_module_is_as_found_at_every_sample_and_after(build, mixed, dtype):
     assert all(torch.equal(p.grad, g) for p, g in zip(mixed.parameters(), grads, strict=True))
 
 
-def test_a_consumer_that_stops_early_leaves_the_module_as_found(build, mixed):
+def test_the_module_is_restored_when_the_consumer_stops_early(build, mixed):
     before = state(mixed)
     stream = build(max_batch=2).generate(requests())
     next(stream)
@@ -59,7 +59,7 @@ def test_a_consumer_may_train_between_samples(build, mixed):
 
 
 @pytest.mark.parametrize("after", [1, 6])
-def test_an_error_while_sampling_leaves_the_module_as_found(build, mixed, after):
+def test_the_module_is_restored_after_an_error(build, mixed, after):
     before, calls = state(mixed), []
 
     def fail(*_):
@@ -77,7 +77,7 @@ def test_an_error_while_sampling_leaves_the_module_as_found(build, mixed, after)
     assert list(build().generate(requests(1, 1)))
 
 
-def test_it_samples_from_the_live_weights(model, build):
+def test_samples_follow_the_current_weights_of_the_module(model, build):
     generator = build()
     before = sample(generator, requests(1))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_it_samples_from_the_live_weights(model, build):
     assert [t.ids for t in before] != [t.ids for t in after]
 
 
-def test_bf16_follows_a_trainer_that_computes_in_it(model, decode):
+def test_automatic_dtype_follows_the_trainer(model, decode):
     class Precision:
         bf16 = True
 

@@ -39,7 +39,7 @@ def batch_of(requests, turns):
         columns = {
             "loss_mask": [False] * n + [True] * m,
             "temperature": [1.0] * n + [turn.temperature] * m,
-            "sampled": [0.0] * n + turn.logprobs,
+            "sampled": [0.0] * n + list(turn.logprobs),
         }
         units.append(UnitData([SequenceData([*request.ids, *turn.ids], columns)]))
     return pack(units)

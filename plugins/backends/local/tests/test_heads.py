@@ -1,4 +1,4 @@
-"""Outputs at the tokens of a mask: equal to plain statements over whole logits, without ever holding them."""
+"""Outputs at the tokens of a mask equal those of a plain implementation, which computes all logits at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_no_more_logits_than_a_chunk_exist(make_batch):
     assert max(live for _, live in rows) == 1
 
 
-def test_scores_are_read_off_the_last_token_and_values_before_theirs(make_batch):
+def test_scores_are_those_of_the_last_token_and_values_those_before_each_token(make_batch):
     batch, hidden, _ = setup(make_batch)
     got = compute(batch, hidden, hidden, [VALUES, SCORES], tempered=False, logits=lambda h: h[:, :1])
     ends = batch.lens_B.cumsum(0) - 1
@@ -115,7 +115,7 @@ def test_wrong_shapes_and_double_names_are_refused(make_batch):
 
 
 def test_heads_compute_in_fp32_under_autocast(make_batch):
-    """Also what they read of hidden states in bf16. 1 + 1/512 is no number of bf16."""
+    """Also their inputs from hidden states in bf16. 1 + 1/512 is not representable in bf16."""
     batch, hidden, weight = setup(make_batch)
     matrix = torch.full((8, 1), 1 / 8 + 1 / 4096)
 

@@ -1,4 +1,4 @@
-"""``trainer.kernels``: what each choice computes, and what is refused before a model is loaded."""
+"""``trainer.kernels``: the results of each choice, and refusals before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {"qwen3": 7, "llama": 5, "mistral": 5, "gemma2": 7, "gemma3_text": 9, "q
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """What the cases found, on CPU tensors in Triton's interpreter."""
+    """Results of the cases, on CPU tensors in Triton's interpreter."""
     pytest.importorskip("liger_kernel")
     script, folder = str(HERE / "liger_cases.py"), str(tmp_path_factory.mktemp("liger"))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

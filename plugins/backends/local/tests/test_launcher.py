@@ -19,7 +19,7 @@ from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer
 
 
-def test_one_rank_in_this_process(model_path, make_batch):
+def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
     spec = ModelSpec(RoleSpec("reference"), str(model_path), "fp32")
     launcher = LocalLauncher()
     group = launcher.launch_trainer(TorchTrainer, None, spec)
@@ -59,7 +59,7 @@ def factors(total, **options):
     return [round(schedule.factor(i), 4) for i in range(total)]
 
 
-def test_schedules():
+def test_schedules_have_the_documented_shapes():
     assert factors(3) == [1, 1, 1]
     assert factors(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
     assert factors(4, schedule="cosine") == [1, 0.8536, 0.5, 0.1464]
@@ -83,8 +83,8 @@ def test_schedules():
         Schedule(TorchTrainerConfig(warmup_ratio=0.1), 0)
 
 
-def test_wsd_is_that_of_transformers():
-    """Behind a warm-up, which theirs begins at 0."""
+def test_the_wsd_schedule_equals_that_of_transformers():
+    """Compared after the warm-up, which transformers starts at rate 0."""
     from transformers import get_wsd_schedule
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -145,12 +145,12 @@ def test_precision_asks_the_processor_and_measures(tmp_path, monkeypatch):
         precision.choose_precision("fp8", cpu)
 
 
-def test_measured_gain_is_a_ratio():
-    assert 0.01 < precision.measured_gain(size=64, repeats=50) < 100  # the best of each: a busy machine disturbs some
+def test_the_measured_gain_is_a_ratio():
+    assert 0.01 < precision.measured_gain(size=64, repeats=50) < 100  # of the fastest repeats
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so device = 'cuda' is not refused")
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_missing_gpu_is_refused():
     with pytest.raises(CapabilityError, match="sees no GPU"):
         precision.choose_device("cuda")
     assert precision.choose_device("auto").type == "cpu"

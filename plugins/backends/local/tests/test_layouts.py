@@ -1,4 +1,4 @@
-"""Which models are packed, which are computed one length at a time, and that both give transformers' numbers."""
+"""Models that are packed, and models that are computed one length at a time. Both give the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def load(path, head="lm", trained=True):
 
 
 def one_by_one(path, batch):
-    """Log-probs and gradients of transformers' eager attention, each sequence in a module that has seen no other."""
+    """Log-probs and gradients of transformers' eager attention, with a new module for each sequence."""
     found, gradients = [], {}
     for ids in batch.ids_N.split(batch.lens_B.tolist()):
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         logp = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        own = logp.gather(1, ids[1:, None])[1:, 0]  # as loss_mask: from the third token on
+        own = logp.gather(1, ids[1:, None])[1:, 0]  # like loss_mask, from the third token on
         (-own.sum() / sum(n - 2 for n in batch.lens_B.tolist())).backward()
         found.append(own.detach())
         for name, p in model.named_parameters():
@@ -70,14 +70,14 @@ def check(path, trainer, batch, nll):
 
 
 @pytest.mark.parametrize("options", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
-def test_frequencies_are_those_of_a_sequences_own_length(options, tmp_path, make_trainer, make_batch, nll):
+def test_rotary_frequencies_depend_on_the_length_of_each_sequence(options, tmp_path, make_trainer, make_batch, nll):
     path = tiny_model(tmp_path, **options)
     check(path, make_trainer(path), make_batch(LENS, loss=nll), nll)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_what_cannot_be_packed_is_computed_one_length_at_a_time(
+def test_models_that_cannot_be_packed_are_computed_one_length_at_a_time(
     name, checkpointing, tmp_path, make_trainer, make_batch, nll
 ):
     path = tiny_architecture(tmp_path, name)
@@ -94,16 +94,16 @@ def test_what_cannot_be_packed_is_computed_one_length_at_a_time(
 
 
 def test_a_window_that_only_a_mask_knows_is_found(tmp_path):
-    """Phi-MoE puts its window into the mask that transformers builds, and does not tell the attention function."""
+    """Phi-MoE has its window only in the mask that transformers builds, not in the arguments of attention."""
     path = tiny_architecture(tmp_path, "phimoe")
     loaded = load(path)
     assert loaded.layout == "alone"
     saved = json.loads((path / "config.json").read_text())["sliding_window"]
-    assert loaded.module.config.sliding_window == saved > 4, "as it was before the probe"
+    assert loaded.module.config.sliding_window == saved > 4, "restored after the probe"
 
 
 def test_a_tensor_that_packed_attention_does_not_read_is_found(tmp_path):
-    """MiniMax M3 names the blocks that a token may see, which matters beyond the length of any probe."""
+    """MiniMax M3 lists the blocks that a token may attend to. The effect appears only beyond the length of a probe."""
     assert load(tiny_architecture(tmp_path, "minimax_m3_vl_text")).layout == "alone"
 
 
@@ -114,14 +114,14 @@ def test_gradient_checkpointing_that_transformers_does_not_have_is_refused(tmp_p
         make_trainer(tiny_architecture(tmp_path, "ctrl"), gradient_checkpointing=True)
 
 
-def test_ordinary_models_are_packed_without_a_word(model_path, make_trainer):
+def test_ordinary_models_are_packed_without_a_note(model_path, make_trainer):
     for head in ("lm", "scalar"):
         trainer = make_trainer(model_path, head=head)
         assert (trainer.loaded.layout, trainer.loaded.boundaries, trainer.facts().notes) == ("shared", False, ())
     assert make_trainer(model_path).facts().shares_prefixes
 
 
-def test_noise_of_training_is_recognised_whatever_its_name(tmp_path, make_trainer, make_batch, nll, monkeypatch):
+def test_noise_in_training_is_recognised_by_any_name(tmp_path, make_trainer, make_batch, nll, monkeypatch):
     options = {"architecture": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     path = tiny_model(tmp_path / "jitter", **options, router_jitter_noise=0.1)
     trainer = make_trainer(path)
@@ -151,12 +151,12 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
         load(path)
 
 
-def test_a_model_that_transformers_cannot_compute_is_refused_in_words(tmp_path):
+def test_a_model_that_transformers_cannot_compute_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ModelError, match=r"cannot be computed by transformers from token ids alone \(ValueError: "):
         load(tiny_architecture(tmp_path, "reformer"))
 
 
-def test_kernels_of_packed_rows_are_refused_where_nothing_is_packed(tmp_path, make_trainer, monkeypatch):
+def test_kernels_for_packed_rows_are_refused_for_models_that_are_not_packed(tmp_path, make_trainer, monkeypatch):
     path = tiny_architecture(tmp_path, "mamba2")
     with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of Mamba2"):
         make_trainer(path, kernels="own")
@@ -166,15 +166,15 @@ def test_kernels_of_packed_rows_are_refused_where_nothing_is_packed(tmp_path, ma
         make_trainer(path, attention="flash")
 
 
-def test_the_generator_samples_from_a_model_that_is_not_packed_only_where_it_is_right(tmp_path, make_trainer, build):
+def test_the_generator_refuses_a_model_without_packing_if_log_probs_differ(tmp_path, make_trainer, build):
     generator, sinks = build(), make_trainer(tiny_architecture(tmp_path / "a", "gpt_oss"))
     generator.load(sinks, 3)
-    assert sinks.module.config.sliding_window > 4, "as it was before the comparison"
+    assert sinks.module.config.sliding_window > 4, "restored after the comparison"
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM gives other log-probs with the attention of this gen"):
         generator.load(make_trainer(tiny_architecture(tmp_path / "b", "phimoe")), 3)
 
 
-def test_noise_on_embeddings_is_that_of_a_sequences_length_in_every_layout(tmp_path, make_trainer, make_batch, nll):
+def test_embedding_noise_depends_on_the_sequences_length_in_every_layout(tmp_path, make_trainer, make_batch, nll):
     trainer = make_trainer(tiny_architecture(tmp_path, "mamba2"), neftune_alpha=5.0)
     seen = []
     table = trainer.module.get_input_embeddings()
@@ -189,7 +189,7 @@ def test_noise_on_embeddings_is_that_of_a_sequences_length_in_every_layout(tmp_p
 
 
 def bounded_convolution(hidden_states, weight, bias=None, activation=None, seq_idx=None, **_):
-    """Each sequence of a packed row by itself, as the package causal_conv1d computes it on a GPU."""
+    """The convolution of each sequence of a packed row by itself, like the package causal_conv1d on a GPU."""
     parts = [hidden_states]
     if seq_idx is not None:
         parts = hidden_states.split(seq_idx[0].unique_consecutive(return_counts=True)[1].tolist(), 2)
@@ -198,10 +198,10 @@ def bounded_convolution(hidden_states, weight, bias=None, activation=None, seq_i
     return F.silu(out) if activation == "silu" else out
 
 
-def test_recurrent_layers_are_packed_where_their_kernels_take_boundaries(
+def test_recurrent_layers_are_packed_if_their_kernels_take_boundaries(
     tmp_path, monkeypatch, make_trainer, make_batch, nll
 ):
-    """On a GPU transformers takes such kernels from the packages fla and causal_conv1d; these are plain statements."""
+    """On a GPU transformers takes these kernels from the packages fla and causal_conv1d. Here torch is used."""
     plain = qwen3_next.torch_chunk_gated_delta_rule
 
     def bounded_rule(query, key, value, g, beta, cu_seqlens=None, **options):

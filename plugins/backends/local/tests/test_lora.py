@@ -1,4 +1,4 @@
-"""Adapters: nothing changes at first, only they are trained, everyone else sees one merged model."""
+"""Adapters: they start without effect, only they are trained, and weights and exports are merged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logprobs(trainer, batch, view="live"):
 
 @pytest.fixture
 def trained(make_trainer, make_batch, nll):
-    """A trainer with adapters after three steps, with its batch and the log-probs it started from."""
+    """A trainer with adapters after three steps, with its batch and its initial log-probs."""
     trainer, batch = make_trainer(lora=LORA, lr=0.02), make_batch([9, 30, 4], loss=nll)
     before = logprobs(trainer, batch)
     for _ in range(3):
@@ -65,7 +65,7 @@ SPARSE = {
 
 
 def test_a_mixture_with_a_dense_layer_gets_adapters_beside_linear_layers_only(tmp_path, make_trainer, make_batch, nll):
-    """The experts are slices of one tensor, which have the dense layer's names in peft's eyes; none gets an adapter."""
+    """peft matches the dense layer's names also in the experts, which are slices of one tensor and get no adapter."""
     path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **SPARSE)
     trainer, batch = make_trainer(path, lora=LORA, lr=0.02), make_batch([9, 30, 4], loss=nll)
     assert len(trainer.parameters) == 2 * (2 * 4 + 3)  # A and B: attention of two layers, the dense feed-forward
@@ -85,7 +85,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, make_trainer):
         make_trainer(path, lora=LORA)
 
 
-def test_state_survives_and_holds_no_base(tmp_path, trained, make_trainer, nll):
+def test_a_checkpoint_holds_the_adapters_only(tmp_path, trained, make_trainer, nll):
     trainer, batch, _ = trained
     trainer.save(tmp_path)
     again = make_trainer(lora=LORA, lr=0.02)
@@ -99,7 +99,7 @@ def test_state_survives_and_holds_no_base(tmp_path, trained, make_trainer, nll):
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
 def test_fused_layers_with_adapters_compute_what_peft_computes(make_trainer, make_batch, nll, targets):
-    """And their gradients, in every view: B is no longer zero."""
+    """Outputs in every view, and gradients. After two steps B is no longer zero."""
     lora = LoraOptions(rank=4, alpha=12, targets=targets)
     trainer, batch = make_trainer(lora=lora, lr=0.02), make_batch([9, 30, 4], loss=nll)
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_fresh_head_is_trained_beside_the_adapters(make_trainer, make_batch, s
     assert not torch.equal(trainer.loaded.head.weight, before)
 
 
-def test_what_cannot_work_is_refused(trained, make_trainer):
+def test_unknown_targets_and_replaced_weights_are_refused(trained, make_trainer):
     with pytest.raises(ConfigError, match=r"no linear layer is called wq; there are down_proj, gate_proj"):
         make_trainer(lora=LoraOptions(rank=2, targets=("q_proj", "wq")))
     trainer, _, _ = trained
@@ -156,8 +156,8 @@ def test_what_cannot_work_is_refused(trained, make_trainer):
 
 
 def test_an_adapter_is_added_in_bf16_under_autocast():
-    """W x = 1, to which alpha / rank x B A x adds 1/256, 2/256 and -1/256. The step of bf16 is 1/128 above 1, of which
-    the first is half and goes to the even neighbour, and 1/256 below."""
+    """W x = 1, and alpha / rank x B A x adds 1/256, 2/256 and -1/256. Above 1 numbers of bf16 are 1/128 apart, so the
+    first sum is rounded to the even neighbour; below 1 they are 1/256 apart."""
     model = torch.nn.Sequential()
     model.add_module("q_proj", torch.nn.Linear(4, 3, bias=False))
     add_adapters(model, torch.nn.Linear(1, 1), LoraOptions(rank=2, alpha=1), seed=0)

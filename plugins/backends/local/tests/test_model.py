@@ -172,13 +172,13 @@ def test_more_tokens_than_learned_positions_are_refused(config, tmp_path):
         loaded.require_positions([3, 13])
 
 
-def test_rotary_positions_have_no_end(model_path):
+def test_rotary_positions_have_no_limit(model_path):
     loaded = load(model_path)
     assert loaded.positions is None
     loaded.require_positions([10**6])
 
 
-def test_a_trainer_asks_for_its_positions(make_trainer, make_batch, nll):
+def test_a_trainer_refuses_sequences_beyond_its_positions(make_trainer, make_batch, nll):
     trainer = make_trainer()
     trainer.loaded.positions = 5
     trainer.accumulate([make_batch((5, 4), 0, nll)], nll, {}, {})

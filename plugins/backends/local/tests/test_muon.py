@@ -1,4 +1,4 @@
-"""``optimizer = "muon"``: torch's own two optimizers, each over its parameters, take the same steps."""
+"""``optimizer = "muon"`` takes the steps of torch's Muon and AdamW, each for its parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_muon(make_trainer):
     return lambda **more: make_trainer(**OPTIONS, **more)
 
 
-def test_steps_are_those_of_torch(make_muon, make_batch, nll):
+def test_muon_steps_equal_those_of_torch(make_muon, make_batch, nll):
     ours, theirs = make_muon(max_grad_norm=1e9), make_muon(max_grad_norm=1e9)
     chosen = {n: p for n, p in theirs.parameters.items() if n.endswith(MATRICES)}
     assert len(chosen) == 7 * theirs.module.config.num_hidden_layers
@@ -59,7 +59,7 @@ def test_steps_are_those_of_torch(make_muon, make_batch, nll):
         torch.testing.assert_close(p, theirs.parameters[name], atol=1e-7, rtol=1e-5)
 
 
-def test_resumed_it_goes_on_bit_for_bit(make_muon, make_batch, nll, tmp_path):
+def test_a_resumed_muon_run_is_bit_equal(make_muon, make_batch, nll, tmp_path):
     one, other = make_muon(), make_muon()
     for step in range(2):
         one.update([make_batch((9, 5), step, nll)], nll, {}, {})

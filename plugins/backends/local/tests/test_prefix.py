@@ -1,4 +1,4 @@
-"""Shared prefixes: computed once, and nothing that is computed depends on it."""
+"""Shared prefixes are computed once, and sharing changes no result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def share_all(monkeypatch):
-    """Share also what would not pay."""
+    """Share all prefixes, also short ones."""
     monkeypatch.setattr(shared_prefixes, "LEAST", 1)
     monkeypatch.setattr(shared_prefixes, "GAIN", 0.0)
 
@@ -89,7 +89,7 @@ def test_every_distinct_prefix_is_computed_once_and_found_by_every_token(rows):
     assert torch.equal(shared.position_M[shared.place_N], batch.position_N)
     places = [tuple(p.tolist()) for p in shared.place_N.split(batch.lens_B.tolist())]
     at = {}
-    for row, place in zip(rows, places, strict=True):  # two tokens share a place exactly if they share all before
+    for row, place in zip(rows, places, strict=True):  # one place for equal tokens after equal prefixes
         for i in range(len(row)):
             assert at.setdefault(place[i], tuple(row[: i + 1])) == tuple(row[: i + 1])
     assert sum(s.length - s.skip for s in shared.stretches) == shared.ids_M.numel()
@@ -101,7 +101,7 @@ def test_the_example_of_the_module():
     assert [(s.start, s.skip, s.length, s.at) for s in shared.stretches] == [(0, 0, 5, 0), (5, 3, 6, 10), (8, 4, 5, 5)]
 
 
-def test_fronts_that_would_not_pay_are_not_shared(as_it_is):
+def test_short_prefixes_are_not_shared(as_it_is):
     assert shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]) is None
     assert shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 4, 7]]) is not None
     long = [[1, 2, 3, 4, *[n] * 300] for n in (5, 6)]
@@ -112,7 +112,7 @@ def test_fronts_that_would_not_pay_are_not_shared(as_it_is):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(rows_of_ids.filter(lambda rows: len(rows) <= 3), min_size=1, max_size=6), st.data())
-def test_units_cost_what_the_trainer_computes_or_more(units, data):
+def test_the_cost_of_units_is_at_least_what_the_trainer_computes(units, data):
     batch = pack([UnitData([SequenceData(r, role=i) for i, r in enumerate(rows)]) for rows in units])
     found = unit_prefixes(batch)
     assert found.tokens == [len(prefixes(rows)) for rows in units]
@@ -162,8 +162,9 @@ def test_short_attention_with_a_shared_front_passes_gradcheck():
 
 
 def test_a_shared_keys_gradients_are_added_without_rounding():
-    """All sequences share their first token, and all scores are 0. Where only second tokens have a gradient, each gives
-    the first one's key 1/2 x scaling and its value 1/2. Added up in bf16, those of the 4 longer ones would be lost."""
+    """All sequences share their first token, and all scores are 0. Only second tokens have a gradient. Each of them
+    contributes 1/2 x scaling to the gradient of the first token's key, and 1/2 to that of its value. A sum in bf16
+    would lose the contributions of the 4 longer sequences."""
     lens = [2] * 256 + [9, 17, 25, 33]
     stretches, place = [Stretch(0, 0, 2, 0)], [0, 1]
     for n in lens[1:]:
@@ -229,7 +230,7 @@ def test_gradient_checkpointing_and_logit_chunks_share_too(make_trainer, nll):
     close(found[2], found[0])
 
 
-def test_under_bf16_the_gradient_is_that_without_sharing_to_its_rounding(make_trainer, nll):
+def test_under_bf16_gradients_equal_those_without_sharing_up_to_rounding(make_trainer, nll):
     batch, found = batch_of(CASES["ragged suffixes"] + CASES["long"], nll), []
     for dtype, on in (("fp32", False), ("bf16", False), ("bf16", True)):
         trainer = make_trainer(dtype=dtype, shared_prefixes=on)
@@ -258,7 +259,7 @@ def test_other_architectures(architecture, options, tmp_path, make_trainer, nll)
         trainer.accumulate([batch], nll, {}, {})
         assert (len(seen[0]) < batch.tokens) == on
         found.append(trainer.gradients())
-    close(*found, 3e-6)  # the splits of a batch alone move gemma's by 8e-7
+    close(*found, 3e-6)  # splitting the batch alone changes Gemma's by 8e-7
 
 
 def test_scores_are_those_of_one_sequence_at_a_time(make_trainer):
@@ -313,7 +314,7 @@ def test_nothing_is_shared_where_there_is_dropout(options, tmp_path, make_traine
     assert (len(seen[0]) == batch.tokens) is bool(options)
 
 
-def test_it_can_be_switched_off(make_trainer, nll):
+def test_shared_prefixes_can_be_switched_off(make_trainer, nll):
     trainer, batch = make_trainer(shared_prefixes=False), batch_of(CASES["ragged suffixes"], nll)
     seen = computed(trainer)
     trainer.accumulate([batch], nll, {}, {})

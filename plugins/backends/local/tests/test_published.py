@@ -1,4 +1,4 @@
-"""What trainers stream has the names and shapes of the architecture's checkpoints, whatever the module holds."""
+"""Streamed weights have the names and shapes of the architecture's checkpoints, also if the module's differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_stream_is_the_checkpoint(architecture, options):
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_a_stream_is_taken_back(architecture):
+def test_a_trainer_loads_its_own_weight_stream(architecture):
     one, other = trainer(architecture), trainer(architecture, seed=1)
     before = saved(architecture)
     assert not same(dict(other.weights()), before)
@@ -60,7 +60,7 @@ def test_a_stream_is_taken_back(architecture):
 
 
 @pytest.mark.parametrize("architecture", EXPERT)
-def test_what_is_not_of_the_model_changes_nothing(architecture):
+def test_weights_of_another_model_are_refused_and_change_nothing(architecture):
     one = trainer(architecture)
     before = {name: tensor.clone() for name, tensor in one.module.state_dict().items()}
     given = saved(architecture, seed=1)
@@ -76,7 +76,7 @@ def test_what_is_not_of_the_model_changes_nothing(architecture):
 
 
 def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
-    """No architecture here has such a module; a conversion of transformers may still be of that kind."""
+    """None of the tested architectures has such a module, but transformers has conversions of this kind."""
 
     def joined(module, tensors):
         rest = {n: t for n, t in tensors.items() if not n.startswith("part")}

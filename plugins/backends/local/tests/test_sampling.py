@@ -72,7 +72,7 @@ def allowed(logits, sampling, n=4000):
 
 
 @pytest.mark.parametrize("shift", [0, 600])
-def test_truncations_keep_what_they_promise(shift):
+def test_truncations_keep_the_right_tokens(shift):
     probs = torch.tensor([0.05, 0.4, 0.25, 0.2, 0.1])
     logits = torch.full((len(probs) + shift,), -math.inf)
     logits[shift:] = probs.log()
@@ -96,7 +96,7 @@ def test_ties_at_the_threshold_all_stay():
     assert allowed(torch.tensor([1.0, 2.0, 1.0, 0.0]), Sampling(top_k=2)) == {0, 1, 2}
 
 
-def test_rows_with_different_parameters_do_not_touch_each_other():
+def test_rows_with_different_parameters_do_not_affect_each_other():
     kinds = [
         Sampling(),
         Sampling(temperature=0),

@@ -11,7 +11,7 @@ def decode_words(ids):
 
 
 def decode_bytes(ids):
-    return bytes(ids).decode("utf-8", errors="replace")
+    return bytes(list(ids)).decode("utf-8", errors="replace")
 
 
 def first_stop(scanner, ids):
@@ -29,7 +29,7 @@ def first_stop(scanner, ids):
         ([8, 8, 0, 1, 8, 2], None),
     ],
 )
-def test_found_at_the_token_that_completes_it(ids, after):
+def test_a_stop_string_is_found_at_the_token_that_completes_it(ids, after):
     assert first_stop(StopScanner(("</tool>",), decode_words), ids) == after
 
 

@@ -83,7 +83,7 @@ def test_automatic_precision_follows_the_checkpoint(tmp_path, make_trainer):
     assert saved.precision_note == f"{other} on cpu: as the resumed run had"
 
 
-def test_precision_that_was_asked_for_stays(tmp_path, make_trainer):
+def test_an_explicit_precision_is_kept_on_resume(tmp_path, make_trainer):
     make_trainer(dtype="bf16").save(tmp_path)
     trainer = make_trainer(dtype="fp32")
     trainer.load(tmp_path)

@@ -1,4 +1,4 @@
-"""How many positions a decoding step attends to."""
+"""The number of positions that a decoding step attends to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled(dtype: torch.dtype) -> SlotCache:
     ("dtype", "length", "read"),
     [(torch.bfloat16, n, m) for n, m in ((1, 32), (32, 32), (33, 64), (70, 80), (80, 80))] + [(torch.float32, 33, 33)],
 )
-def test_in_bf16_on_a_cpu_whole_blocks_are_read_and_what_is_beyond_a_row_is_hidden(dtype, length, read):
+def test_in_bf16_on_a_cpu_whole_blocks_are_read_and_positions_beyond_a_row_are_masked(dtype, length, read):
     cache, g = filled(dtype), torch.Generator().manual_seed(1)
     position_S = torch.tensor([length - 1, 0, length // 2])
     step = StepAttention(cache, position_S, length, {})

@@ -69,7 +69,7 @@ def test_gradient_checkpointing_computes_layers_again(make_trainer, make_batch, 
 
 @pytest.mark.parametrize(("logits_chunk", "most"), [(500, 5), (198, 2), (197, 1), (50, 1), (10**6, 54)])
 def test_no_more_logits_than_the_option_allows_exist_at_once(make_trainer, make_batch, nll, logits_chunk, most):
-    """The vocabulary has 99 tokens, 54 are trained; in passes without a gradient too."""
+    """The vocabulary has 99 tokens; 54 tokens are trained. Also in passes without a gradient."""
     trainer, batch, rows = make_trainer(logits_chunk=logits_chunk), make_batch(LENS, loss=nll), []
     trainer.loaded.head.register_forward_hook(lambda _, x, y: rows.append(y.shape[0]))
     trainer.accumulate([batch], nll, {}, {})
@@ -131,7 +131,7 @@ def test_a_non_finite_loss_skips_the_step(make_trainer, make_batch, nll):
 
     batch, trainer = make_batch(LENS, loss=nll), make_trainer(ema_decay=0.5)
     before = {n: t.clone() for n, t in trainer.weights()}
-    trainer.accumulate([batch.select([0])], nll, {}, {})  # a sound micro-batch before it is not applied either
+    trainer.accumulate([batch.select([0])], nll, {}, {})  # the correct micro-batch before it is not applied either
     trainer.accumulate([batch.select([1, 2])], Broken(), {}, {})
     result = trainer.apply()
     assert result.skipped == "non-finite loss (nan) of 'nll'"
@@ -163,7 +163,7 @@ def test_dropout_is_a_function_of_counters(tmp_path, make_trainer, make_batch, n
 
     def losses(seed):
         trainer = make_trainer(path, seed=seed, lr=0.0)
-        torch.manual_seed(torch.seed())  # whatever happens outside
+        torch.manual_seed(torch.seed())  # the global random state must have no effect
         return [trainer.update([batch.select([0, 1, 2]), batch], nll, {}, {})[0]["loss"][0] for _ in range(2)]
 
     a = losses(0)
@@ -179,7 +179,7 @@ def test_dropout_is_a_function_of_counters(tmp_path, make_trainer, make_batch, n
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": {"rank": 2, "dropout": 0.5}}])
-def test_an_evaluation_has_no_dropout_and_leaves_nothing_behind(options, tmp_path, make_trainer, make_batch, nll):
+def test_an_evaluation_has_no_dropout_and_changes_no_state(options, tmp_path, make_trainer, make_batch, nll):
     trainer = make_trainer(tiny_model(tmp_path, attention_dropout=0.5), lr=0.1, **options)
     batch = make_batch(LENS, loss=nll)
     trainer.update([batch], nll, {}, {})  # adapters are no longer zero
@@ -234,7 +234,7 @@ def test_ema_follows_and_is_a_view(make_trainer, make_batch, nll):
         list(trainer.weights("base"))
 
 
-def test_coverage_names_what_did_not_learn(make_trainer, make_batch, nll):
+def test_coverage_names_parameters_that_did_not_change(make_trainer, make_batch, nll):
     class Blind(Loss):
         name = "blind"
 
@@ -257,7 +257,7 @@ def test_coverage_names_what_did_not_learn(make_trainer, make_batch, nll):
     everything = list(blind.parameters)
     assert blind.coverage() == {"without_gradient": everything, "unchanged": everything}
     blind.update([batch], nll, {}, {})
-    assert blind.coverage() == {"without_gradient": [], "unchanged": []}, "it is looked at again"
+    assert blind.coverage() == {"without_gradient": [], "unchanged": []}, "computed again"
 
 
 def test_weights_of_one_trainer_load_into_another(tmp_path, make_trainer, make_batch, squares):
@@ -266,7 +266,7 @@ def test_weights_of_one_trainer_load_into_another(tmp_path, make_trainer, make_b
     target.load_weights(source.weights())
     [a], [b] = source.forward([batch], ["logprobs"]), target.forward([batch], ["logprobs"])
     assert torch.equal(a["logprobs"], b["logprobs"])
-    with pytest.raises(Exception, match=r"sent is of another model: missing \['score.weight'\]"):
+    with pytest.raises(Exception, match=r"for role 'policy' is of another model: missing \['score.weight'\]"):
         make_trainer(head="scalar").load_weights(source.weights())
 
 
@@ -293,7 +293,7 @@ def test_bf16_stays_near_fp32_with_fp32_weights(make_trainer, make_batch, nll, f
 
 
 def test_values_that_move_by_one_amount_in_both_directions_are_not_unchanged(make_trainer, make_batch, nll):
-    """As in Adam's first step: a sum over the values would stay the same."""
+    """Adam's first step is like this. A check of the sum over the values would see no change."""
     trainer = make_trainer()
     trainer.accumulate([make_batch((7, 9), 0, nll)], nll, {}, {})
     norm = trainer.parameters["model.norm.weight"]

@@ -1,4 +1,4 @@
-"""Components that a run names by ``file:``: a trainer and a generator that kill their process if a flag file exists."""
+"""A trainer and a generator, named by ``file:`` in run files, that kill their process if a flag file exists."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class MortalConfig(TorchTrainerConfig):
     flag: str = ""
     """The process kills itself if this file exists."""
     at_update: int = 0
-    """The optimizer step in which it does."""
+    """The optimizer step in which the process kills itself."""
 
 
 class Mortal(TorchTrainer):
-    """The torch trainer, which kills its process in one update."""
+    """The torch trainer, except that it kills its process in one update."""
 
     name = "mortal"
     Config = MortalConfig
@@ -49,11 +49,11 @@ class OwnCopyConfig(ComponentConfig):
     flag: str = ""
     """The process kills itself if this file exists."""
     after: int = 3
-    """Number of samples of a call before it does."""
+    """Number of samples of a call before the process kills itself."""
 
 
 class OwnCopy(Generator):
-    """The transformers generator over a copy of the policy: an engine without an engine."""
+    """The transformers generator with a copy of the policy in its own process, in place of a vLLM engine."""
 
     name = "own_copy"
     capabilities = frozenset({"accept:tensors", "logprobs", "seeds", "sleep"})

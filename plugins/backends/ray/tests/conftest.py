@@ -14,16 +14,16 @@ from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
 HERE = os.path.dirname(__file__)
-sys.path.insert(0, HERE)  # for the stand-ins
+sys.path.insert(0, HERE)  # for ray_standins
 
 
 running: list[Cluster] = []
-"""The Ray that runs now, if there is one."""
+"""The Ray of this test process, while it runs."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
-    """4 CPUs by Ray's count, on this machine only."""
+    """A Ray on this machine only, started with 4 CPUs."""
     if not running:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the workers
@@ -33,7 +33,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def no_cluster() -> None:
-    """For a module that starts a Ray of its own in this process."""
+    """Ends the shared Ray, for a module that starts its own in this process."""
     if running:
         running.pop().close()
 

@@ -16,7 +16,7 @@ from rlhf_plugin_ray.launcher import RayLauncher
 
 def main(how: str) -> None:
     options = {"address": sys.argv[2]} if len(sys.argv) > 2 else {"cpus": 2, "object_store_gib": 0.1}
-    if "RAY_ADDRESS" in os.environ:  # a cluster that runs already has what it has
+    if "RAY_ADDRESS" in os.environ:  # options are only for a Ray that the run starts
         options = {}
     launcher = RayLauncher(RayConfig(show_output=how == "shows", **options))
     try:
@@ -31,7 +31,7 @@ def main(how: str) -> None:
             raise ValueError("a reward failed")
         if how in ("shows", "waits"):
             policy.call("sleeps", [(120.0,)])
-        if how == "forgets":  # as a controller that fails while it is built
+        if how == "forgets":  # like a controller that fails during its construction
             os._exit(3)
     finally:
         launcher.shutdown()

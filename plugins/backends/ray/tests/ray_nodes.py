@@ -1,4 +1,4 @@
-"""Ray nodes on one machine: network namespaces joined by a cable, each with a raylet of its own."""
+"""Ray nodes on one machine: two connected network namespaces, each with its own raylet."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 """The command ``ray``."""
 
 
-class NoRight(Exception):
-    """This process may not make namespaces."""
+class NotPermitted(Exception):
+    """This process is not permitted to make network namespaces."""
 
 
 class RayNodes:
@@ -47,7 +47,7 @@ class RayNodes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for name in reversed(self.names):
-            for pid in self._pids(name):  # whatever runs in the namespace was started by us
+            for pid in self._pids(name):  # only this test starts processes in the namespace
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for process in self._started:
@@ -67,13 +67,13 @@ class RayNodes:
         return {**kept, **more, "PYTHONPATH": path}
 
     def run(self, *program: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
-        """A program on node 0."""
+        """Run a program on node 0."""
         command = ["ip", "netns", "exec", self.names[0], *program]
         env = self.environment(0)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
 
     def raylet(self, node: int) -> int:
-        """Its process id."""
+        """The process id of the node's raylet."""
         for pid in self._pids(self.names[node]):
             with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
@@ -84,7 +84,7 @@ class RayNodes:
         done = subprocess.run(["ip", "netns", "add", self.names[0]], capture_output=True, text=True, check=False)
         if done.returncode:
             self.names = []
-            raise NoRight(done.stderr.strip())
+            raise NotPermitted(done.stderr.strip())
         ends = [f"v{os.getpid()}{end}" for end in "ab"]
         _ip("netns", "add", self.names[1])
         _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])

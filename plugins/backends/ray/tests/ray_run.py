@@ -1,4 +1,4 @@
-"""Does what the controller does with a policy and engines on Ray, with stand-ins for both; and the expected answers."""
+"""The controller's calls to a policy and to engines on Ray, which have no model, and the expected answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Run:
         self.folder, self.transport = folder, transport
         self.policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         config = OddConfig(folder=str(folder), seconds=seconds)
-        self.engines = launcher.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
-        launcher.link(self.policy, self.engines, 60.0)
-        self.engines.refresh = self.push
+        spec = GeneratorSpec((0,), str, sync_timeout=60.0)
+        self.engines = launcher.launch_generator(OddGenerator, config, spec, self.policy, self.push)
         self.version = self.pushes = 0
 
     def push(self) -> None:
@@ -50,7 +49,7 @@ class Run:
         for position, turn in self.engines.generate(requests):
             assert position not in got
             assert turn.versions == ((0, self.version),)
-            got[position] = turn.ids
+            got[position] = [*turn.ids]
             if kill and any(
                 int(pid) == kill and requests[position].seed in eval(s) for _, pid, s in self.notes("generate")
             ):

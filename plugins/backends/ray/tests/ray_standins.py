@@ -1,4 +1,4 @@
-"""Trainers and generators without a model, which fail on request as real ones may. Imported by workers."""
+"""Trainers and generators without a model. They can fail in the ways that real ones do. Workers import them."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class OddGenerator(ReceivesOverLinks, Generator):
     def take(self, sent: Any) -> None:
         self._flagged("die-before-take")
         if self._takes_away("sleep-in-take"):
-            time.sleep(8)
+            time.sleep(3)
         with self.receiver.open(sent) if self.receiver is not None else nullcontext(sent) as bucket:
             self.got |= bucket.received()
         self._flagged("die-in-take")
@@ -237,4 +237,4 @@ class OddGenerator(ReceivesOverLinks, Generator):
 
 def tokens(weights: str, request: GenerationRequest) -> list[int]:
     """The tokens that every engine with these weights samples for a request."""
-    return [int(hashlib.sha256(f"{weights}{request.ids}{request.seed}".encode()).hexdigest()[:6], 16)]
+    return [int(hashlib.sha256(f"{weights}{list(request.ids)}{request.seed}".encode()).hexdigest()[:6], 16)]

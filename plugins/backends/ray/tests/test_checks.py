@@ -1,6 +1,7 @@
 """The check `ray` of `rlhf doctor`: a Ray of two nodes on this machine, the second with another version of a plugin."""
 
 import contextlib
+import importlib.metadata
 import os
 import signal
 import socket
@@ -10,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import importlib_metadata
 import pytest
 from rlhf.interfaces import Examination
 from rlhf_plugin_doctor.child import ask
@@ -42,7 +42,7 @@ def start(address, *more, environment):
 
 
 def end(process):
-    """Ray's own stop, and what is left of the group after it."""
+    """Run ``ray stop``, and kill what is left of the process group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(30)
@@ -58,7 +58,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    """The address of a cluster of two nodes; a token is needed, as on a shared network."""
+    """The address of a cluster of two nodes that requires a token, like one on a shared network."""
     folder = tmp_path_factory.mktemp("ray")
     (folder / "token").write_text("0123456789abcdef" * 4)
     (folder / "other" / "rlhf_plugin_math-9.9.dist-info").mkdir(parents=True)
@@ -94,14 +94,14 @@ def nodes(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_cluster_of_different_nodes(nodes, tmp_path):
+def test_nodes_with_other_versions_or_missing_files_are_named(nodes, tmp_path):
     reached, versions, files = check_nodes(examination([str(tmp_path), "/no/such/place"]), nodes)
     assert (reached.name, reached.status) == ("ray cluster", "ok")
     assert reached.found.startswith(f"{nodes}: 2 nodes, CPU 2, GPU 0, reached in ")
     assert (versions.name, versions.status) == ("ray nodes", "fail")
     [line] = versions.found.splitlines()
     assert "(127.0.0.2, " in line
-    here = importlib_metadata.version("rlhf-plugin-math")
+    here = importlib.metadata.version("rlhf-plugin-math")
     assert line.endswith(f"rlhf-plugin-math 9.9 there, {here} here")
     assert (files.name, files.status) == ("ray files", "fail")
     assert [line.rpartition(": ")[2] for line in files.found.splitlines()] == ["/no/such/place"] * 2
@@ -109,7 +109,7 @@ def test_a_cluster_of_different_nodes(nodes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_cluster_that_refuses(nodes, tmp_path, monkeypatch):
+def test_a_cluster_that_refuses_the_token_is_reported(nodes, tmp_path, monkeypatch):
     (tmp_path / "token").write_text("fedcba9876543210" * 4)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     reached, versions = check_nodes(examination(), nodes)
@@ -117,7 +117,7 @@ def test_a_cluster_that_refuses(nodes, tmp_path, monkeypatch):
     assert "Authentication" in reached.found, reached.found
 
 
-def test_a_closed_port():
+def test_a_closed_port_is_reported():
     address = f"127.0.0.1:{free_port()}"
     reached, nodes = check_nodes(examination(), address)
     assert (reached.status, reached.found) == ("fail", f"{address}: Connection refused")
@@ -126,7 +126,7 @@ def test_a_closed_port():
     assert closed(f"ray://{address}", 1) == f"ray://{address}: Connection refused"
 
 
-def test_a_port_that_is_no_ray():
+def test_a_port_of_another_program_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert closed(address, 1) == ""
@@ -135,20 +135,20 @@ def test_a_port_that_is_no_ray():
     assert reached.found.startswith(f"{address}: ")
 
 
-def test_a_name_that_does_not_resolve():
+def test_a_host_name_that_does_not_resolve_is_reported():
     assert "no-such-host.invalid:6379: " in closed("no-such-host.invalid:6379", 1)
     assert closed("auto", 1) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_starting_ray():
+def test_the_check_starts_and_stops_a_ray():
     [installed, started] = installation(examination(timeout=120, start=True))
     assert (installed.status, started.status) == ("ok", "ok"), started.found
     assert started.found.startswith("started, ran a task and stopped")
 
 
-def test_the_address_in_the_environment_is_asked_and_not_shown(monkeypatch):
+def test_the_address_in_the_environment_is_used_and_not_shown(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     found = list(cluster(examination()))
     assert [(f.name, f.status) for f in found] == [("ray cluster", "fail"), ("ray nodes", "skipped")]

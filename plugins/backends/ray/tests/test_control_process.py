@@ -24,7 +24,7 @@ BLOCKS = "import pathlib, time\n    pathlib.Path({!r}).touch()\n    time.sleep(6
 
 
 def started(folder: Path, ray: str, reward: str) -> subprocess.Popen[str]:
-    """``rlhf train`` with a trainer and an engine on a Ray of its own, whose files lie in ``ray``."""
+    """Start ``rlhf train`` with a trainer and an engine on a Ray of its own, which keeps its files in ``ray``."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(4)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(reward)
@@ -52,10 +52,10 @@ def started(folder: Path, ray: str, reward: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("at", ["between workers' calls", "where nothing looks"])
+@pytest.mark.parametrize("at", ["between workers' calls", "inside a reward"])
 def test_a_killed_gcs_ends_the_run_with_its_own_message(at, tmp_path):
-    flag = tmp_path / "flag" if at == "where nothing looks" else tmp_path / "run" / "metrics.jsonl"
-    reward = REWARD.format(BLOCKS.format(str(flag)) if at == "where nothing looks" else "")
+    flag = tmp_path / "flag" if at == "inside a reward" else tmp_path / "run" / "metrics.jsonl"
+    reward = REWARD.format(BLOCKS.format(str(flag)) if at == "inside a reward" else "")
     said = tmp_path / "said"
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp", ignore_cleanup_errors=True) as ray:  # short
         run = started(tmp_path, ray, reward)
@@ -72,7 +72,7 @@ def test_a_killed_gcs_ends_the_run_with_its_own_message(at, tmp_path):
             assert run.wait(300) == 1
             # Ray's own agents notice only after a minute
             _, left = psutil.wait_procs(held, timeout=30)
-            assert left == [], "workers and raylet end with the run"
+            assert left == [], "workers and raylet must end with the run"
         finally:
             for process in (run, *family):
                 with suppress(psutil.NoSuchProcess):

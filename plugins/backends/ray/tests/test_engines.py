@@ -47,14 +47,14 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, c
     assert r.pushes == 2, "the new engine got the current weights"
     assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
     assert "The engine is replaced; 2 more replacements are allowed" in caplog.text
-    assert capfd.readouterr().out == "", "Ray does not say it once more"
+    assert capfd.readouterr().out == "", "Ray must not repeat the message"
     drawn = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
-    assert 24 < len(drawn) < 36, "only what was not finished is drawn again"
+    assert 24 < len(drawn) < 36, "only unfinished samples are sampled again"
     assert r.answers(asked) == expected(r.weights, asked)
 
 
 def test_an_engine_killed_before_the_first_links_connect(run):
-    """When it is asked for how many they are."""
+    """The engine dies when it is asked for the number of its receivers."""
     r = run(transport="shared", max_restarts=1)
     (r.folder / "die-receivers").touch()
     before = r.pids()
@@ -77,7 +77,7 @@ def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
         r.policy.call("nothing", [()])
 
 
-def test_an_engine_whose_replacement_dies_too(run):
+def test_an_engine_whose_replacement_dies_is_replaced_again(run):
     r = run(max_restarts=2)
     r.sync(1)
     (r.folder / "die-in-start").touch()
@@ -119,7 +119,7 @@ def test_an_impossible_transport_is_refused(launch):
         launcher.choose_link(Alone, "broadcast")
 
 
-def test_an_engine_that_cannot_start(launch):
+def test_the_error_of_an_engine_that_cannot_start_is_raised(launch):
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place(2)})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A process that uses Ray still gets the exit codes of its children."""
+"""A process that uses Ray gets the exit codes of its children."""
 
 from __future__ import annotations
 

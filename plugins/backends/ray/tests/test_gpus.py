@@ -1,4 +1,4 @@
-"""Which worker sees which GPUs, by Ray's count. No real GPU is needed, because nothing computes on them."""
+"""The GPUs that each worker sees, in a Ray that was told that it has GPUs. No real GPU is needed."""
 
 from __future__ import annotations
 

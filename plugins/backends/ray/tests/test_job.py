@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray_nodes import ADDRESSES, RAY, NoRight, RayNodes
+from ray_nodes import ADDRESSES, RAY, NotPermitted, RayNodes
 
 pytestmark = pytest.mark.full
 
@@ -17,17 +17,17 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("aiohttp_cors") is None, reason="needs the job server: ray[default]")
-def test_a_submitted_job():
+def test_a_submitted_job_uses_the_cluster_of_the_job():
     try:
         with RayNodes(str(HERE), cpus=6, dashboard=True) as nodes:
             server = f"http://{ADDRESSES[0]}:8265"
             job = [sys.executable, str(HERE / "job_run.py")]
             done = nodes.run(*RAY, "job", "submit", "--address", server, "--", *job)
-    except NoRight as cause:
+    except NotPermitted as cause:
         pytest.skip(f"needs root, to make network namespaces: {cause}")
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "succeeded" in said
     [found] = [json.loads(x) for x in said.splitlines() if x.startswith('{"threads"')]
     assert found["threads"] == ["3", "3"]
-    assert found["mine"] == "1", "which Ray set, and which is not what the user wants for every worker"
+    assert found["mine"] == "1", "Ray sets 1 in a job; that is not the user's choice for the workers"

@@ -1,4 +1,4 @@
-"""Launching on a real Ray: placement, environments, versions, and cleaning up."""
+"""Launching on a real Ray: placement, environments, versions, and clean-up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_workers_get_threads_gpus_and_environment(launch, tmp_path, monkeypatch)
     assert {f["GLOO_SOCKET_IFNAME"] for f in found} == {"lo"}
     assert {f["folder"] for f in found} == {os.getcwd()}
     assert len({f["pid"] for f in found} | {os.getpid()}) == 4
-    assert not any(f["torch"] for f in found), "nothing but the component decides to import it"
+    assert not any(f["torch"] for f in found), "only a component imports torch"
 
 
 def test_an_explicit_number_of_threads_is_respected(launch, monkeypatch):
@@ -151,7 +151,7 @@ def test_workers_resolve_the_plugins_of_the_run(launch, tmp_path):
     )
     plugins = Plugins.discover()
     used = [plugins.resolve("trainer", "torch"), plugins.resolve("loss", f"file:{file}")]
-    file.unlink()  # it travels as text
+    file.unlink()  # the plugin is sent as text
     launcher = launch()
     launcher.place({"policy": Place()}, used)
     policy = launcher.launch_trainer(OddTrainer, None, spec())

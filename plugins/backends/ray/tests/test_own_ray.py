@@ -45,7 +45,7 @@ class Driver:
         raise AssertionError(self.process.communicate()[1])
 
     def family(self) -> list[int]:
-        """Living processes that inherited the mark."""
+        """Living processes that inherited the environment variable of this driver."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -68,18 +68,18 @@ class Driver:
         return {r[1].rpartition(":")[0] for r in rows if r[3] == "0A" and r[9] in sockets}
 
     def leaves_nothing(self) -> None:
-        for _ in range(900):  # what is starting when its parent dies ends when it looks for it, later on a busy machine
+        for _ in range(900):  # a starting process ends only when it notices that its parent died
             if not self.family():
                 break
             time.sleep(0.2)
         commands = [Path(f"/proc/{pid}/cmdline").read_text()[:200] for pid in self.family()]
         assert not commands
         new = {n for n in set(os.listdir("/dev/shm")) - self.shared if "plasma" in n or "ray" in n}
-        assert {n for n in new if not _is_mapped(f"/dev/shm/{n}")} == set(), "others that live have some of their own"
+        assert {n for n in new if not _is_mapped(f"/dev/shm/{n}")} == set(), "segments that no living process maps"
 
 
 def _is_mapped(path: str) -> bool:
-    """By any living process."""
+    """Whether any living process maps the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if path in maps.read_text():
@@ -126,11 +126,11 @@ def test_no_process_or_file_is_left(driver, how, code):
 
 
 def test_no_process_or_file_is_left_after_ctrl_c(driver):
-    """Of a run that shows on request what workers print, with their name."""
+    """The run also shows the output of workers, with their names."""
     run = driver("shows")
     run.ready()
     assert any("policy rank 0" in x and "hello from a worker" in x for x in run.process.stdout)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: the whole group
+    os.killpg(run.process.pid, signal.SIGINT)  # a terminal sends it to the whole group too
     _, err = run.process.communicate(timeout=180)
     assert "KeyboardInterrupt" in err
     assert "WorkerError" not in err

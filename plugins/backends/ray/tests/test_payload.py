@@ -12,7 +12,7 @@ from rlhf_plugin_ray.actor.payload import Payload, pack, unpack
 
 
 def through(payload: Payload | None) -> Payload | None:
-    """As the store hands it out: buffers apart from the stream, not to be written."""
+    """The payload as the store returns it: with read-only buffers outside of the pickle stream."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(data, buffers=[bytes(b.raw()) for b in buffers])
@@ -37,7 +37,7 @@ def test_tensors_arrive_unchanged(tensor):
     [got] = unpack(payload)
     assert got.dtype == tensor.dtype
     assert torch.equal(got, tensor)
-    got.fill_(1)  # memory of its own: the store's is as it was
+    got.fill_(1)  # writes to its own memory, not to the store's
     assert torch.equal(unpack(payload)[0], tensor)
 
 
@@ -57,7 +57,7 @@ def test_shared_arguments_are_stored_once():
         assert c == {"rank": n}
 
 
-def test_one_rank_and_no_arguments():
+def test_a_call_of_one_rank_and_a_call_without_arguments():
     assert pack([(), ()]) is None
     assert unpack(None, 1) == ()
     assert unpack(through(pack([(1, "two", None)]))) == (1, "two", None)

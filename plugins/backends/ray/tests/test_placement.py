@@ -1,4 +1,4 @@
-"""From places to bundles and allocations. No cluster is needed."""
+"""Bundles and allocations of a placement. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_on_cpus_devices_are_cores():
     places = {"policy": Place(2, 3), "reference": Place(1, share="policy"), GENERATOR: Place(1, 2)}
     allocations = allocate(places, bundles_of(places, "CPU"), ["a"] * 3)
     assert [s.threads for s in allocations["policy"]] == [3, 3]
-    assert [(s.threads, s.cpus) for s in allocations["reference"]] == [(3, 1.5)], "as many as a rank of its host"
+    assert [(s.threads, s.cpus) for s in allocations["reference"]] == [(3, 1.5)], "as many as each rank of its host"
     assert [(s.threads, s.cpus) for s in allocations[GENERATOR]] == [(2, 2.0)]
 
 
@@ -53,7 +53,7 @@ def test_more_ranks_than_the_host_divide_its_devices():
 
 
 def test_ranks_are_ordered_by_node():
-    """Ray lays bundles out in any order; neighbours in rank live on one node all the same."""
+    """Ray distributes bundles in any order; neighbouring ranks are still on the same node."""
     allocations = allocate(HYBRID, bundles_of(HYBRID, "GPU"), ["a", "b", "a", "b"])
     assert [s.bundle for s in allocations["policy"]] == [0, 2, 1, 3]
     assert [s.slots for s in allocations[GENERATOR]] == [((0, 0), (2, 0)), ((1, 0), (3, 0))]

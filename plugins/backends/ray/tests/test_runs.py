@@ -1,4 +1,4 @@
-"""Whole runs on Ray give the same numbers as in one process, even if workers are killed."""
+"""Whole runs on Ray give the same numbers as runs in one process, even if workers are killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., tuple[int, str, list[dict[str, Any]]]]
 @pytest.fixture
 def run(workshop, tmp_path) -> Run:
     def go(name: str, algorithm: str, *flags: str, **sections: Any) -> tuple[int, str, list[dict[str, Any]]]:
-        """(exit code, what was printed, metrics by step without times)."""
+        """(exit code, printed text, metrics by step without times)."""
         config: dict[str, Any] = {
             "run": {"output": str(tmp_path / name), "steps": 4, "seed": 1},
             "algorithm": {"use": algorithm},
@@ -103,5 +103,5 @@ def test_a_killed_engine_changes_no_number(run, tmp_path):
     sections = {"launcher": {"use": "ray"}, "placement": {"generator": {"ranks": 2}}, "generator": generator}
     code, said, steps = run("ray", "rloo", **sections)
     assert code == 0, said
-    assert not flag.exists(), "it was killed"
+    assert not flag.exists(), "the engine was killed"
     same(steps, want, 1e-4)

@@ -20,10 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 @pytest.fixture
 def watched(launch, tmp_path):
-    """Two ranks, a heartbeat of 0.4 s; 4 s of silence or 3 s without progress are a stall."""
+    """Two ranks, a heartbeat of 0.4 s. A rank is stalled after 4 s without a response or 3 s without progress."""
     launcher = launch(heartbeat=0.4, stall_timeout=3.0)
-    launcher.reports = tmp_path
-    launcher.place({"policy": Place(2), GENERATOR: Place(2)})
+    launcher.place({"policy": Place(2), GENERATOR: Place(2)}, reports=tmp_path)
     return launcher
 
 
@@ -32,10 +31,10 @@ def pair(watched):
     return watched.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
 
 
-def test_a_worker_that_sleeps_in_python(pair, tmp_path):
+def test_a_worker_that_sleeps_in_python_is_reported_with_its_stack(pair, tmp_path):
     start = time.monotonic()
     with pytest.raises(WorkerError) as info:
-        pair.call("raises_on", [(5, 60.0)] * 2)  # nobody is rank 5: both sleep
+        pair.call("raises_on", [(5, 60.0)] * 2)  # there is no rank 5: both sleep
     assert 3 <= time.monotonic() - start < 50
     page = tmp_path / "stall-policy-0.txt"
     assert str(page) in str(info.value)
@@ -44,14 +43,14 @@ def test_a_worker_that_sleeps_in_python(pair, tmp_path):
     text = page.read_text()
     assert "time.sleep(others)" in text
     assert "launcher.stall_timeout" in text
-    assert "======== policy rank 1 (node 127.0.0.1" in text, "who else was waited for"
+    assert "======== policy rank 1 (node 127.0.0.1" in text, "the other pending worker"
     assert text.count("in raises_on() for") == 2
     with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 .* has made no progress"):
         pair.call("nothing", [()] * 2)
 
 
-def test_a_stopped_worker(launch, tmp_path):
-    """Long before stall_timeout: a process that gives no answer at all."""
+def test_a_stopped_worker_is_reported_before_the_stall_timeout(launch, tmp_path):
+    """A process that does not respond at all is stalled after ten heartbeats."""
     launcher = launch(heartbeat=0.3, stall_timeout=600.0, reports=str(tmp_path))
     launcher.place({"policy": Place(2)})
     pair = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), "", world_size=2))
@@ -70,10 +69,10 @@ def test_a_stopped_worker(launch, tmp_path):
     assert "policy rank 0" not in text, "it had answered"
 
 
-def test_an_engine_stopped_while_it_samples(watched, tmp_path):
+def test_an_engine_stopped_while_it_samples_is_reported(watched, tmp_path):
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.3), GeneratorSpec((0,), str))
     pid = engines.pool.members[0].facts["pid"]
-    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s, were it not stopped
+    asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(40)]  # 6 s without the stop
     threading.Timer(0.5, os.kill, (pid, signal.SIGSTOP)).start()
     try:
         with pytest.raises(WorkerError, match=r"engine 0 .* for \d+ s in generate\(\)"):
@@ -84,7 +83,7 @@ def test_an_engine_stopped_while_it_samples(watched, tmp_path):
 
 
 def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
-    """The roles on the engines' devices take them back, to save what was learnt."""
+    """The run puts the engines to sleep after the stall, so that the roles on their devices can save a checkpoint."""
     config = OddConfig(seconds=0.3, folder=str(tmp_path))
     engines = watched.launch_generator(OddGenerator, config, GeneratorSpec((0,), str))
     pids = [engine.facts["pid"] for engine in engines.pool.members.values()]
@@ -93,19 +92,19 @@ def test_a_stalled_engine_is_not_waited_for_twice(watched, tmp_path):
     with pytest.raises(WorkerError, match=r"engine 0 .* s in generate\(\)\. What each"):
         list(engines.generate(asked))
     engines.sleep()
-    assert (tmp_path / "notes.txt").read_text().count("sleep") == 1, "of the one that lives"
+    assert (tmp_path / "notes.txt").read_text().count("sleep") == 1, "only of the living engine"
     for _ in range(100):
         if inspect_process(pids[0]).startswith("State: gone"):
             break
         time.sleep(0.1)
-    assert inspect_process(pids[0]).startswith("State: gone"), "with the memory that it held"
+    assert inspect_process(pids[0]).startswith("State: gone"), "the process was killed, so its memory is free"
     with pytest.raises(WorkerError, match=r"the engines cannot be called any more: engine 0 .* in generate\(\)$"):
         list(engines.generate(asked))
-    assert (tmp_path / "notes.txt").read_text().count("started") == 2, "none in its place"
+    assert (tmp_path / "notes.txt").read_text().count("started") == 2, "a stalled engine is not replaced"
 
 
 def test_samples_are_progress(watched):
-    """More than stall_timeout in all, a sample every 0.7 s at least."""
+    """The call takes longer than stall_timeout, and a sample finishes at least every 0.7 s."""
     engines = watched.launch_generator(OddGenerator, OddConfig(seconds=0.7), GeneratorSpec((0,), str))
     asked = [GenerationRequest((n, 1), n, Sampling(8)) for n in range(12)]
     assert len(list(engines.generate(asked))) == 12
@@ -118,7 +117,7 @@ def test_items_are_progress(pair):
 
 
 def test_a_busy_worker_is_not_stalled(launch, tmp_path):
-    """A thread that computes in Python leaves room for the heartbeat: only stall_timeout counts."""
+    """A thread that computes in Python still lets the heartbeat thread run, so only stall_timeout applies."""
     launcher = launch(heartbeat=0.3, stall_timeout=600.0, reports=str(tmp_path / "pages"))
     launcher.place({"policy": Place()})
     policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
@@ -126,8 +125,8 @@ def test_a_busy_worker_is_not_stalled(launch, tmp_path):
     assert not (tmp_path / "pages").exists()
 
 
-def test_a_start_that_takes_too_long(launch, tmp_path, monkeypatch):
-    """The process itself may take its time, on a busy machine."""
+def test_a_start_that_exceeds_start_timeout_is_an_error(launch, tmp_path, monkeypatch):
+    """The limit is shortened only after the process has started, which may take long on a busy machine."""
     launcher = launch()
     build = launcher._build
 
@@ -136,8 +135,7 @@ def test_a_start_that_takes_too_long(launch, tmp_path, monkeypatch):
         return build(*arguments)
 
     monkeypatch.setattr(launcher, "_build", in_a_hurry)
-    launcher.reports = tmp_path
-    launcher.place({"policy": Place(), GENERATOR: Place()})
+    launcher.place({"policy": Place(), GENERATOR: Place()}, reports=tmp_path)
     with pytest.raises(WorkerError, match=r"engine 0: not ready within 6 s \(launcher.start_timeout\)"):
         launcher.launch_generator(OddGenerator, OddConfig(slow_start=60.0), GeneratorSpec((0,), str))
     text = (tmp_path / "stall-engine-0.txt").read_text()

@@ -33,7 +33,7 @@ def steady(cluster):
 
 @pytest.fixture
 def pair(launch):
-    """Two ranks of the test's own."""
+    """Two ranks for one test, after which they cannot be called again."""
     launcher = launch()
     launcher.place({"policy": Place(2)})
     return launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
@@ -62,7 +62,7 @@ def test_begin_does_not_wait(steady):
     while not (doing := ray.get(steady.members[0].beside("stacks"))[""]).startswith("in "):
         time.sleep(0.01)
     assert doing.startswith("in sleeps() for")
-    assert steady.call("nothing", [()] * 2) == [2, 2], "made after it"
+    assert steady.call("nothing", [()] * 2) == [2, 2], "this call runs after the first"
     assert results() == ["slept", "slept"]
 
 
@@ -111,7 +111,7 @@ def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair):
         pair.call("nothing", [()] * 2)
 
 
-@pytest.mark.parametrize("others", [0.0, 60.0], ids=["which neighbours notice first", "which neighbours wait for"])
+@pytest.mark.parametrize("others", [0.0, 60.0], ids=["the other rank fails first", "the other rank waits"])
 def test_a_killed_rank_is_the_first_cause(pair, others):
     start = time.monotonic()
     with pytest.raises(WorkerError) as info:
@@ -134,7 +134,7 @@ def test_a_stream_yields_references_for_other_groups(launch):
     items = list(policy.stream("arrays", 4, 100_000, timeout=30.0))
     assert all(isinstance(item, ray.ObjectRef) for item in items)
     assert critic.call("first_of", [(items,)]) == [[0, 1, 2, 3]]
-    assert policy.call("how_many", [()] * 2) == [4, 4], "every rank went through the method"
+    assert policy.call("how_many", [()] * 2) == [4, 4], "every rank ran the whole method"
 
 
 def test_a_stream_is_at_most_two_items_ahead_of_its_reader(steady):
@@ -149,38 +149,38 @@ def test_a_stream_is_at_most_two_items_ahead_of_its_reader(steady):
     while made() < 1 + 2 and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(1.0)
-    assert made() == 1 + 2, "the call began, and made one item and another"
+    assert made() == 1 + 2, "begin, and two items"
     assert len(list(stream)) == 5
 
 
-def test_a_stream_that_is_not_read_to_its_end(steady):
+def test_a_stream_that_is_not_read_to_its_end_is_finished_before_the_next_call(steady):
     stream = steady.stream("arrays", 6, 1_000_000)
     next(stream)
-    assert steady.call("how_many", [()] * 2) == [6, 6], "the ranks came to its end before the next call"
+    assert steady.call("how_many", [()] * 2) == [6, 6], "the ranks finished the stream before the next call"
     del stream
     gc.collect()
     assert steady.call("nothing", [()] * 2) == [2, 2]
 
 
-def test_a_stream_that_exceeds_its_timeout(pair):
+def test_a_stream_that_exceeds_its_timeout_is_an_error(pair):
     with pytest.raises(TrainingError, match=r"policy: arrays\(\) gave nothing within 1 s \(policy rank 0"):
         list(pair.stream("arrays", 3, 10, 30.0, timeout=1.0))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stream_that_raises(pair, rank):
+def test_an_error_in_a_stream_names_its_rank(pair, rank):
     start, got = time.monotonic(), []
     with pytest.raises(TrainingError, match=rf"policy rank {rank} .*breaks_off\(\) raised ValueError: no more after 2"):
         got.extend(pair.stream("breaks_off", rank, 2))
     assert time.monotonic() - start < 50
     if rank == 0:
         assert len(list(pair.stream("arrays", 2, 10))) == 2
-    else:  # rank 0 waits for it, for much longer than anybody should
+    else:  # rank 0 waits for the failed rank for minutes
         with pytest.raises(WorkerError, match=r"cannot be called any more: policy rank 0 did not return from break"):
             pair.call("nothing", [()] * 2)
 
 
-def test_a_rank_that_is_killed_while_it_streams(pair):
+def test_a_rank_that_is_killed_while_it_streams_is_an_error(pair):
     stream = pair.stream("arrays", 50, 1000, 0.2)
     next(stream)
     with suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray_nodes import ADDRESSES, INTERFACE, NoRight, RayNodes
+from ray_nodes import ADDRESSES, INTERFACE, NotPermitted, RayNodes
 
 pytestmark = pytest.mark.full
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def other_version(folder: Path) -> Path:
-    """A folder that makes rlhf-plugin-local look like version 9.9.9 where it is on the path."""
+    """A folder that gives rlhf-plugin-local the version 9.9.9 if it is on the path."""
     info = folder / "rlhf_plugin_local-9.9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-plugin-local\nVersion: 9.9.9\n")
@@ -24,12 +24,12 @@ def other_version(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_nodes(tmp_path):
+def test_a_run_spreads_over_two_nodes_and_reports_a_lost_node(tmp_path):
     other = f"{other_version(tmp_path / 'other')}:{HERE}"
     try:
         with RayNodes(str(HERE), other) as nodes:
             done = nodes.run(sys.executable, str(HERE / "two_nodes_run.py"), str(nodes.raylet(1)))
-    except NoRight as cause:
+    except NotPermitted as cause:
         pytest.skip(f"needs root, to make network namespaces: {cause}")
     results = {r["scenario"]: r for r in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
     assert len(results) == 3, f"{done.stdout}\n{done.stderr}"

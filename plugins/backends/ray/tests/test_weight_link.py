@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, Place
+from ray_standins import OddGenerator
+from rlhf.errors import ConfigError, WorkerError
+from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
 from rlhf_plugin_ray.cluster.placement import allocate, bundles_of
+from rlhf_plugin_ray.engines.front import EngineGroup
 from rlhf_plugin_ray.engines.weight_link import choose_kind
 
 
@@ -30,7 +32,7 @@ ON_SPARE_DEVICES = {"policy": Place(1, 2), GENERATOR: Place(1, 2, share="policy"
         (ON_ONE_RANK, "shared"),
         (APART, "broadcast"),
         (BESIDE_THE_CRITIC, "broadcast"),
-        (ON_SPARE_DEVICES, None),  # the rank computes on the first of its two GPUs, the engine on both
+        (ON_SPARE_DEVICES, None),  # the rank computes on the first of its two GPUs, and the engine on both
     ],
 )
 def test_on_gpus_the_placement_decides_the_kind_of_link(places, kind):
@@ -55,3 +57,19 @@ def test_a_generator_without_links_uses_the_store():
     assert chosen(APART, links=False) is None
     with pytest.raises(ConfigError, match=r"the generator takes no links .*Possible here: 'store', or leave it out"):
         chosen(APART, transport="broadcast", links=False)
+
+
+def test_an_engine_is_not_replaced_where_nothing_sends_it_weights():
+    class Replaced:
+        """One engine died and was started again."""
+
+        dead = ()
+        numbers = [[0]]
+
+        def replace(self):
+            return self.numbers.pop() if self.numbers else []
+
+    group = EngineGroup(OddGenerator, GeneratorSpec((0,), str), Replaced(), None, None)
+    group._loaded = True
+    with pytest.raises(WorkerError, match=r"launch_generator\(\) was given no `refresh`, which would send it the"):
+        group._replace_dead()

@@ -1,4 +1,4 @@
-"""What the driver does on two nodes, run inside of a namespace by test_two_nodes.py: one JSON line a scenario."""
+"""The driver on two nodes, run by test_two_nodes.py in a network namespace. It prints one JSON line per scenario."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec(ranks: int) -> ModelSpec:
 
 
 def spread(launcher: RayLauncher) -> dict[str, Any]:
-    """A rank on each node: they meet, and weights reach an engine on the other node."""
+    """A rank on each node: the ranks run a collective, and weights reach an engine on the other node."""
     launcher.place({"policy": Place(2), GENERATOR: Place(2, share="policy")})
     policy = launcher.launch_trainer(OddTrainer, None, spec(2))
     engines = launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
@@ -46,14 +46,14 @@ def spread(launcher: RayLauncher) -> dict[str, Any]:
 
 
 def differs(launcher: RayLauncher) -> dict[str, Any]:
-    """Node 1 has another version of a plugin of the run."""
+    """Node 1 has another version of one of the run's plugins."""
     launcher.place({"policy": Place(2)}, [Plugins.discover().resolve("trainer", "torch")])
     launcher.launch_trainer(OddTrainer, None, spec(2))
     return {}
 
 
 def loses_a_node(launcher: RayLauncher) -> dict[str, Any]:
-    """The whole of node 1 goes away during a call."""
+    """Node 1 is lost during a call."""
     launcher.place({"policy": Place(2)})
     policy = launcher.launch_trainer(OddTrainer, None, spec(2))
     os.kill(int(sys.argv[1]), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Real engines, shared by the tests of a module: a start takes seconds, new weights or end tokens take no time."""
+"""Real engines, shared by the tests of a module, because a start takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(__file__))  # for worker_forks
 
 
 class Engines:
-    """Of one module."""
+    """The engines of one test module, by their options."""
 
     small = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64)
 
@@ -25,7 +25,8 @@ class Engines:
         self._started: dict[tuple[VllmGeneratorConfig, str], VllmGenerator] = {}
 
     def get(self, path: Path, config: VllmGeneratorConfig = small, eos: Sequence[int] = (1,)) -> VllmGenerator:
-        """An engine for models of the architecture and sizes of the one at ``path``. Its weights are anybody's."""
+        """An engine for models with the architecture and sizes of the model at ``path``. Its weights may be those of
+        an earlier test."""
         text = (Path(path) / "config.json").read_text()
         if (config, text) not in self._started:
             self._started[config, text] = VllmGenerator(config, self.spec(path))

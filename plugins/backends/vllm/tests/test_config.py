@@ -73,7 +73,7 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
     assert thread_binding(config()) is None, "one worker computes in this process, with its threads"
     assert thread_binding(config(tensor_parallel=2)) == "0,2|4,6"
     monkeypatch.setenv(platforms.BIND, "7|6")
-    assert thread_binding(config(tensor_parallel=2)) is None, "the user's own"
+    assert thread_binding(config(tensor_parallel=2)) is None, "the user has set the binding"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ SIZE = ModelSize(
 )  # fmt: skip
 
 
-def test_the_memory_follows_the_options():
+def test_the_memory_estimate_depends_on_the_options():
     def held(options, dtype, device, memory=None, samples=1):
         return VllmGenerator.memory(options, dtype, SIZE, SamplingWork(samples, samples, 512, 256), device, memory)
 
@@ -151,9 +151,9 @@ def test_the_memory_follows_the_options():
     on_gpu = held(four, "auto", "cuda", 10**10)
     assert on_gpu.phases["generate"].device == {"weights": 10**9 // 2, "cache": 6 * 10**9 - 10**9 // 2}
     assert (on_gpu.phases["asleep"].device, on_gpu.sleeps) == ({}, True)
-    assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two heads of keys are not divided over four devices"
+    assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two key heads cannot be divided over four devices"
     assert on_gpu.arithmetic["weights"] == "1 G parameters x 2 bytes / 4 devices"
-    assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, where no memory is known"
+    assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, if the memory is not known"
     assert held(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
     assert VllmGenerator.parallel_sizes(config(tensor_parallel=4, pipeline_parallel=2)) == (4, 2)
     for options in VllmGenerator.lighter:

@@ -1,7 +1,7 @@
-"""Workers of their own each prove what they hold. One that dies is said to have died, whatever the engine was doing;
-nothing of an engine stays behind.
+"""Engines with several worker processes. Each worker proves its weights. The death of a worker is reported, whatever
+the engine was doing. A closed engine leaves no files and no processes.
 
-Workers are killed for real. One that is stopped first cannot answer, so the call is under way when it is killed.
+The tests kill workers with SIGKILL. Some stop the worker first, so that a call is under way when the worker is killed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def source():
 
 
 class Kept(TemporaryFiles):
-    """Every one that is made."""
+    """Records every object that is made."""
 
     all: list[TemporaryFiles] = []
 
@@ -70,7 +70,7 @@ def scratches(monkeypatch):
 
 @pytest.fixture
 def temporary(monkeypatch, tmp_path):
-    """A folder with a short name, as sockets need one, for what would be put into the system's. pytest has its own."""
+    """A folder for temporary files. Its name is short, because paths of sockets must be short; pytest's is too long."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -83,7 +83,7 @@ def server():
 
 @pytest.fixture
 def forked(server, monkeypatch):
-    """Of many engines: they are forked. One test below has workers that start as everybody's do."""
+    """The workers are forked, to save time. One test below starts its workers in vLLM's own way."""
     from vllm.v1.executor import multiproc_executor
 
     monkeypatch.setattr(multiproc_executor, "get_mp_context", worker_forks.context)
@@ -123,14 +123,14 @@ def drawn(generator):
 
 
 def left_of(before):
-    """Command lines of living processes that came after ``before``, other than Python's own bookkeeper."""
+    """Command lines of living child processes that are not in ``before``, without Python's resource tracker."""
     new = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     left = [" ".join(p.cmdline()) for p in new if p.status() != psutil.STATUS_ZOMBIE]
     return [line for line in left if "resource_tracker" not in line]
 
 
 def kill_amid(process, call):
-    """Run ``call`` while ``process`` does not answer, and kill it when it has been waited for a moment."""
+    """Stop ``process``, run ``call``, and kill ``process`` a moment later."""
     os.kill(process.pid, signal.SIGSTOP)
 
     def end():
@@ -146,7 +146,7 @@ def kill_amid(process, call):
 
 
 def check_lost(generator, source):
-    """Whatever is asked of it from now on."""
+    """Check that every later call reports the death."""
     for call in (
         lambda: list(generator.generate([GenerationRequest((20, 21), 0, Sampling(4))])),
         lambda: generator.logprobs([[20, 21, 22]]),
@@ -155,7 +155,7 @@ def check_lost(generator, source):
         with pytest.raises(WorkerError, match=KILLED):
             call()
     for process in generator.engine._workers._processes:
-        process.join()  # the other one has nobody to compute with
+        process.join()  # the plugin kills the other worker too
     generator.close()
 
 
@@ -177,7 +177,7 @@ def test_a_worker_dies_while_it_takes_weights(two, source, scratches):
     process = two.engine._workers._processes[1]
     with pytest.raises(WorkerError, match=KILLED):
         kill_amid(process, lambda: two.take(first))
-    assert in_memory(scratches[0]) == [], "whoever hears of it may kill this process next"
+    assert in_memory(scratches[0]) == [], "removed before the error is raised: the caller may kill this process"
     assert not scratches[0].folder.exists()
     check_lost(two, source)
 
@@ -242,7 +242,8 @@ def test_an_engine_that_cannot_start_leaves_no_files(engines, model, forked, scr
 
 
 def test_the_first_engine_of_a_process_keeps_its_file_for_later_ones(engines, model, source, scratches, temporary):
-    """They share a process group, which reads the file of the first until the last is closed."""
+    """The engines of a process share a process group. It reads the first engine's file until the last engine is
+    closed."""
     first, second = (VllmGenerator(engines.small, engines.spec(model)) for _ in range(2))
     first.close()
     assert scratches[0].folder.exists()

@@ -1,8 +1,8 @@
-"""Mixtures of experts: every name that a trainer streams is one that vLLM loads, and none is missing.
+"""Mixtures of experts: vLLM loads every tensor that a trainer sends, and notices a missing one.
 
-Engines on a CPU refuse them, as their kernels keep the old experts after a reload. That refusal is put aside here:
-names and completeness are looked at, not what would be sampled. The engines have a process of their own: vLLM makes its
-groups with the first engine of a process, and those of a dense model hold none for experts.
+On a CPU the plugin refuses mixtures of experts, because vLLM's kernels keep the old experts after a reload. These tests
+skip that check: they test names and completeness, not samples. The engines run in a process of their own, because vLLM
+makes its process groups with the first engine of a process, and a dense model's groups have none for experts.
 """
 
 from __future__ import annotations

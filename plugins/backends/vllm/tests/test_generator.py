@@ -1,4 +1,4 @@
-"""Beyond the conformance suite: order, early ends, refusals, sleep, a model with its own sampling defaults."""
+"""Tests beyond the conformance suite: order, early ends, refusals, sleep, a model with its own sampling defaults."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_only_one_generate_call_runs_at_a_time(generator):
 
 
 def test_a_prompt_longer_than_the_rest_of_a_batch_keeps_its_seed(engines, path, source):
-    """Seeded prompts that vLLM would cut in two kill its engine on a CPU."""
+    """On a CPU a seeded prompt that vLLM splits in two ends its engine."""
     config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, max_batched_tokens=300)
     generator = engines.get(path, config)
     load(generator, source)
@@ -120,11 +120,11 @@ def test_greedy_and_random_samples_share_a_batch(generator, source):
     assert apart(source, (20, 21, 22), turns[0], 1.0) < 1e-5
     assert apart(source, (20, 21, 22), turns[1], 0.7) < 1e-5
     rows = source.logits(torch.tensor([20, 21, 22, *turns[0].ids]))[2:-1]
-    assert rows.argmax(-1).tolist() == turns[0].ids
+    assert rows.argmax(-1).tolist() == list(turns[0].ids)
 
 
 def test_truncations_together(generator, source):
-    """min_p leaves tokens of at least that part of the best one's mass, then the two best of them stay."""
+    """min_p keeps the tokens with at least that fraction of the best token's probability; top_k keeps two of them."""
     [(_, turn)] = generator.generate([request(max_new_tokens=20, temperature=1.3, top_k=2, min_p=0.2)])
     rows = (source.logits(torch.tensor([20, 21, 22, *turn.ids]))[2:-1] / 1.3).softmax(-1)
     for p_V, token, logprob in zip(rows, turn.ids, turn.logprobs, strict=True):
@@ -195,17 +195,16 @@ def test_nothing_is_sampled_asleep_and_a_sync_wakes_the_weights(generator, sourc
     load(generator, source, 3)
     with pytest.raises(ModelError, match="asleep"):
         generator.generate([request()])
-    assert len(generator.logprobs([[20, 21]])[0][0]) == 1, "the canary of a sync that comes between two phases"
+    assert len(generator.logprobs([[20, 21]])[0][0]) == 1, "a sync between two phases scores its canary"
     assert [t.ids for _, t in generator.generate([request()])] == [t.ids for _, t in before]
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_call_vllm_in_order(generator, source, level, monkeypatch):
-    """The calls of a GPU, on vLLM's own books; what its workers do with memory there does nothing on a CPU."""
+    """The calls are those of a GPU. vLLM keeps track of them on a CPU too, where its workers free no memory."""
     executor = generator.engine._llm.engine_core.engine_core.model_executor
     monkeypatch.setattr(generator, "_frees_memory", True)
     monkeypatch.setattr(generator, "config", generator.config.model_copy(update={"sleep_level": level}))
-    monkeypatch.setattr(generator, "refresh", None)
     generator.sleep()
     assert executor.sleeping_tags >= {"weights", "kv_cache"}
     generator.begin_load(4)
@@ -216,13 +215,11 @@ def test_sleep_and_wake_call_vllm_in_order(generator, source, level, monkeypatch
     generator.logprobs([[20, 21]])
     assert not executor.sleeping_tags & {"weights", "kv_cache"}
     generator.sleep()
-    assert generator.wake() is (level == 2), "whether somebody else has to bring weights"
+    assert generator.wake() is (level == 2), "whether the caller must send weights"
     if level == 2:
         with pytest.raises(ModelError, match="discarded while it slept"):
             generator.generate([request()])
-        monkeypatch.setattr(generator, "refresh", lambda: load(generator, source, 4))
-        generator.sleep()
-        assert generator.wake() is False
+        load(generator, source, 4)
     assert len(list(generator.generate([request()]))) == 1
 
 
@@ -235,7 +232,7 @@ def test_bf16_is_reported_and_close_to_fp32(engines, path, source):
     ours = rows.gather(1, torch.tensor([[21], [22], [40]]))[:, 0]
     assert 1e-6 < float((torch.tensor(scored) - ours).abs().mean()) < 0.05
     assert [n for b in source.buckets("live", 2**14) for n in generator.stale(b)] == [], (
-        "compared as the model holds them"
+        "compared in the precision of the model"
     )
 
 

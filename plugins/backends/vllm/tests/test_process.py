@@ -96,7 +96,7 @@ def source():
 
 @pytest.mark.slow
 def test_a_compiled_model_takes_new_weights(source):
-    """Compiled code holds on to what it was traced with: not to packed weights."""
+    """Compiled code keeps references to objects that it was traced with. Packed weights must not be among them."""
     path = model_path("llama", head_dim=32)
     spec = GeneratorSpec((1,), str, str(path), "fp32", max_tokens=256)
     generator = VllmGenerator(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64, eager=False), spec)

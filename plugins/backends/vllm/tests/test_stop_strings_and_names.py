@@ -1,4 +1,4 @@
-"""Stop strings over tokens, and names of tensors over packing."""
+"""Stop strings that span tokens, and the tensor names of packed parameters."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ def test_missing_tensors_are_named_as_they_are_sent(names):
     assert names.missing(needed, loaded - {"model.norm.weight"}, sent[1:]) == ["model.norm.weight"]
     assert names.missing(needed, loaded - {"l.qkv_proj.weight"}, [sent[0], *sent[4:]]) == sent[1:4]
     fused = ["model.norm.weight", "l.qkv_proj.weight", "l.gate_up_proj.weight", "l.c_attn.weight"]
-    assert names.missing(needed, loaded, fused) == [], "a checkpoint that is packed as vLLM packs"
+    assert names.missing(needed, loaded, fused) == [], "a checkpoint that is packed in vLLM's way"

@@ -54,7 +54,7 @@ class Setup:
         group = LocalLauncher(None).launch_trainer(TorchTrainer, TorchTrainerConfig(lr=0.02, device="cpu"), spec)
         self.role, self.notes = Role(spec, group, 1000), []
         self.lost = lambda bucket: bucket
-        """What happens to a bucket on its way."""
+        """Applied to every bucket before the engine gets it."""
         take = type(self.generator).take
         self.generator.take = lambda bucket: take(self.generator, self.lost(bucket))
 
@@ -126,8 +126,8 @@ def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
 
 @pytest.mark.parametrize("limit", [2**30, 5000, 1])
 def test_buckets_of_any_size_are_not_used_after_the_call(setup, limit):
-    """Layers of several tensors that come in different buckets hold nothing of a bucket that is gone. Several times, as
-    what is held may depend on where objects lie."""
+    """A layer whose tensors arrive in different buckets must not refer to the memory of an earlier bucket. The load is
+    repeated, because the failure may depend on the addresses of objects."""
     setup.update(1)
     for version in range(1, 9):
         setup.generator.begin_load(version)
@@ -191,7 +191,7 @@ def test_changed_tensors_are_named(tied):
 
 
 def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
-    """What vLLM's own reload leaves behind: the tied head's packed copy."""
+    """vLLM's own reload does not update the packed copy of a tied head."""
     from rlhf_plugin_vllm.worker import reload  # imports vLLM, which takes seconds: not where tests are only collected
 
     monkeypatch.setattr(reload, "repack_tied", lambda layers: None)
@@ -202,7 +202,7 @@ def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
 
 
 def test_a_stale_layer_fails_the_canary_and_is_named(tied, monkeypatch):
-    """A tensor that arrives, is fingerprinted, and is not what the kernel multiplies with."""
+    """A tensor arrives and is fingerprinted, but the kernel multiplies with another one."""
     from rlhf_plugin_vllm.worker import reload
 
     load = reload.Reload.take
@@ -280,7 +280,7 @@ def test_a_load_is_refused_while_samples_are_generated(tied):
 
 
 def test_paused_samples_continue_with_new_weights(tied):
-    """The second one ends with its next token, which is drawn beside the canaries."""
+    """The second sample ends with its next token, which is sampled while the canaries are scored."""
     requests = [
         GenerationRequest((20, 21, 22 + n), n, Sampling(b, 1.3, ignore_eos=True)) for n, b in enumerate((6, 7, 20))
     ]
@@ -334,5 +334,5 @@ def test_calls_of_a_load_in_the_wrong_order_are_refused(tied):
         tied.generator.end_load()
     tied.generator.begin_load(1)
     tied.generator.take(withhold(DOWN)(bucket))
-    tied.sync().push(1)  # begins again; what had come is not counted
+    tied.sync().push(1)  # starts a new load; the tensors of the unfinished load do not count
     assert tied.apart() < 1e-5

@@ -1,4 +1,4 @@
-"""What a killed engine leaves in the temporary folder and in shared memory is taken away by the next one."""
+"""The next engine removes what a killed engine left in the temporary folder and in shared memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_next_engine_removes_the_files_of_a_killed_one(tmp_path, monkeypatch
     SharedMemory(segment).close()
     process.communicate("die\n")
     assert Path(folder).exists()
-    assert (SHARED_MEMORY / segment).exists(), "nobody has looked after it yet"
+    assert (SHARED_MEMORY / segment).exists(), "no engine has started since"
     second = TemporaryFiles(shared=False)
     assert not Path(folder).exists()
     assert not sums.exists()
@@ -69,7 +69,7 @@ def test_files_of_another_user_are_not_touched(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("meeting", ["../../mine", "", "*"])
 def test_only_files_with_the_name_pattern_are_removed(tmp_path, monkeypatch, meeting):
-    """What a folder says is not taken for more than an engine can have said."""
+    """A folder's file may name only files that an engine can have made; others are not removed."""
     monkeypatch.setattr("rlhf_plugin_vllm.engine.temporary_files.SHARED_MEMORY", tmp_path / "shm" / "mine")
     (tmp_path / "shm" / "mine").mkdir(parents=True)
     kept = [tmp_path / "mine", tmp_path / "shm" / "mine" / "sums"]

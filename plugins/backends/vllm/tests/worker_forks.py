@@ -1,7 +1,7 @@
 """Worker processes of engines from one fork server, which imports vLLM once for all of them.
 
-For tests that end many workers: each would else import for seconds what the last one did. Everything but the imports is
-as vLLM does it; tests of the start itself leave vLLM's own way in place.
+For tests that start many workers: without it each worker would import vLLM for seconds. All other steps are vLLM's own.
+Tests of the start itself do not use this module.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PRELOADED = ("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
 
 
 def inside(environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
-    """The server has the environment of its own start."""
+    """Set the environment in the worker: the fork server still has the one from its own start."""
     os.environ.clear()
     os.environ.update(environment)
     target(**kwargs)
 
 
 class OnceRead(popen_forkserver.Popen):
-    """The server sends an exit code once. vLLM's thread and ours both ask for it: whoever came second would get 255."""
+    """The server sends an exit code once. vLLM's thread and the plugin's both ask for it: the second would get 255."""
 
     def __init__(self, process: Any) -> None:
         self._reading = Lock()
@@ -47,7 +47,7 @@ class Worker(ForkServerProcess):
 
 
 class Forking(ForkServerContext):
-    """In the place of vLLM's context of processes."""
+    """Replaces vLLM's multiprocessing context."""
 
     Process = Worker
 
@@ -57,6 +57,6 @@ def context() -> Forking:
 
 
 def start() -> None:
-    """The server, which ends with this process. Its socket is in the folder for temporary files as it is now."""
+    """Start the server. It ends with this process. Its socket is in the current folder for temporary files."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()

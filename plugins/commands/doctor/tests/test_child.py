@@ -1,4 +1,4 @@
-"""Whatever happens to a probe, the doctor goes on and says what it was."""
+"""The doctor survives every failure of a probe and reports it."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from rlhf_plugin_doctor import probes
 from rlhf_plugin_doctor.child import ask
 
 
-def test_values_come_back_and_prints_do_not(site):
+def test_a_probe_returns_values_and_not_prints(site):
     site.module("chatty", "print('noise on standard output')\n__version__ = '1.2'\n")
     site.module("torch", "")  # the probe imports torch first: not needed here, and slow
     answer = ask(probes.module, "chatty")
@@ -37,7 +37,7 @@ def test_a_module_that_dies_is_an_error_with_its_first_cause(site, source, error
     assert answer.values == []
 
 
-def test_what_hangs_is_killed_with_the_processes_that_it_started(site):
+def test_a_probe_that_hangs_is_killed_with_its_child_processes(site):
     site.module("torch", "")
     mark = f"{time.time_ns()}"
     site.module("slow", f"import subprocess, time\nsubprocess.Popen(['sleep', '987.{mark}'])\ntime.sleep(1000)\n")
@@ -48,7 +48,7 @@ def test_what_hangs_is_killed_with_the_processes_that_it_started(site):
     assert subprocess.run(["pgrep", "-f", f"987.{mark}"], stdout=subprocess.PIPE, check=False).stdout == b""
 
 
-def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, monkeypatch):
+def test_files_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
     monkeypatch.chdir(tmp_path)
     assert ask(probes.module, "sys").error == ""

@@ -1,4 +1,4 @@
-"""What is examined, in which order. `cli/tests/test_doctor.py` runs all of it."""
+"""The order of the checks, and checks of plugins. `cli/tests/test_doctor.py` runs the whole command."""
 
 import sys
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from rlhf_plugin_doctor.examine import Request, examine, run_plugins
 
 @pytest.fixture
 def module(monkeypatch):
-    """The module of ``examine``, without the checks of the installation, and with no plugin's check but those that
-    ``offer`` registers."""
+    """The module of ``examine`` without checks of the installation, and only with the plugins' checks that ``offer``
+    registers."""
     module = sys.modules[examine.__module__]
     plugins = Plugins()
     monkeypatch.setattr(module, "_installation", lambda request: [])
@@ -26,7 +26,7 @@ def looking(look, name="other"):
     return type("Made", (Check,), attributes)
 
 
-def test_flags_of_the_launcher_alone_make_no_run_of_it():
+def test_flags_of_the_launcher_alone_do_not_make_a_run():
     assert not Request().is_run
     assert not Request(overrides=[("launcher.address", "here:1")]).is_run
     assert Request(overrides=[("launcher.address", "here:1"), ("algorithm.use", "x")]).is_run
@@ -46,7 +46,7 @@ def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
     assert announced == ["one", "two", "other"]
 
 
-def test_what_is_no_finding_is_refused(module):
+def test_a_result_that_is_not_a_finding_is_refused(module):
     module.offer(looking(lambda examination: ["fine"]))
     [finding] = examine(Request())
     assert finding.status == "fail"
@@ -111,7 +111,7 @@ class Optimum(Algorithm):
     class Config(ComponentConfig):
         depth: int = 1
         "How deep."
-    def __init__(self, config, parts=None):
+    def __init__(self, config, parts=None, run=None):
         self.config = config
     def needs(self): ...
     def assemble(self, examples, tokenize): ...

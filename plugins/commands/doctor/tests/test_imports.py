@@ -48,7 +48,7 @@ def look(check, timeout=60.0):
 
 @pytest.fixture
 def trap(site):
-    """The torchvision of another torch: it can be found, and dies when it is imported."""
+    """A torchvision for another torch: it is installed, and its import fails."""
     (site.path / "torchvision").mkdir()
     (site.path / "torchvision" / "__init__.py").write_text(TRAP)
     site.distribution("torchvision")
@@ -64,14 +64,14 @@ def test_a_vision_package_that_fits(site):
     assert imports.vision(60, ("torchvision",)).found == "torchvision can be imported"
 
 
-def test_the_torchvision_trap(trap):
+def test_a_torchvision_for_another_torch_fails(trap):
     check = imports.vision(60)
     assert check.status == "fail"
     assert check.found.startswith("torchvision: RuntimeError: operator torchvision::nms does not exist")
     assert "pip uninstall -y torchvision torchaudio torchcodec" in check.remedy
 
 
-def test_the_trap_is_named_where_transformers_dies_of_it(trap):
+def test_the_remedy_names_torchvision_if_transformers_cannot_be_imported(trap):
     check = imports.transformers(60)
     assert check.status == "fail"
     assert "operator torchvision::nms does not exist" in check.found
@@ -80,7 +80,7 @@ def test_the_trap_is_named_where_transformers_dies_of_it(trap):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_the_trap_is_named_where_vllm_dies_of_it(trap):
+def test_the_remedy_names_torchvision_if_vllm_cannot_be_imported(trap):
     [check] = look(VllmCheck, 120)
     assert check.status == "fail"
     assert "pip uninstall -y torchvision torchaudio torchcodec" in check.remedy

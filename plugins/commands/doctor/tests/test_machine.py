@@ -9,7 +9,7 @@ from rlhf_plugin_doctor.findings import GIB, redacted
 
 
 def in_a_namespace(kind, before, code):
-    """What ``code`` prints as root in a mount or network namespace of its own, which ends with it."""
+    """The output of ``code``, run as root in its own mount or network namespace."""
     script = f"{before} && exec {sys.executable} -c '{code}'"
     done = subprocess.run(["unshare", kind, "sh", "-c", script], capture_output=True, text=True, check=False)
     if done.returncode and ("not permitted" in done.stderr or "Permission denied" in done.stderr):
@@ -133,6 +133,10 @@ def test_memory(tmp_path):
     assert check.status == "ok"
     assert check.found.endswith("limited to 0.5 GiB by the cgroup")
     assert machine.memory(fs, own, tmp_path / "absent").status == "skipped"
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: {1000 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {500 * 2**20} kB\n")
+    found = machine.memory(tmp_path / "none", tmp_path / "none", meminfo).found
+    assert found == "1000.0 GiB, 500.0 GiB available"
 
 
 # ----------------------------------------------------------------------------------- disk, environment
@@ -154,12 +158,12 @@ def test_environment_by_name_only():
     assert check == Finding("environment", "ok", "HF_TOKEN, RAY_ADDRESS")
 
 
-def test_a_check_that_is_not_fine_says_what_to_do():
+def test_a_finding_that_is_not_ok_must_have_a_remedy():
     with pytest.raises(ValueError, match="says nothing about what to do"):
         Finding("x", "warn", "something")
 
 
-def test_secrets_do_not_come_out():
+def test_secrets_are_not_shown():
     environment = {"HF_TOKEN": "hf_0123456789abcdefghij", "WANDB_API_KEY": "0123456789", "HOME": "/home/me"}
     check = redacted(Finding("x", "fail", "401 for hf_0123456789abcdefghij in /home/me", "key 0123456789"), environment)
     assert (check.found, check.remedy) == ("401 for $HF_TOKEN in /home/me", "key $WANDB_API_KEY")

@@ -1,4 +1,4 @@
-"""What a run file needs, on folders that lack one thing each."""
+"""Checks of a run file, with folders that each lack one thing."""
 
 import json
 
@@ -15,7 +15,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def copy(model, tmp_path):
-    """The model's folder, for spoiling."""
+    """A copy of the model's folder, which tests damage."""
     folder = tmp_path / "copy"
     folder.mkdir()
     for file in model.iterdir():
@@ -82,7 +82,7 @@ def test_weights_that_are_cut_short(copy):
     file.write_bytes(file.read_bytes()[:-100])
     assert "cut short or damaged" in problem(copy)
     file.write_bytes(file.read_bytes()[:20])
-    assert "is no safetensors file, or cut short (20 bytes)" in problem(copy)
+    assert "is not a safetensors file, or cut short (20 bytes)" in problem(copy)
 
 
 def test_a_shard_that_is_missing(copy):

@@ -1,4 +1,5 @@
-import importlib_metadata
+import importlib.metadata
+
 import pytest
 from rlhf_plugin_doctor.versions import Installed, python, requirements, versions
 
@@ -24,7 +25,7 @@ def test_this_installation_is_fine():
     assert python(installed).status == "ok"
     found = versions(installed)
     assert found.status == "ok"
-    assert f"all {importlib_metadata.version('rlhf-core')}; torch " in found.found
+    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in found.found
     check = requirements(installed)
     assert check.status == "ok", check.found
 
@@ -37,7 +38,7 @@ def test_a_python_that_a_distribution_does_not_allow(install):
     assert python(installed, "3.14.0rc1").status == "ok"
 
 
-def test_ours_have_one_version_others_any(install):
+def test_the_distributions_of_this_project_must_have_one_version(install):
     plugins = {"rlhf-plugin-a": [], "rlhf-plugin-b": [], "rlhf-plugin-of-someone": []}
     installed = install(
         OURS | plugins | {"rlhf-core": [], "rlhf-cli": []}, rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7"
@@ -64,7 +65,7 @@ def test_a_requirement_of_a_third_party_warns_through_any_number_of_steps(instal
     assert check.remedy == "pip install 'three>=5'"
 
 
-def test_the_extra_that_nobody_asked_for_is_not_required(install):
+def test_extras_that_no_distribution_requests_are_not_required(install):
     assert requirements(install({"rlhf-core": ["one"], "one": ["two; extra == 'fast'"]})).status == "ok"
 
 
@@ -90,7 +91,7 @@ def test_an_unreadable_requirement(install):
 
 def test_the_first_of_two_on_the_path_counts(site):
     """As for import: what is installed twice is the one that Python finds first."""
-    real = importlib_metadata.version("pydantic")
+    real = importlib.metadata.version("pydantic")
     assert Installed().version("pydantic") == real
     site.distribution("pydantic", "0.0.1")
     assert Installed().version("pydantic") == "0.0.1"

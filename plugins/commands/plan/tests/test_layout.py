@@ -1,4 +1,4 @@
-"""Places become devices."""
+"""The devices of a placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def held(places, machine=GPUS):
     return [(g.title, g.count, dict(g.holds)) for g in device_groups(places, machine)]
 
 
-def test_roles_of_their_own():
+def test_roles_with_their_own_devices_form_their_own_groups():
     assert held({"policy": Place(2), "critic": Place(1), GENERATOR: Place(2, 2)}) == [
         ("policy 0-1", 2, {"policy": 1}),
         ("critic 0", 1, {"critic": 1}),
@@ -20,7 +20,7 @@ def test_roles_of_their_own():
     ]
 
 
-def test_everything_shared():
+def test_roles_that_share_devices_form_one_group():
     places = {"policy": Place(4), "critic": Place(4, share="policy"), GENERATOR: Place(2, 2, share="policy")}
     assert held(places) == [("policy 0-3", 4, {"policy": 1, "critic": 1, GENERATOR: 1})]
 
@@ -53,6 +53,6 @@ def test_cpus_share_the_host_and_one_process_one_device():
     assert held(places, Machine("cuda")) == [("device", 1, {"policy": 2, GENERATOR: 1})]
 
 
-def test_titles_say_which():
+def test_titles_name_the_devices():
     assert DeviceGroup("policy", 2, 7).title == "policy 2-7"
     assert DeviceGroup("policy", 2, 7).count == 6

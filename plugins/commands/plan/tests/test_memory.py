@@ -1,4 +1,4 @@
-"""The memory of one rank by phase: what rests, what computing adds, what is on the host."""
+"""The memory of one rank by phase: at rest, while it computes, and on the host."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_ranks_that_divide_layers_hold_a_part_and_read_the_whole(size):
     assert memory(size, divided, device="cpu").phases["load"].device["weights"] == 4 * size.parameters
 
 
-def test_adapters_train_little(size):
+def test_adapters_need_little_memory_for_training(size):
     lora = memory(size, adapters=4)
     assert lora.trained == size.adapter_parameters(4)
     assert lora.phases["rest"].device["optimizer"] == 8 * lora.trained
@@ -148,7 +148,7 @@ def test_frozen_roles_have_no_adapters(size):
     assert arithmetic(config, frozen, size, WORK, "cpu").adapters == 0
 
 
-def test_a_trainer_that_states_nothing_is_a_whole_copy(size):
+def test_a_trainer_without_storage_facts_is_planned_as_a_whole_copy(size):
     held = Trainer.memory(None, spec(), size, WORK, "cuda")
     count = size.parameters
     assert held.phases["rest"].device == {"weights": 4 * count, "optimizer": 8 * count}

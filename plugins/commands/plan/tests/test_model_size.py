@@ -36,7 +36,7 @@ def test_a_scalar_head_replaces_the_language_models(published):
     assert read_size(tied, "scalar").parameters == read_size(tied).parameters + 1024
 
 
-def test_layers_know_what_a_token_goes_through(published):
+def test_layer_sizes_give_the_widths_for_a_token(published):
     dense = read_size(published("8B")).layers[0]
     assert (dense.query, dense.key, dense.value, dense.ffn, dense.gated, dense.routed) == (
         4096, 1024, 1024, 14336, True, 0,
@@ -134,7 +134,7 @@ def count(module) -> int:
 
 
 def test_a_classifier_of_tokens_has_biases(tmp_path):
-    """As one that was saved as such is loaded."""
+    """A saved token classifier is loaded with biases."""
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     config = AutoConfig.for_model("llama", **BASE, num_labels=2, architectures=["LlamaForTokenClassification"])
@@ -143,7 +143,7 @@ def test_a_classifier_of_tokens_has_biases(tmp_path):
     assert read_size(str(tmp_path), "classes:2").parameters == count(made)
 
 
-def test_what_cannot_be_planned_says_why(tmp_path):
+def test_models_that_cannot_be_planned_are_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json in .*empty\. Expected a folder with a config\.json"):
         read_size(str(tmp_path / "empty"))

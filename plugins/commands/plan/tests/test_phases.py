@@ -1,4 +1,4 @@
-"""What is on a device in each phase: which role rests, which computes, when the engine sleeps."""
+"""Memory of a device in each phase: roles at rest, roles that compute, and engines that sleep."""
 
 from __future__ import annotations
 

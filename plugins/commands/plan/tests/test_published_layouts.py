@@ -1,7 +1,7 @@
-"""Layouts that OpenRLHF publishes, planned on paper: they fit, and half of their devices do not suffice.
+"""Layouts that OpenRLHF publishes: they fit, and half of their devices do not suffice.
 
-Weights, gradients and master weights are in the precision of its flags (``--bf16``): 2 + 2 + 4 bytes beside AdamW's 8;
-then as the trainer of this project holds them that divides a model (fp32 weights).
+The first tests use the precision of OpenRLHF's flags (``--bf16``): weights, gradients and master weights of 2 + 2 + 4
+bytes, and 8 bytes for AdamW. The last tests use the fp32 weights of this project's trainer ``deepspeed``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_70b_fits_on_48_devices(published):
     assert engine["weights"] + engine["cache"] == pytest.approx(0.9 * 80 * GIB, rel=1e-6)
 
 
-def test_70b_needs_the_offload_there(published):
+def test_70b_needs_the_offload(published):
     plan = make_plan(seventy_on(48, published, published_storage()))
     assert plan.fits is False
     assert "train" in {s.phase for s in plan.shortages} <= {"forward", "train"}
@@ -143,7 +143,7 @@ def test_70b_needs_the_offload_there(published):
 
 
 def test_70b_does_not_fit_on_24_devices(published):
-    """On the devices it would; a node of 1 TiB cannot hold what eight ranks of one role put there."""
+    """It fits on the devices, but a host of 1 TiB cannot hold the offloaded state of eight ranks of one role."""
     plan = make_plan(seventy_on(24, published, published_storage(offload=True)))
     assert plan.fits is False
     assert {s.where for s in plan.shortages} == {"critic 0-7", "policy 0-7"}
@@ -159,7 +159,7 @@ def test_8b_fits_on_8_devices(published):
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, "reference": 1, "reward": 1, GENERATOR: 1}
     assert plan.fits, [s.message for s in plan.shortages]
     generating, training = group.moments["generate"], group.moments["train"]
-    assert "optimizer" not in generating.rows["policy"], "it is put aside while samples are drawn"
+    assert "optimizer" not in generating.rows["policy"], "it is offloaded while samples are generated"
     assert generating.host == pytest.approx((8_030_261_248 + 7_504_928_768) * (12 + 2) / 8, rel=1e-6)
     assert set(training.rows[GENERATOR]) == {"process"}, "the engine sleeps"
 
@@ -178,8 +178,9 @@ def test_8b_does_not_fit_without_sleep(published):
     assert "train" in {s.phase for s in plan.shortages}
 
 
-def test_8b_fits_on_8_devices_as_we_hold_it(published):
-    """Optimizer states are put aside before a sync wakes the engines, so they are not beside both weights."""
+def test_8b_fits_on_8_devices_with_fp32_weights(published):
+    """Optimizer states are offloaded before a sync wakes the engines, so they are not there together with both copies
+    of the weights."""
     plan = make_plan(eight_on(8, published, our_storage()))
     assert plan.fits, [s.message for s in plan.shortages]
     [group] = plan.groups
@@ -190,7 +191,7 @@ def test_8b_fits_on_8_devices_as_we_hold_it(published):
     assert make_plan(eight_on(4, published, our_storage())).fits is False
 
 
-def test_70b_fits_on_48_devices_as_we_hold_it(published):
+def test_70b_fits_on_48_devices_with_fp32_weights(published):
     plan = make_plan(seventy_on(48, published, our_storage(offload_optimizer="cpu")))
     assert plan.fits, [s.message for s in plan.shortages]
     assert [round(group.peak.total / GIB, 1) for group in plan.groups] == [55.9, 50.7, 73.2]

@@ -1,4 +1,4 @@
-"""From a run file: the run's own plugins, roles and places, and nothing loaded."""
+"""Layouts from run files: the run's plugins, roles and places, without loading anything."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published,
     assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
 
 
-def test_options_reach_the_layout(published, plugins):
+def test_options_change_the_layout(published, plugins):
     made = layout(
         published, plugins,
         {"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
@@ -93,7 +93,7 @@ def test_options_reach_the_layout(published, plugins):
     assert made.engines.memory.arithmetic["cache"].startswith("7 samples x 1024 tokens")
 
 
-def test_the_work_of_a_role_is_read_off_the_run_file(published, plugins):
+def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
     group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
     short = {**group, "data.max_prompt_tokens": "256"}
     made, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
@@ -181,7 +181,7 @@ def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
         assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
 
 
-def test_a_cluster(published, plugins):
+def test_ranks_of_a_cluster_divide_the_weights(published, plugins):
     made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
     assert made.machine.processes
     assert made.devices == 4
@@ -192,7 +192,7 @@ def test_a_cluster(published, plugins):
     assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
 
 
-def test_a_cluster_whose_ranks_divide_layers(published, plugins):
+def test_ranks_of_a_cluster_can_divide_layers(published, plugins):
     """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
     changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
     plain = layout(published, plugins, changes, model="8B").role("policy")
@@ -270,7 +270,7 @@ def found(published, plugins, memory, *more, model="8B", machine=None):
 
 
 def test_smaller_micro_batches_are_tried_first(published, plugins):
-    """Of both roles: they take turns in one process, and the fullest moment is that of either."""
+    """Those of both roles are reduced: they compute in turns in one process, and either may need more memory."""
     made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
     big, small = (
         make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
@@ -307,7 +307,7 @@ def test_more_ranks_are_the_last_resort(published, plugins):
     assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
 
 
-def test_what_cannot_fit_says_the_best_that_was_found(published, plugins):
+def test_the_best_change_is_shown_if_nothing_fits(published, plugins):
     change = found(published, plugins, GIB, model="70B", machine=Machine("cpu", GIB))
     assert change.plan.fits is False
     assert change.plan.missing > 0
@@ -316,7 +316,7 @@ def test_what_cannot_fit_says_the_best_that_was_found(published, plugins):
 # --------------------------------------------------------------------------------------- the target
 
 
-def test_the_target_is_given_or_found(tmp_path, monkeypatch):
+def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: None)
     monkeypatch.setattr("rlhf_plugin_plan.machines.cpu_memory", lambda: 7 * GIB)
     assert (target().device, target().memory) == ("cpu", 7 * GIB)
@@ -329,13 +329,13 @@ def test_the_target_is_given_or_found(tmp_path, monkeypatch):
     for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB"):
         with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):
             target(memory=wrong)
-    with pytest.raises(ConfigError, match="--host-memory is beside GPUs"):
+    with pytest.raises(ConfigError, match="--host-memory applies to nodes with GPUs"):
         target("cpu", host_memory="1TiB")
     with pytest.raises(ConfigError, match="--devices-per-node 0"):
         target(devices_per_node=0)
 
 
-def test_a_cgroup_bounds_the_host(tmp_path):
+def test_a_cgroup_limits_the_host_memory(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
     assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
     (tmp_path / "memory.max").write_text("max\n")

@@ -11,7 +11,7 @@ from rlhf_testing.command import CommandContract
 
 @pytest.fixture(scope="module", autouse=True)
 def run(tmp_path_factory):
-    """A run directory by hand, of one step without samples."""
+    """A run directory written by the test: one step, no samples."""
     folder = tmp_path_factory.mktemp("runs") / "1"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n")

@@ -30,7 +30,7 @@ def play(*actions: str, hidden: int | None = None, seed: int = 0, **config) -> t
 
 
 async def bisect(game: NumberGame, hidden: int) -> tuple[float, int]:
-    """Sum of rewards and number of questions of the policy that always asks for the middle."""
+    """Sum of rewards and number of questions of bisection."""
     low, high = game.config.low, game.config.high
     await game.reset(row(hidden=hidden), 0)
     total, questions = 0.0, 0
@@ -45,7 +45,7 @@ async def bisect(game: NumberGame, hidden: int) -> tuple[float, int]:
 
 @cache
 def fewest(n: int) -> int:
-    """Fewest questions, summed over all n hidden numbers, that any policy can need."""
+    """Minimum over all policies of the number of questions, summed over all n hidden numbers."""
     return 0 if n == 0 else n + min(fewest(k) + fewest(n - 1 - k) for k in range(n))
 
 
@@ -69,7 +69,7 @@ def test_an_invalid_action_is_answered_and_costs(action: str) -> None:
 
 
 def test_an_action_of_white_space_costs_little() -> None:
-    """Linear: a pattern that looks for white space twice in a row would be at it for minutes."""
+    """The time must be linear: a pattern with two adjacent searches for white space would take minutes."""
     space = " " * 1_000_000
     assert [s.observation for s in play(f"5{space}x", f"{space}5{space}", f"5{space}?{space}", hidden=5)[1]] == list(
         "!=="

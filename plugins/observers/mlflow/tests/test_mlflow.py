@@ -18,7 +18,7 @@ from rlhf_testing.run_control import RecordedControl
 
 @pytest.fixture(autouse=True)
 def private(monkeypatch):
-    """No server of the machine's; the variable that the observer sets goes again."""
+    """Ignores a server of this machine, and removes the variable that the observer sets."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
@@ -95,14 +95,14 @@ def test_the_place_is_the_option_then_the_environment_then_the_run_directory(tmp
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_a_store_that_is_none_says_what_to_do(tmp_path):
+def test_an_invalid_tracking_uri_is_refused(tmp_path):
     observer = MLflowObserver(MLflowConfig(tracking_uri="ftp://nowhere/store"))
     with pytest.raises(ConfigError, match=r"could not start at ftp://nowhere/store: .*tracking_uri = \"...\""):
         observer.run_started(RunInfo("r", tmp_path, {}, 1, 0, RecordedControl()))
-    observer.run_ended("failed")  # nothing was started
+    observer.run_ended("failed")  # it has not started
 
 
-def test_passwords_are_no_option():
+def test_a_tracking_uri_with_a_password_is_refused():
     with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD in the environment"):
         MLflowConfig(tracking_uri="https://me:secret@host:5000")
 

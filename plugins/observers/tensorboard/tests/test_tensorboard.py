@@ -67,9 +67,9 @@ def test_scalars_samples_and_config_are_read_back(tmp_path):
     assert "secret" not in config
 
 
-def test_steps_cut_at_a_resume_do_not_show_twice(tmp_path):
+def test_steps_that_a_resume_repeats_are_not_shown_twice(tmp_path):
     killed = start(tmp_path)
-    log(killed, [1, 2, 3, 4])  # never closed: killed after step 4, its last checkpoint is of step 2
+    log(killed, [1, 2, 3, 4])  # not closed: killed after step 4; its last checkpoint is of step 2
     resumed = start(tmp_path, first_step=2)
     log(resumed, [3, 4, 5], shift=10.0)
     resumed.run_ended("finished")
@@ -77,7 +77,7 @@ def test_steps_cut_at_a_resume_do_not_show_twice(tmp_path):
     killed.run_ended("failed")
 
 
-def test_a_run_that_starts_over_shows_once(tmp_path):
+def test_a_run_that_starts_again_is_shown_once(tmp_path):
     killed = start(tmp_path)
     log(killed, [0, 1])  # killed before its first checkpoint
     again = start(tmp_path)
@@ -95,7 +95,7 @@ def test_samples_can_be_turned_off(tmp_path):
     assert "rollouts" not in read(tmp_path).Tags()["tensors"]
 
 
-def test_ended_before_it_started():
+def test_run_ended_without_run_started_does_nothing():
     TensorBoardObserver().run_ended("failed")
 
 

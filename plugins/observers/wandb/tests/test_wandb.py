@@ -1,4 +1,4 @@
-"""Real offline runs of wandb; what would be uploaded is read back from its files."""
+"""Real offline runs of wandb. The tests read the data for the upload from its files."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def private(tmp_path, monkeypatch):
-    """No account, no files outside the test's folder, and a key that must not turn up anywhere."""
+    """No account, no files outside the test's folder, and a key that must not appear anywhere."""
     for name in ("DATA", "CACHE", "CONFIG"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -44,7 +44,7 @@ def groups():
     return [Group(row, 0, [Trajectory(row, turns, (0, 0), rewards={"math": RewardResult(1.0)}, reward=1.0)])]
 
 
-def run(output, first, last, state=None):
+def run(output, first, last, state=None, status="finished"):
     observer = WandbObserver(WandbConfig(project="p", samples_every=2))
     if state is not None:
         observer.load_state_dict(json.loads(json.dumps(state)))
@@ -54,13 +54,13 @@ def run(output, first, last, state=None):
         observer.rollouts_finished(step, groups())
         observer.step_finished(step, {"reward/mean": step / 4, "time/step": 0.5})
         observer.checkpoint_saved(step, Path(output) / "checkpoints")
-    observer.run_ended("finished")
+    observer.run_ended(status)
     wandb.teardown()  # ends wandb's own process, which writes the last bytes
     return observer
 
 
 def records(folder):
-    """Everything that `wandb sync` would upload: a LevelDB log of protocol buffers behind a header of 7 bytes."""
+    """The records that `wandb sync` would upload: a LevelDB log of protocol buffers, after a header of 7 bytes."""
     (path,) = folder.glob("*.wandb")
     data, position, parts = path.read_bytes(), 7, []
     while position + 7 <= len(data):
@@ -106,6 +106,13 @@ def test_an_offline_run_holds_metrics_config_and_samples(tmp_path):
     assert "checkpoint/step" in uploaded
 
 
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("failed", 1)])
+def test_the_exit_code_says_whether_the_run_failed(tmp_path, status, code):
+    run(tmp_path, 1, 1, status=status)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert [record.exit.exit_code for record in records(folder) if record.HasField("exit")] == [code]
+
+
 def test_no_secret_is_stored_or_printed(tmp_path, capfd):
     run(tmp_path, 1, 1)
     printed = "".join(capfd.readouterr())
@@ -125,12 +132,12 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     assert len(folders) == 2
     assert {p.name for folder in folders for p in folder.glob("*.wandb")} == {f"run-{state['run_id']}.wandb"}
     steps = sorted(line["step"] for folder in folders for line in history(folder))
-    assert steps == [1, 2, 2, 3]  # step 2 was cut and done again: the same point twice
+    assert steps == [1, 2, 2, 3]  # step 2 was repeated after the resume: the same point twice
     (tmp_path / "other").mkdir()
     assert run(tmp_path / "other", 1, 1).state_dict() != state
 
 
-def test_the_key_is_no_option():
+def test_the_key_is_not_an_option():
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         WandbConfig(api_key=KEY)
 
@@ -140,7 +147,7 @@ def test_online_without_a_key_says_what_to_do(tmp_path, monkeypatch):
     observer = WandbObserver(WandbConfig(mode="online"))
     with pytest.raises(ConfigError, match=r"could not start: .*WANDB_API_KEY.*wandb login.*mode = \"offline\""):
         observer.run_started(RunInfo("r", tmp_path, {}, 1, 0, RecordedControl()))
-    observer.run_ended("failed")  # nothing was started
+    observer.run_ended("failed")  # it has not started
 
 
 def test_it_is_found_by_its_name():

@@ -63,7 +63,7 @@ def test_a_template_with_an_open_end() -> None:
     assert values("so #### 5", "#### 5", template="{...}####{...}") == [1.0, 0.0]
 
 
-def test_a_piece_that_stands_in_another_one() -> None:
+def test_a_piece_inside_another_piece_is_counted() -> None:
     form = "A: {...} AA: {...}"
     assert values("A: 5 AA: 6", "A: 5 AA: 6 A: 7", "A: 5 A: 6", "AA: 5 A: 6", template=form) == [1.0, 0.0, 0.0, 0.0]
 
@@ -83,7 +83,7 @@ def test_on_the_whole_completion() -> None:
     [
         ({}, "exactly one of `template` and `pattern`"),
         ({"template": "a{...}", "pattern": "a"}, "exactly one of"),
-        ({"pattern": "(a"}, r"`pattern` '\(a' is no regular expression: missing \)"),
+        ({"pattern": "(a"}, r"`pattern` '\(a' is not a regular expression: missing \)"),
         ({"template": "{...}"}, "no text besides its gaps"),
         ({"template": "a{...}{...}b"}, "two gaps .* side by side"),
     ],

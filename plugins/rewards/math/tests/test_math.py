@@ -124,7 +124,7 @@ def test_a_tolerance_is_relative_and_off_by_default() -> None:
     ],
 )  # fmt: skip
 def test_hostile_answers_cost_little(bomb: str) -> None:
-    """Seen elsewhere: SymPy that works for ever in a thread which no signal reaches."""
+    """In other frameworks such answers keep SymPy busy forever, in a thread that no signal can stop."""
     begin = time.perf_counter()
     assert not equivalent(bomb, "7")
     assert not equivalent(bomb, "x+7")
@@ -132,15 +132,15 @@ def test_hostile_answers_cost_little(bomb: str) -> None:
     assert time.perf_counter() - begin < 2.0
 
 
-def test_a_bomb_past_the_guards_ends_with_its_worker() -> None:
-    """With the size limit lifted, the power really is worked out, and the process is killed at the deadline."""
+def test_an_answer_that_takes_too_long_is_killed_with_its_worker() -> None:
+    """Without the size limit the power is computed, and the process is killed at the deadline."""
     bombs, fine = group(r"\boxed{9^9^9}", answer="x"), group("The answer is x.", answer="x")
     score_groups("math", bombs, fine, options={"max_bits": 10**12}, deadline=1.0)
     assert "score() took longer than its deadline of 1 s; its worker process was killed" in bombs.trajectories[0].error
     assert fine.trajectories[0].reward == 1.0
 
 
-def test_values_and_the_truth_in_its_column() -> None:
+def test_each_outcome_has_its_value() -> None:
     config = {"correct": 1.0, "wrong": -0.5, "no_answer": -1.0}
     assert values(config, "it is 72", "it is 71", "no idea", answer="steps 48+24=72\n#### 72") == [1.0, -0.5, -1.0]
     assert values({}, "72", answer=72) == [1.0]
@@ -150,7 +150,7 @@ def test_values_and_the_truth_in_its_column() -> None:
     assert values({"extract": ("boxed",), "no_answer": -1.0}, "72", r"\boxed{72}", answer="72") == [-1.0, 1.0]
 
 
-def test_a_missing_column_or_a_wrong_type_is_said() -> None:
+def test_a_missing_column_or_a_wrong_type_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"no column 'answer'; it has \['label'\]. Set `column`"):
         values({}, "72", label="72")
     with pytest.raises(RewardError, match=r"column 'answer' holds list \[72\]; allowed: text or a number"):

@@ -1,4 +1,4 @@
-"""The conformance suite of rewards; the suite answers for the role with fixed numbers."""
+"""The conformance suite of rewards. The suite replaces the role's model by fixed numbers."""
 
 import json
 

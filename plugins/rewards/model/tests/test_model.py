@@ -1,4 +1,4 @@
-"""The model reward, with a stand-in for the run's own forward pass (that one is tested with the run)."""
+"""The model reward, with a stand-in for the run's forward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group(*last: int) -> Group:
 
 
 def score(asked: Group, **config) -> list[tuple[str, list[int]]]:
-    """What the role was asked; the role answers with the sum of the tokens."""
+    """The calls of the role; the role returns the sum of the tokens."""
     seen: list[tuple[str, list[int]]] = []
 
     async def score_with_role(role, ids):
@@ -41,7 +41,7 @@ def score(asked: Group, **config) -> list[tuple[str, list[int]]]:
     return seen
 
 
-def test_it_asks_its_role_with_the_tokens_of_the_last_context(model) -> None:
+def test_the_role_gets_the_tokens_of_the_last_context(model) -> None:
     asked = group(6, 7)
     assert score(asked, model=model()) == [("reward_model", [4, 5, 6]), ("reward_model", [4, 5, 7])]
     assert [t.reward for t in asked.trajectories] == [15.0, 16.0]
@@ -57,7 +57,7 @@ def test_a_model_of_steps_is_refused_before_it_is_loaded(model) -> None:
     assert role.model == "nowhere/at/all"
 
 
-def test_it_normalises_by_what_training_left(model) -> None:
+def test_outputs_are_normalised_by_the_saved_mean_and_std(model) -> None:
     asked = group(6)
     score(asked, model=model(mean=5.0, std=2.0), normalise=True)
     assert asked.trajectories[0].reward == 5.0
@@ -65,18 +65,20 @@ def test_it_normalises_by_what_training_left(model) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": "1", "std": 1.0}])
-def test_normalising_without_figures_is_refused(model, settings: dict) -> None:
+def test_normalisation_without_mean_and_std_is_refused(model, settings: dict) -> None:
     with pytest.raises(ModelError, match=r"needs the numbers `mean` and `std` > 0 .* Set normalise = false"):
         score(group(6), model=model(**settings), normalise=True)
 
 
-def test_another_tokenizer_is_refused_where_it_can_be_seen(model) -> None:
+@pytest.mark.parametrize("settings", [{"vocab_size": 100}, {"vocab_size": None, "text_config": {"vocab_size": 100}}])
+def test_a_token_outside_the_vocabulary_is_refused(model, settings: dict) -> None:
+    """The size stands in a table of its own where a model also reads images."""
     asked = group(6, 100)
-    score(asked, model=model())
+    score(asked, model=model(**settings))
     assert "token 100 is outside the vocabulary" in asked.trajectories[0].error
 
 
-def test_a_model_that_is_not_there_is_said(tmp_path) -> None:
+def test_a_reward_model_that_does_not_exist_is_an_error(tmp_path) -> None:
     with pytest.raises(ModelError, match=r"config.json"):
         score(group(6), model=str(tmp_path / "absent"))
 
@@ -87,7 +89,7 @@ def test_the_role_is_declared(model) -> None:
     assert (spec.name, spec.head, spec.model, spec.trained) == ("judge", "scalar", "somewhere", False)
 
 
-def test_without_a_model_it_says_what_to_write() -> None:
+def test_a_reward_without_its_model_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="--reward model:PATH"):
         ModelReward()
 

@@ -23,6 +23,6 @@ class TestReplay(RolloutContract):
 
     @pytest.fixture(autouse=True)
     def recording(self, tmp_path):
-        path = tmp_path / "step-000001.jsonl"
+        path = tmp_path / "samples.jsonl"
         path.write_text(line(index=fabricate.row({}).index) + "\n")
         type(self).configs = (Replay.Config(path=str(path)),)

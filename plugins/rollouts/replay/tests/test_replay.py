@@ -1,31 +1,24 @@
-"""What is in a recording comes back as it was; what is not is refused with its whereabouts."""
+"""Recorded samples are returned unchanged. Missing samples and damaged recordings are refused, naming their place."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from array import array
 from types import SimpleNamespace
 
 import pytest
 from rlhf.errors import ConfigError, RolloutError
-from rlhf.types import Row
+from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_replay import Replay
+from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 
-PROMPT = {"ids": [1, 2], "sampled": False, "text": "ab", "versions": []}
-ANSWER = {
-    "ids": [3, 1],
-    "sampled": True,
-    "logprobs": [-0.5, -1.5],
-    "versions": [[0, 4]],
-    "finish": "stop",
-    "text": "c\u2028",
-}
+ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": ((0, 4),), "finish": "stop"}
 
 
-def line(number, sample, index):
-    row = {"source": "train", "index": index}
-    made = {"group": number, "sample": sample, "index": [number, sample], "row": row, "turns": [PROMPT, ANSWER]}
-    return json.dumps(made, ensure_ascii=False)  # as a run writes it: a text may hold a line end that is none of JSON's
+def group(number, samples, index):
+    row = Row({}, "train", index)
+    turns = [Turn([1, 2], False, text="ab"), Turn(**ANSWER, text="c\u2028")]
+    return Group(row, number, [Trajectory(row, turns, (number, sample)) for sample in range(samples)])
 
 
 def play(folder, number, sample, index=5, source="train"):
@@ -35,19 +28,20 @@ def play(folder, number, sample, index=5, source="train"):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "step-000001.jsonl").write_text(f"{line(0, 0, 5)}\n{line(0, 1, 5)}\n")
-    (tmp_path / "step-000002.jsonl").write_text(f"{line(3, 0, 7)}\n")
+    write_groups(tmp_path / "step-000001.arrow", [group(0, 2, 5), Group(Row({}, "train", 6), 1, [])])
+    write_groups(tmp_path / "step-000002.arrow", [group(3, 1, 7)])
     return tmp_path
 
 
-def test_turns_come_back_as_they_were(folder):
+def test_recorded_turns_are_returned_unchanged(folder):
     prompt, answer = play(folder, 0, 1)
-    assert (prompt.ids, prompt.sampled) == ([1, 2], False)
-    assert (answer.ids, answer.logprobs, answer.versions, answer.finish) == ([3, 1], [-0.5, -1.5], ((0, 4),), "stop")
-    assert play(folder / "step-000002.jsonl", 3, 0, 7)
+    assert prompt == Turn([1, 2], sampled=False, text=prompt.text)
+    assert (answer.ids, answer.logprobs) == (array("i", [3, 1]), array("f", [-0.5, -1.5]))
+    assert (answer.versions, answer.finish) == (((0, 4),), "stop")
+    assert play(folder / "step-000002.arrow", 3, 0, 7)
 
 
-def test_what_is_not_recorded_is_refused(folder):
+def test_samples_that_were_not_recorded_are_refused(folder):
     with pytest.raises(RolloutError, match=r"no sample 0 of group 2; it holds 3 samples of groups 0 to 3"):
         play(folder, 2, 0)
     with pytest.raises(RolloutError, match=r"recorded for row 7 of 'train', but this run has row 5"):
@@ -57,11 +51,30 @@ def test_what_is_not_recorded_is_refused(folder):
 def test_damaged_and_missing_recordings_name_the_place(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         play(tmp_path / "nowhere", 0, 0)
-    (folder / "step-000003.jsonl").write_text('{"sample": 0}\n')
-    with pytest.raises(ConfigError, match=r"step-000003.jsonl:1 is not a recorded sample"):
+    whole = (folder / "step-000002.arrow").read_bytes()
+    (folder / "step-000003.arrow").write_bytes(whole[:-200])
+    with pytest.raises(ConfigError, match=r"step-000003.arrow is not a recorded sample"):
         play(folder, 0, 0)
-    (folder / "step-000003.jsonl").unlink()
-    for file in folder.glob("*.jsonl"):
-        file.write_text("")
+    (folder / "step-000003.arrow").unlink()
+    lines = folder / "samples.jsonl"
+    lines.write_text('{"sample": 0}\n')
+    with pytest.raises(ConfigError, match=r"samples.jsonl:1 is not a recorded sample"):
+        play(lines, 0, 0)
+    for file in folder.glob("*.arrow"):
+        write_groups(file, [])
     with pytest.raises(ConfigError, match="holds no samples"):
         play(folder, 0, 0)
+
+
+def test_a_file_of_json_lines_is_a_recording_too(tmp_path):
+    write_lines(tmp_path / "samples.jsonl", [group(0, 2, 5)])
+    whole = tmp_path / "step-000001.arrow"
+    write_groups(whole, [group(0, 2, 5)])
+    assert play(tmp_path / "samples.jsonl", 0, 1) == play(whole, 0, 1)
+
+
+def test_a_text_with_half_a_character_is_replayed(tmp_path):
+    broken = group(0, 1, 5)
+    broken.trajectories[0].turns[1].text = "\ud83d"
+    write_groups(tmp_path / "step-000001.arrow", [broken])
+    assert play(tmp_path, 0, 0) == broken.trajectories[0].turns

@@ -1,4 +1,4 @@
-"""Both rollouts, against a policy that answers from a script and a context that counts."""
+"""Both rollouts, with a scripted policy and a context that records its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLING = Sampling()
 
 
 class Context(RolloutContext):
-    """One token per character; the policy says ``answers`` one after the other, cut at its budget."""
+    """One token per character. The policy gives ``answers`` one after another, cut at its budget."""
 
     def __init__(
         self, *answers: str, env: Env | None = None, max_tokens: int = 100, sampling: Sampling = SAMPLING
@@ -109,7 +109,7 @@ def test_multi_turn_alternates_and_keeps_every_reward_at_its_turn() -> None:
     assert env.given == (ROW, 5)
     assert env.actions == ["a", "bb", "ccc"]
     assert [number for _, _, number in context.asked] == [0, 1, 2]
-    assert "".join(map(chr, context.asked[2][0])) == "prompt:open;aone;bbtwo;"  # token in, token out
+    assert "".join(map(chr, context.asked[2][0])) == "prompt:open;aone;bbtwo;"  # the sampled tokens, unchanged
 
 
 def test_an_empty_opening_adds_no_turn() -> None:
@@ -135,7 +135,7 @@ def test_an_observation_that_leaves_no_room_is_left_out_whole() -> None:
 
 
 def test_sampling_is_replaced_for_this_sample_from_its_next_turn() -> None:
-    """Two samples share one Sampling; the environment of one replaces it (seen elsewhere: both were cut)."""
+    """Two samples have equal parameters, and the environment of one replaces its own. The other must not change."""
     shared = Sampling(max_new_tokens=9, temperature=0.7)
     short = replace(shared, max_new_tokens=2)
     first = Context("aaaa", "bbbb", env=Scripted("", EnvStep("o", sampling=short), EnvStep(done=True)), sampling=shared)

@@ -1,4 +1,5 @@
-"""Checkpoints: written atomically, checksummed, rotated only after the new one is complete, compared before use."""
+"""Checkpoints: written atomically, with checksums; old ones are deleted only after the new one is complete; compared
+with the run before use."""
 
 from rlhf_runtime.checkpoint.compare import Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.json_values import dumps, loads, read_json, write_json

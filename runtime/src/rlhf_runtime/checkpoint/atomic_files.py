@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, whenever the process dies or the power fails."""
+"""Files and folders that are complete or absent, even if the process dies or the power fails."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 TEMPORARY = ".saving-"
-"""Prefix of what is being written; safe to delete when no run holds the folder."""
+"""Prefix of names that are being written. They may be deleted if no run holds the folder."""
 DISCARDED = ".discarded-"
-"""Prefix of what is being deleted; likewise."""
+"""Prefix of names that are being deleted. They may be deleted likewise."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -33,11 +34,17 @@ def sync_folders(root: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8): readers and crashes see the old file or the new one, never a part."""
+    """Replace ``path`` by ``text`` (UTF-8). Readers see the old file or the new one, also after a crash, never a
+    part."""
+    replace_file(path, lambda file: file.write(text.encode()))
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """:func:`write_atomic` for a file that ``write`` fills."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -48,9 +55,10 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """``write`` fills a temporary sibling, which then becomes ``path``; a folder already there is replaced.
+    """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. An existing folder is
+    replaced.
 
-    A crash leaves the old folder, the new one, or (between two renames) neither under its name; never a half.
+    After a crash ``path`` is the old folder, the new one, or (between two renames) absent, but never incomplete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -71,7 +79,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def discard_folder(path: Path) -> None:
-    """Delete a folder so that a crash half-way never leaves a part of it under its own name."""
+    """Delete a folder. A crash never leaves a part of it under its own name."""
     if not path.exists():
         return
     discarded = path.with_name(f"{DISCARDED}{path.name}")
@@ -82,7 +90,8 @@ def discard_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what killed writes and deletions left in ``folder``; the names deleted. Only while no other run writes."""
+    """Delete temporary files that killed processes left in ``folder``. Returns the deleted names. Call it only while no
+    other run writes."""
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith((TEMPORARY, DISCARDED)):
@@ -96,7 +105,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def disk_is_full(cause: BaseException) -> bool:
-    """Whether ``cause`` says that no space is left; safetensors and torch raise errors of their own for it."""
+    """Whether ``cause`` means that no space is left. safetensors and torch raise their own errors for this."""
     if isinstance(cause, OSError) and cause.errno in _FULL:
         return True
     texts = [os.strerror(number) for number in _FULL]

@@ -17,34 +17,35 @@ from rlhf_runtime.checkpoint import json_values
 Severity = Literal["refuse", "report", "added"]
 
 _IGNORED = ("run.output", "run.resume", "run.overwrite", "run.name", "run.show_samples")
-"""Where a run lives, what it is called and what it prints are not what it computes."""
+"""Keys that are not compared: a run's location, name and console output do not change what it computes."""
 
 _REPORTED = (
-    # how long, how often, how fast: the steps that were done stay what they are
+    # length, intervals and speed: they do not change the steps that are done
     "run.steps", "run.epochs", "run.threads", "run.requires", "checkpoint", "observer", "launcher", "generator",
     "placement", "sync",
     "eval.every", "eval.at_start", "eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.max_rows",
     "eval.pass_threshold", "eval.weights", "eval.metric", "eval.mode", "eval.patience", "data.eval",
     "stream.rollout_deadline", "stream.max_failed", "reward.*.deadline", "reward.*.retries", "env.deadline",
     "reward.*.concurrency", "env.concurrency",
-    # how the same sums are split: they are equal up to rounding
+    # splits of the same sums: results are equal up to rounding
     "*.micro_tokens", "roles.*.micro_tokens", "*.gradient_checkpointing", "roles.*.gradient_checkpointing",
 )  # fmt: skip
-"""Patterns of run-file keys (``*`` = one part) whose change makes a different run, and no wrong one."""
+"""Patterns of run-file keys (``*`` = one part) that may change on resume. A change is reported, because the run is then
+no longer bit-equal."""
 
 _ABSENT = "(not set)"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that the checkpoint and the run disagree about."""
+    """One difference between the checkpoint and the run."""
 
     key: str
     before: Any
     now: Any
     severity: Severity
-    """``refuse``: continuing would mix two runs. ``report``: it continues, and is said to be a different run.
-    ``added``: an option that the checkpoint's release did not have, at its default: the same run."""
+    """``refuse``: continuing would mix two runs. ``report``: the run continues, and a message says that it is a
+    different run. ``added``: an option at its default that the checkpoint's release did not have; the same run."""
 
     @property
     def absent_before(self) -> bool:
@@ -55,7 +56,7 @@ class Difference:
 
 
 class SavedMeta(Saved):
-    """What :func:`describe` makes, where a checkpoint has it."""
+    """The ``meta`` of a checkpoint, as :func:`describe` makes it."""
 
     config: dict[str, Any] = {}
     plugins: dict[str, str] = {}
@@ -69,7 +70,7 @@ def describe(
     threads: int | None,
     device: str,
 ) -> dict[str, Any]:
-    """The ``meta`` of a checkpoint: which run this is.
+    """The ``meta`` of a checkpoint, which identifies the run.
 
     Args:
         config: the resolved run file, with the plugins' options and defaults.
@@ -85,18 +86,16 @@ def describe(
 
 
 def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collection[str] = ()) -> list[Difference]:
-    """All differences between a checkpoint's ``meta`` and the run that wants to continue, both of :func:`describe`.
+    """All differences between a checkpoint's ``meta`` and the run that resumes it, both made by :func:`describe`.
 
-    A changed model, algorithm, reward, data, seed, batch size or staleness is refused; changed total steps, threads,
-    device, versions and schedules are reported. Keys that only one of both has are refused; which of them are options
-    at their defaults, only the run's own plugins can say (:mod:`rlhf_runtime.setup.resume`).
+    A changed model, algorithm, reward, data, seed, batch size or staleness is refused. Changed total steps, threads,
+    device, versions and schedules are reported. Keys that only one of the two has are refused; :mod:`rlhf_runtime.setup
+    .resume` then asks the run's plugins which of these keys are options at their defaults.
 
     Args:
         layout: options of the run's trainers that are reported, too (``Trainer.layout``).
     """
-    places = ("trainer.options", "*.trainer", "roles.*.trainer")
-    options = [f"{place}.{name}" for place in places for name in layout]
-    reported = (*_REPORTED, *options)
+    reported = (*_REPORTED, *_of_layout(layout))
     found = _differences(
         meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
     )
@@ -107,8 +106,20 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     return found
 
 
+def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "report", "refuse"]:
+    """What a resume does where the value of an option is another than in the checkpoint.
+
+    Args:
+        key: dotted name in the resolved run file; options of a plugin stand under ``options``.
+        layout: as for :func:`compare`.
+    """
+    if key in _IGNORED:
+        return "ignore"
+    return "report" if _severity_of_key(key, (*_REPORTED, *_of_layout(layout))) == "report" else "refuse"
+
+
 def require_same_run(differences: Sequence[Difference], path: Path | str) -> list[str]:
-    """Raise CheckpointError where continuing from ``path`` would mix two runs; else the lines to tell the user."""
+    """Raise CheckpointError if continuing from ``path`` would mix two runs. Returns lines of text for the user."""
     refused = [str(d) for d in differences if d.severity == "refuse"]
     if refused:
         listed = "\n  ".join(refused)
@@ -124,6 +135,10 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     return lines
 
 
+def _of_layout(layout: Collection[str]) -> list[str]:
+    return [f"{place}.{name}" for place in ("trainer.options", "*.trainer", "roles.*.trainer") for name in layout]
+
+
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
     old, new = _flatten(before), _flatten(now)
     found = []
@@ -135,7 +150,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str,
 
 
 def _meant(key: str, value: Any) -> Any:
-    """``use = "plugin:math"`` and ``use = "math"`` name the same."""
+    """``use = "plugin:math"`` and ``use = "math"`` name the same plugin."""
     return value.removeprefix("plugin:") if key.endswith(".use") and isinstance(value, str) else value
 
 
@@ -149,8 +164,8 @@ def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
 
 
 def _severity_of_plugin(key: str, before: Any, now: Any) -> Severity:
-    """Another version, or content of a file, is reported. Another distribution under the same name is another plugin,
-    and one that came or went shows in the config, where it is judged."""
+    """Another version, or other content of a file, is reported. Another distribution under the same name is another
+    plugin. A plugin that only one of both has also differs in the config, and is compared there."""
     if _ABSENT in (before, now):
         return "report"
     return "report" if before.split(" ")[0] == now.split(" ")[0] else "refuse"

@@ -1,8 +1,8 @@
-"""JSON that comes back as it went in: every float bit for bit, nothing coerced.
+"""JSON that is read back exactly as it was written: floats are bit-equal, and no value is converted.
 
-Python writes floats with ``repr`` (shortest text that reads back to the same double), so numbers are exact. What
-plain ``json`` would change without a word is refused here: keys that are not text, NaN and infinity (which no other
-JSON reader accepts) and objects. The one change left: tuples come back as lists.
+Python writes floats with ``repr`` (the shortest text that reads back to the same double), so numbers are exact. Values
+that plain ``json`` would change silently are refused: keys that are not text, NaN and infinity (which other JSON
+readers refuse) and objects. One change remains: tuples are read back as lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf.errors import CheckpointError
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
 
 MARK = "$float"
-"""``{"$float": "nan"}`` stands for a number that JSON cannot hold."""
+"""``{"$float": "nan"}`` represents a number that JSON cannot represent."""
 
 Nonfinite = Literal["refuse", "mark"]
 
@@ -26,10 +26,10 @@ def encode(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse") ->
     """``value`` as plain JSON values. Scalars of numpy and torch become the Python number they hold.
 
     Args:
-        where: what the value is, for messages: ``state.algorithm.kl_coef``.
+        where: name of the value in messages: ``state.algorithm.kl_coef``.
         nonfinite: ``refuse`` NaN and infinity, or ``mark`` them as ``{"$float": "nan"}``.
 
-    Raises CheckpointError naming the place of what JSON cannot hold.
+    Raises CheckpointError naming the place of a value that JSON cannot represent.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -63,8 +63,8 @@ def dumps(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse", ind
 
 
 def to_text(plain: Any, indent: int | None = None) -> str:
-    """Plain JSON values as text that UTF-8 can hold: readable letters, but half characters (lone surrogates, which
-    models do produce) escaped. Raises ValueError for NaN and infinity, TypeError for objects."""
+    """Plain JSON values as text that can be encoded as UTF-8. Lone surrogates (which models do produce) are escaped;
+    other characters are not. Raises ValueError for NaN and infinity, TypeError for objects."""
     text = json.dumps(plain, allow_nan=False, ensure_ascii=False, indent=indent)
     try:
         text.encode()
@@ -74,20 +74,20 @@ def to_text(plain: Any, indent: int | None = None) -> str:
 
 
 def loads(text: str, where: str = "state") -> Any:
-    """What :func:`dumps` was given. Raises CheckpointError for text that is not strict JSON."""
+    """The value from which :func:`dumps` made ``text``. Raises CheckpointError for text that is not strict JSON."""
     try:
         return json.loads(text, object_hook=_unmark, parse_constant=_refuse_constant)
-    except (ValueError, TypeError, RecursionError) as cause:  # also a mark without a number, and thousands of brackets
+    except (ValueError, TypeError, RecursionError) as cause:  # also a marker without a number, or too many brackets
         raise CheckpointError(f"{where} is not valid JSON: {cause}") from cause
 
 
 def write_json(path: Path, value: Any, nonfinite: Nonfinite = "refuse") -> None:
-    """Write ``value`` to ``path``: the whole file or, after a crash, the file that was there before."""
+    """Write ``value`` to ``path``. After a crash, ``path`` is the complete new file or the old one."""
     write_atomic(path, dumps(value, path.name, nonfinite, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read :func:`write_json`. Raises CheckpointError for a missing or damaged file."""
+    """Read a file of :func:`write_json`. Raises CheckpointError for a missing or damaged file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:

@@ -1,7 +1,7 @@
-"""What makes a folder a checkpoint: a manifest that names every file with its size and SHA-256, and its own SHA-256.
+"""The manifest of a checkpoint folder: every file with its size and SHA-256, and the SHA-256 of the manifest itself.
 
-The manifest is written last, so a folder without one was never finished. Nothing here knows where checkpoints stand or
-which are kept (:mod:`rlhf_runtime.checkpoint.store`).
+The manifest is written last, so a folder without one is not complete. :mod:`rlhf_runtime.checkpoint.store` decides
+where checkpoints are stored and which are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_runtime.checkpoint import atomic_files as files
 from rlhf_runtime.checkpoint import json_values
 
 SCHEMA = 1
-"""Version of the layout of a checkpoint. A reader refuses what it does not know."""
+"""Version of the layout of a checkpoint. A reader refuses other versions."""
 MANIFEST = "manifest.json"
 
 
@@ -32,7 +32,7 @@ class SavedFile(Saved):
 
 
 class SavedManifest(Saved):
-    """:func:`seal` writes it."""
+    """The content of the manifest, written by :func:`seal`."""
 
     schema_: int = Field(alias="schema")
     step: Counter
@@ -48,14 +48,14 @@ class Checkpoint:
     step: int
     path: Path
     meta: Mapping[str, Any]
-    """What the run said about itself when it saved; see :func:`rlhf_runtime.checkpoint.compare`."""
+    """The run's description when it saved; see :func:`rlhf_runtime.checkpoint.compare`."""
     contents: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """{path inside the folder: {"size": bytes, "sha256": hex}}."""
     best: Mapping[str, Any] | None = None
-    """{"metric", "value"}, where this was the best checkpoint when it was saved."""
+    """{"metric", "value"} if this was the best checkpoint when it was saved."""
 
     def damage(self) -> str:
-        """What differs from the manifest, after reading every byte; empty where nothing does."""
+        """The difference from the manifest, after reading every byte; empty if there is none."""
         names = list(self.contents)
         with ThreadPoolExecutor(_threads(names)) as pool:
             digests = pool.map(_sha256, [self.path / name for name in names])
@@ -66,11 +66,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | str:
-    """The checkpoint in ``path``, or in what way it is incomplete."""
+    """The checkpoint in ``path``, or a text that says why it is incomplete."""
     if not path.is_dir():
         return "there is no such folder"
     if not (path / MANIFEST).is_file():
-        return f"{MANIFEST} is missing, so it was never finished"
+        return f"{MANIFEST} is missing, so saving did not finish"
     try:
         manifest = json_values.read_json(path / MANIFEST)
     except CheckpointError as error:
@@ -96,7 +96,7 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
 
 
 def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
-    """Write the manifest of everything in ``folder`` and force all of it to the disk."""
+    """Write the manifest of all files in ``folder`` and force all files to the disk."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor(_threads(paths)) as pool:
         digests = list(pool.map(_sha256_synced, paths))
@@ -130,5 +130,5 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _threads(items: list[Any]) -> int:
-    """Hashing releases the interpreter lock, so a checkpoint of many shards is hashed in parallel."""
+    """Number of threads that hash files. Hashing releases the interpreter lock, so shards are hashed in parallel."""
     return max(1, min(8, len(items), os.cpu_count() or 1))

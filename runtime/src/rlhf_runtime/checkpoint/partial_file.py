@@ -1,7 +1,8 @@
-"""A file that is made in parts over a long time: whole or absent, and never begun twice.
+"""A file that is made in parts over a long time. It is complete or absent, and an interrupted job can continue it.
 
-Parts are appended to ``NAME.partial``, one line each, behind a line that says what the file is made of. A process that
-dies loses at most the part it was writing; another that makes the same goes on behind the last whole one.
+Parts are appended to ``NAME.partial``, one line each, after a first line that describes the job's input. A process that
+dies loses at most the part that it was writing. Another process with the same input continues after the last complete
+part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class PartialFile:
     """``for part in resume(): ...``, then ``add(part)`` until done, then ``publish()``. A part is a JSON object.
 
     Args:
-        about: JSON values that must agree for parts of two processes to belong together.
+        about: JSON values that describe the job's input. Parts of another process are used only if these are equal.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -29,9 +30,9 @@ class PartialFile:
         self.partial = path.with_name(f"{path.name}.partial")
 
     def resume(self) -> Iterator[dict[str, Any]]:
-        """Parts that are there already; what a dying process left of another is cut off. To be read to its end.
+        """Parts that exist already. An incomplete last part is removed. The caller must exhaust the iterator.
 
-        Raises ConfigError where they are of something else, and says of what.
+        Raises ConfigError if the parts were made from another input, naming the difference.
         """
         if not self.partial.is_file():
             self._append(self.about)
@@ -47,19 +48,19 @@ class PartialFile:
                     yield part
                 elif differing := sorted(k for k in {*self.about, *part} if self.about.get(k) != part.get(k)):
                     raise ConfigError(
-                        f"{self.partial} was begun with another {', another '.join(differing)}: go on with what it was "
-                        "begun with, or remove it (--force)"
+                        f"{self.partial} was begun with another {', another '.join(differing)}. Use the same again to "
+                        "continue it, or remove it (--force)"
                     )
         os.truncate(self.partial, whole)
         if not whole:
             self._append(self.about)
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Append a part; it is on the disk when this returns."""
+        """Append a part. The part is on the disk when this returns."""
         self._append(part)
 
     def publish(self, key: str) -> None:
-        """Write the file: of every part the texts in the list ``key``, a line each. The parts are removed."""
+        """Write the file: the texts in the list ``key`` of every part, one per line. The parts are removed."""
         temporary = self.path.with_name(f"{TEMPORARY}{self.path.name}")
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -85,6 +86,6 @@ class PartialFile:
                 os.fsync(file.fileno())
         except OSError as cause:
             raise CheckpointError(
-                f"{self.partial} could not be written: {cause}. What it holds already is kept: once there is room, the "
-                "same call goes on from there."
+                f"{self.partial} could not be written: {cause}. Its complete parts are kept: free some space and "
+                "repeat the same call to continue."
             ) from cause

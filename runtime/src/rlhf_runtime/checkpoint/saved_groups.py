@@ -1,12 +1,15 @@
-"""Groups of trajectories as JSON lines, exact: what is read back equals what was written, floats bit for bit.
+"""Groups of trajectories in files. They are read back exactly as they were written, with bit-equal floats.
 
-One line a sample, so that ``rollouts/step-000012.jsonl`` can be read by people and by ``jq``; the same lines keep
-generated, untrained batches in a checkpoint. A row is written as its source and index, since its columns are in
-the data already; reading asks a callback for it. For people and for exports the prompt may be written too.
+``rollouts/step-000012.arrow`` and the generated, untrained batches of a checkpoint are Arrow files
+(:mod:`rlhf_runtime.checkpoint.sample_table`). The files that `rlhf eval`, `generate` and `score` write are JSON lines.
+Both hold the same values, one sample a row or line. The row of the data is written as its source and index only,
+because its columns are in the data; reading gets the row from a callback. The prompt can be written too, for people and
+for exports.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
@@ -20,58 +23,73 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
 from rlhf_runtime.checkpoint.json_values import encode, loads, to_text
+from rlhf_runtime.checkpoint.sample_table import SUFFIX, read_samples, write_samples
 
 FindRow = Callable[[str, int], Row]
 """``find(source, index) -> Row``."""
 TellPrompt = Callable[[Trajectory], Any]
-"""``tell(trajectory) -> its prompt, as text or messages; None where its context is not that alone``."""
+"""``tell(trajectory) -> prompt``, as text or messages; None if its context is more than the prompt."""
 
 
 def write_groups(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:
-    """Write ``groups`` to ``path``, one line a sample; after a crash the file is whole or absent."""
+    """Write ``groups`` to ``path``: an Arrow file. After a crash the file is complete or absent."""
+    write_samples(path, sample_values(groups, prompt), with_prompts=prompt is not None)
+
+
+def write_lines(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:
+    """Write ``groups`` to ``path``: JSON lines, one per sample. After a crash the file is complete or absent."""
     write_atomic(path, "".join(f"{line}\n" for line in group_lines(groups, prompt)))
 
 
-def read_groups(path: Path, find: FindRow) -> list[Group]:
-    """The groups that :func:`write_groups` wrote. Raises CheckpointError for a missing or damaged file."""
+def group_lines(groups: Iterable[Group], prompt: TellPrompt | None = None) -> Iterator[str]:
+    """The JSON lines (without line ends) of ``groups``, in order; see :func:`sample_values`."""
+    for values in sample_values(groups, prompt):
+        turns = [{name: _plain(value) for name, value in turn.items()} for turn in values.get("turns", ())]
+        yield _text({**values, "turns": turns} if "turns" in values else values)
+
+
+def recorded(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place in the file, values) of each sample in an Arrow file or in JSON lines.
+
+    Raises CheckpointError for a file that is missing or damaged, naming the line that is not JSON.
+    """
+    if path.suffix == SUFFIX:
+        yield from read_samples(path)
+        return
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as cause:
         raise CheckpointError(f"cannot read {path}: {cause}") from cause
-    if text and not text.endswith("\n"):
-        raise CheckpointError(f"{path} ends in the middle of a line")
-    return groups_from_lines(text.split("\n")[:-1], find, str(path))
+    for number, line in enumerate(text.split("\n") if text else [], 1):  # texts may hold other line ends
+        yield f"{path}:{number}", loads(line, f"{path}:{number}")
 
 
-def group_lines(groups: Iterable[Group], prompt: TellPrompt | None = None) -> Iterator[str]:
-    """The JSON lines (without line ends) of ``groups``, in order; with ``prompt`` each says what it was asked.
+def sample_values(groups: Iterable[Group], prompt: TellPrompt | None = None) -> Iterator[dict[str, Any]]:
+    """The values of each sample, in order. With ``prompt`` they include the prompt.
 
-    Raises CheckpointError naming the sample where a reward's ``info`` holds something that is not JSON.
+    Raises CheckpointError naming the sample if a reward's ``info`` holds a value that JSON cannot represent.
     """
     for group in groups:
         row = {"source": group.row.source, "index": group.row.index}
         if not group.trajectories:
-            yield _text({"group": group.number, "sample": None, "row": row})
+            yield {"group": group.number, "sample": None, "row": row}
         for position, trajectory in enumerate(group.trajectories):
             if (trajectory.row.source, trajectory.row.index) != (group.row.source, group.row.index):
                 raise CheckpointError(f"group {group.number}: sample {position} is of another row than its group")
-            line = {"group": group.number, "sample": position, "row": row, **_trajectory_out(trajectory)}
-            yield _text(line if prompt is None else {**line, "prompt": prompt(trajectory)})
+            values = {"group": group.number, "sample": position, "row": row, **_trajectory_out(trajectory)}
+            yield values if prompt is None else {**values, "prompt": prompt(trajectory)}
 
 
-def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollouts") -> list[Group]:
-    """The groups that :func:`group_lines` was given.
+def read_groups(path: Path, find: FindRow) -> list[Group]:
+    """The groups that :func:`write_groups` wrote.
 
     Args:
         find: gives the row of a source at an index, with all its columns.
-        where: the file's name, for messages.
 
-    Raises CheckpointError naming the line that is damaged.
+    Raises CheckpointError for a missing or damaged file, naming the row that is no sample.
     """
     groups: list[Group] = []
-    for number, text in enumerate(lines, 1):
-        place = f"{where}:{number}"
-        line = loads(text, place)
+    for place, line in read_samples(path):
         try:
             _require_type(line["row"]["index"], int, "row.index")
             _require_type(line["group"], int, "group")
@@ -84,43 +102,45 @@ def groups_from_lines(lines: Iterable[str], find: FindRow, where: str = "rollout
             if (group.number, len(group.trajectories)) != (line["group"], line["sample"]):
                 raise CheckpointError(
                     f"{place} is sample {line['sample']} of group {line['group']}; expected sample "
-                    f"{len(group.trajectories)} of group {group.number}. A line is missing."
+                    f"{len(group.trajectories)} of group {group.number}. A row is missing."
                 )
             if (line["row"]["source"], line["row"]["index"]) != (group.row.source, group.row.index):
-                raise CheckpointError(f"{place} is of another row than the samples before it. {WAY_OUT}")
+                raise CheckpointError(f"{place} is of another row of the data than the samples before it. {WAY_OUT}")
             group.trajectories.append(_trajectory_in(line, group.row))
-        except (KeyError, IndexError, TypeError, AttributeError, DataError) as cause:
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, DataError) as cause:
             raise CheckpointError(f"{place} is not a sample: {type(cause).__name__}: {cause}. {WAY_OUT}") from cause
     return groups
 
 
-# Fields are listed by the dataclasses themselves, so that one added there is saved without a change here; only
-# what JSON turns into lists or what is nested is named.
+# Fields are taken from the dataclasses, so a new field is saved without a change here. Only nested fields, and fields
+# that JSON turns into lists, are named.
 
 
 def _trajectory_out(trajectory: Trajectory) -> dict[str, Any]:
-    out = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory) if f.name != "row"}
-    out["turns"] = [{f.name: getattr(turn, f.name) for f in fields(Turn)} for turn in trajectory.turns]
+    out = {name: getattr(trajectory, name) for name in _names(Trajectory) if name != "row"}
+    out["turns"] = [{name: getattr(turn, name) for name in _names(Turn)} for turn in trajectory.turns]
     out["rewards"] = {name: _reward_out(result, name, trajectory) for name, result in trajectory.rewards.items()}
     return out
 
 
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, array) else value
+
+
 def _reward_out(result: RewardResult, name: str, trajectory: Trajectory) -> dict[str, Any]:
     where = f"sample {trajectory.index}: info of reward {name!r}"
-    out = {f.name: getattr(result, f.name) for f in fields(RewardResult)}
+    out = {name: getattr(result, name) for name in _names(RewardResult)}
     return {**out, "info": encode(result.info, where, nonfinite="mark")}
 
 
 def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
-    values = {f.name: line[f.name] for f in fields(Trajectory) if f.name != "row"}
+    values = {name: line[name] for name in _names(Trajectory) if name != "row"}
     turns = [
-        Turn(
-            **{**{f.name: turn[f.name] for f in fields(Turn) if f.name in turn}, "versions": _tuples(turn["versions"])}
-        )
+        Turn(**{**{name: turn[name] for name in _names(Turn) if name in turn}, "versions": _tuples(turn["versions"])})
         for turn in line["turns"]
     ]
     rewards = {
-        name: RewardResult(**{**{f.name: r[f.name] for f in fields(RewardResult)}, "steps": _tuples(r["steps"])})
+        name: RewardResult(**{**{name: r[name] for name in _names(RewardResult)}, "steps": _tuples(r["steps"])})
         for name, r in line["rewards"].items()
     }
     index = tuple(line["index"])
@@ -135,9 +155,9 @@ def _check_fields(part: Any) -> None:
     """Raises TypeError naming a field whose value is not of the type that the dataclass gives it."""
     kind: Any = type(part)
     hints = _hints(kind)
-    for field in fields(part):
-        if field.name not in ("row", "turns", "rewards"):  # made here
-            _require_type(getattr(part, field.name), hints[field.name], field.name)
+    for name in _names(kind):
+        if name not in ("row", "turns", "rewards", "ids", "logprobs"):  # built by the caller
+            _require_type(getattr(part, name), hints[name], name)
 
 
 def _require_type(value: Any, hint: Any, name: str) -> None:
@@ -147,6 +167,11 @@ def _require_type(value: Any, hint: Any, name: str) -> None:
         first = error.errors(include_url=False)[0]
         at = ".".join([name, *map(str, first["loc"])])
         raise TypeError(f"{at}: {str(first['msg']).removeprefix('Input ')}, got {shown(first['input'])}") from None
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 @cache
@@ -165,7 +190,7 @@ def _tuples(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
 
 def _text(line: dict[str, Any]) -> str:
     try:
-        # C speed for the long lists of tokens and log-probs; only the rare infinity takes the slow road.
+        # Fast encoding in C for the long lists of tokens and log-probs; only infinities (rare) need the slow encoder.
         return to_text(line)
     except (ValueError, TypeError):
         marked = encode(line, f"group {line['group']}, sample {line['sample']}", nonfinite="mark")

@@ -1,8 +1,8 @@
 """The checkpoints of one run: ``checkpoints/step-000123``, each with a manifest of checksums.
 
-A checkpoint is written beside its final place and renamed when every byte is on disk, so a folder named
-``step-*`` is complete at every moment the process may die. Old ones are deleted after the new one is in place.
-No pickle: what is written is up to the caller (safetensors, JSON), and the manifest is JSON.
+A checkpoint is written to a temporary folder and renamed when every byte is on disk, so a folder named ``step-*`` is
+complete even if the process dies at any moment. Old checkpoints are deleted after the new one is in place. There is no
+pickle: the caller chooses the format (safetensors, JSON), and the manifest is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class SavedBest(SavedPart):
-    """``best.json``; beside it, whatever says what was best."""
+    """``best.json``. Further fields describe the metric."""
 
     step: Counter
 
@@ -36,8 +36,8 @@ class CheckpointStore:
     """Saves, finds and rotates the checkpoints below ``run_dir``.
 
     Args:
-        keep: how many of the newest stay; the best one stays besides.
-        note: called with a line of text for whatever is skipped or repaired; the lines are also in ``notes``.
+        keep: number of newest checkpoints that are kept, in addition to the best one.
+        note: called with a line of text for everything that is skipped or repaired; the lines are also in ``notes``.
 
     Only the process that holds the run directory's lock may save or clean.
     """
@@ -55,14 +55,14 @@ class CheckpointStore:
     def save(
         self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any], best: Mapping[str, Any] | None = None
     ) -> Path:
-        """Make checkpoint ``step`` of what ``write(folder)`` puts into an empty folder.
+        """Make checkpoint ``step`` from the files that ``write(folder)`` puts into an empty folder.
 
         Args:
-            meta: JSON values that say which run this is; see :func:`rlhf_runtime.checkpoint.describe`.
-            best: {"metric", "value"} where this is the best checkpoint so far: it is then never rotated away.
+            meta: JSON values that identify the run; see :func:`rlhf_runtime.checkpoint.describe`.
+            best: {"metric", "value"} if this is the best checkpoint so far, which is not deleted by rotation.
 
-        Returns the finished folder. Raises CheckpointError where it cannot be written (disk full); older
-        checkpoints are then untouched and nothing half-written stays.
+        Returns the finished folder. Raises CheckpointError if it cannot be written (disk full); older checkpoints are
+        then unchanged and no incomplete files remain.
         """
         target = self.root / f"step-{step:06d}"
         temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
@@ -88,13 +88,13 @@ class CheckpointStore:
         return target
 
     def mark_best(self, step: int, **about: Any) -> None:
-        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``about``: which metric
-        has which value; goes to ``best.json``. Passing ``best`` to :meth:`save` leaves no moment between the two."""
+        """Protect the saved checkpoint ``step`` from rotation, in place of the best one so far. ``about``: the metric
+        and its value, for ``best.json``. Passing ``best`` to :meth:`save` instead makes both in one atomic step."""
         self._find(step)
         self._point(step, about)
 
     def clean(self) -> None:
-        """At a run's start: delete what a killed save left and repair the pointer to the best checkpoint."""
+        """At a run's start: delete the files of a killed save and repair the pointer to the best checkpoint."""
         for name in files.remove_leftovers(self.root):
             self._note(f"removed {self.root / name}, left by a process that was killed while saving")
         complete = self.complete()
@@ -106,7 +106,7 @@ class CheckpointStore:
             self._point(marked[-1].step, marked[-1].best)
         elif pointer and pointed < 0:
             (self.root / BEST).unlink()
-            self._note(f"the best checkpoint, step {pointer['step']}, is no longer there")
+            self._note(f"the best checkpoint, step {pointer['step']}, no longer exists")
 
     # -------------------------------------------------------------------------------------- finding
 
@@ -175,7 +175,7 @@ class CheckpointStore:
                 files.discard_folder(old.path)
 
     def unwritten(self, what: str, cause: Exception) -> CheckpointError:
-        """The error for ``what`` of this run that could not be written: says what is left and how to go on."""
+        """The error for a file ``what`` that could not be written. It says what remains and how to continue."""
         kept = [c.step for c in self.complete()]
         text = f"{what} could not be saved: {type(cause).__name__}: {cause}."
         if files.disk_is_full(cause):
@@ -190,7 +190,7 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Turn a full disk, met while ``path`` of this run is written, into an error that says what is left of it."""
+        """While ``path`` is written, turn a full disk into an error that says what remains of the run."""
         try:
             yield
         except Exception as cause:

@@ -1,1 +1,1 @@
-"""The run file: its sections, how it is read, and the checks of what it says."""
+"""The run file: its sections, reading and checking it."""

@@ -1,4 +1,4 @@
-"""Flags of the run file on a command line: the short ones, and a dotted one for every field."""
+"""Flags of the run file on a command line: short flags, and a dotted flag for every field."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ SEVERAL = ("reward", "data", "eval-data")
 
 
 def add_run_file(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Add ``RUN.TOML`` and the short flags that :func:`rlhf_runtime.config.load.short_flags` maps.
+    """Add ``RUN.TOML`` and the short flags.
 
     Args:
         without: short flags that the command does not take, without dashes.
     """
-    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags are laid over it")
+    parser.add_argument("run_file", nargs="?", metavar="RUN.TOML", help="run file; flags override its values")
+    add_short_flags(parser, without)
+
+
+def add_short_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Add the flags that :func:`rlhf_runtime.config.load.short_flags` maps, but for those in ``without``."""
     for name in short_flags():
         if name in without:
             continue
@@ -47,7 +52,7 @@ def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None
     """(dotted path, text) of every short and dotted flag that was given; None for a flag without a value.
 
     Args:
-        renamed: {short flag: dotted path} where a command means something else by it.
+        renamed: {short flag: dotted path} for flags that have another meaning in the command.
     """
     targets = {**short_flags(), **(renamed or {})}
     found: list[tuple[str, str | None]] = []

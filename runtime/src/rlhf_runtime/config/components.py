@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rlhf.errors import ConfigError, PluginError, PluginNotFound, boundary
 from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
 from rlhf.plugins import Plugins, Resolved
+from rlhf.types import RunOptions
 
 from rlhf_runtime.config.flag_values import FlagText, plain, read
 from rlhf_runtime.config.problems import describe, got, origin, unknown_keys
@@ -29,7 +30,7 @@ class Selection:
     config: ComponentConfig
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """``cls(config, *args, **kwargs)``; what the constructor raises is attributed to the plugin."""
+        """``cls(config, *args, **kwargs)``. Errors of the constructor are attributed to the plugin."""
         with boundary(PluginError, f"building {self.resolved}"):
             return self.resolved.cls(self.config, *args, **kwargs)
 
@@ -43,17 +44,18 @@ def component_config(
 ) -> Any:
     """The plugin's Config from the options of its section.
 
-    Strict: a number is not text, text is not a number; lists become tuples, and flags are read by the field's type.
+    Strict: numbers and text are not converted into each other. Lists become tuples, and flags are read as the field's
+    type.
 
     Args:
         where: dotted path of the section, e.g. ``"reward.0"``.
         origins: :attr:`rlhf_runtime.config.runfile.RunFile.origins`, for file and line in messages.
-        suggestions: for names that the section does not read.
+        suggestions: similar names, for options that the section does not have.
 
     Raises ConfigError naming the plugin, its distribution and version, and every problem.
     """
     kind = where.partition(".")[0]
-    section = {**SINGLE, **LISTS}.get(kind)  # `weight` of a reward stands beside the plugin's own options
+    section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are beside the plugin's own options
     beside = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
     config, problems = _config(resolved, options, where, origins or {}, dict.fromkeys(beside), suggestions=suggestions)
     if config is None:
@@ -83,27 +85,27 @@ def build(
     origins: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Resolved]:
-    """The component ``cls(config, *args, **kwargs)`` and where it came from."""
+    """The component ``cls(config, *args, **kwargs)`` and its resolved plugin."""
     selection = select(plugins, kind, choice, where, origins)
     return selection.build(*args, **kwargs), selection.resolved
 
 
 def build_algorithm(
-    plugins: Plugins, choice: Choice, origins: Mapping[str, str] | None = None
+    plugins: Plugins, choice: Choice, origins: Mapping[str, str] | None = None, run: RunOptions | None = None
 ) -> tuple[Algorithm, list[Resolved]]:
-    """The algorithm with a component in each of its slots; the plugins in that order: algorithm, then slots.
+    """The algorithm with a component in each of its slots, and the plugins: the algorithm first, then the slots.
 
     ``[algorithm.<slot>] use = "..."`` replaces a slot's plugin and with it the algorithm's defaults for that slot.
     Raises ConfigError with the problems of the algorithm and all slots at once.
     """
     algorithm, slots = _select_algorithm(plugins, choice, origins or {})
     parts: dict[str, Component] = {name: selection.build() for name, selection in slots.items()}
-    return algorithm.build(parts), [algorithm.resolved, *(s.resolved for s in slots.values())]
+    return algorithm.build(parts, run), [algorithm.resolved, *(s.resolved for s in slots.values())]
 
 
 def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]) -> list[str]:
-    """What is wrong with the options of all these plugins, a text for each plugin; and those that are not installed,
-    where there is such a text."""
+    """Problems of the options of all these plugins, one text per plugin. If there are any, plugins that are not
+    installed are listed too."""
     suggestions = Suggestions(plugins, chosen)
     problems, missing = [], []
     for kind, where, choice in chosen:
@@ -117,12 +119,12 @@ def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]
         except PluginNotFound as error:
             missing.append(str(error))
         except PluginError:
-            continue  # raised where the plugin is made
+            continue  # raised when the plugin is built
     return problems + missing if problems else []
 
 
 def chosen_by(run: RunFile) -> Chosen:
-    """The plugins that a run file selects, each with the section that says so."""
+    """The plugins that a run file selects, each with its section."""
     chosen = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
     for kind in LISTS:
         chosen += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
@@ -134,10 +136,10 @@ def chosen_by(run: RunFile) -> Chosen:
 
 
 def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
-    """The run file with every option of every selected plugin filled in: what ``config.toml`` holds.
+    """The run file with every option of every selected plugin filled in. A run writes it to ``config.toml``.
 
-    Loading it again selects and configures the same; later changes of a plugin's defaults do not reach it.
-    Raises ConfigError with what is wrong with the options of all plugins.
+    Loading it again selects and configures the same plugins, even if a plugin's defaults change later.
+    Raises ConfigError with the problems of the options of all plugins.
     """
     origins = run.origins
     if problems := option_problems(plugins, chosen_by(run), origins):
@@ -210,7 +212,7 @@ def _select_algorithm(
 def _slot(
     plugins: Plugins, slot: Slot, given: Any, where: str, origins: Mapping[str, str]
 ) -> tuple[Resolved, dict[str, Any]]:
-    """The plugin of a slot and its options, the algorithm's defaults included where they apply."""
+    """The plugin of a slot and its options, with the algorithm's defaults if they apply."""
     if isinstance(given, str):
         given = {"use": str(given)}
     if not isinstance(given, Mapping):
@@ -233,7 +235,7 @@ def _same(plugins: Plugins, slot: Slot, chosen: Resolved) -> bool:
         return True
     try:
         return bool(plugins.resolve(slot.kind, slot.use).cls is chosen.cls)
-    except PluginError:  # the default is not installed or ambiguous, so it is not what was chosen
+    except PluginError:  # the default is not installed or ambiguous, so it was not chosen
         return False
 
 
@@ -246,8 +248,8 @@ def _config(
     elsewhere: Mapping[str, str] | None = None,
     suggestions: Suggestions | None = None,
 ) -> tuple[ComponentConfig | None, list[str]]:
-    """The config, or None and what is wrong. ``extra``: further keys the section may have; ``elsewhere``: {field:
-    slot} of fields that belong one level deeper."""
+    """The config, or None and the problems. ``extra``: further keys that the section may have; ``elsewhere``: {field:
+    slot} of fields that belong into a slot's section."""
     problems = []
     model = resolved.cls.Config
     merged = dict(resolved.options)

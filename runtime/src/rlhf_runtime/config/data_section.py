@@ -1,12 +1,12 @@
-"""The section ``[data]`` of the run file: where rows come from, which columns they have, how they become tokens."""
+"""The section ``[data]`` of the run file: the sources of rows, their columns, and how rows become tokens."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.paths import PathText
 from rlhf_hub.hub import hub_name
 
 from rlhf_runtime.config.sections import Count, Share, unique
@@ -17,13 +17,13 @@ class SourceSection(ComponentConfig):
     """A jsonl / json / csv / parquet / arrow file (``.gz`` allowed), a folder saved by ``datasets``, or a name on
     the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     name: str = ""
-    """For per-source metrics; the file's stem where empty."""
+    """Name in per-source metrics; if empty, the file's stem."""
     split: str = "train"
-    """Of a hub name or a saved folder."""
+    """Split of a hub name or a saved folder."""
     subset: str | None = None
     """Configuration of a hub name."""
     probability: Share | None = None
-    """Share of draws; give it for all sources or for none (then sources are concatenated)."""
+    """Share of draws. Give it for all sources or for none; without it, sources are concatenated."""
     max_rows: Count | None = None
     """Use only the first rows."""
 
@@ -37,18 +37,19 @@ class SourceSection(ComponentConfig):
 
 class DataSection(ComponentConfig):
     train: tuple[SourceSection, ...] = ()
-    """Sources; a text is the path of one."""
+    """Sources of training rows; a text is the path of one source."""
     eval: tuple[SourceSection, ...] = ()
-    """Sources of held-out rows, each used once an evaluation."""
+    """Sources of held-out rows. Each evaluation uses every row once."""
     batch_size: Count = 16
     """Prompts (online) or rows (offline) per step."""
     shuffle: bool = True
-    """Another order in every pass, from ``run.seed``; false: as the sources are written."""
+    """Shuffle the rows in every pass, from ``run.seed``; false: keep the order of the sources."""
     prompt: str | None = None
-    """Column with the prompt: text, or a list of ``{role, content}`` messages. Where this and the columns below are
-    absent they are ``prompt``, ``response``, ``chosen``, ... where a source has these, and recognised else."""
+    """Column with the prompt: text, or a list of ``{role, content}`` messages. If this option and the columns below are
+    not set, the columns ``prompt``, ``response``, ``chosen``, ... are used if a source has them; otherwise common
+    layouts are recognised."""
     response: str | None = None
-    """Column with the answer (demonstrations, labels); ``messages`` takes its place where set."""
+    """Column with the answer (demonstrations, labels). If ``messages`` is set, it is used instead."""
     messages: str | None = None
     """Column with whole conversations (demonstrations, labels)."""
     chosen: str | None = None
@@ -56,25 +57,25 @@ class DataSection(ComponentConfig):
     rejected: str | None = None
     """Column with the worse answer of a pair."""
     margin: str | None = None
-    """Column with how much better the chosen answer of a pair is (a number); read only where named."""
+    """Column with the margin of a pair: a number that says how much better the chosen answer is. Read only if set."""
     label: str | None = None
-    """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``; ``label`` where absent."""
+    """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``. Default: ``label``."""
     steps: str | None = None
-    """Column with the steps of a solution: a list of texts; ``completions`` where absent."""
+    """Column with the steps of a solution: a list of texts. Default: ``completions``."""
     step_labels: str | None = None
-    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1); ``labels``
-    where absent."""
+    """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1). Default:
+    ``labels``."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
-    """Text after each step; a step ends at the token in which it ends."""
+    """Text after each step. A step ends at the token in which this text ends."""
     template: Literal["auto", "chat", "plain"] = "auto"
-    """``chat``: the tokenizer's chat template (an error where it has none); ``plain``: text as it is; ``auto``: chat
-    where the tokenizer has a template."""
+    """``chat``: the tokenizer's chat template (an error if it has none); ``plain``: text without a template; ``auto``:
+    ``chat`` if the tokenizer has a template, otherwise ``plain``."""
     chat_template: PathText | None = None
-    """A file with the chat template (Jinja) to use in place of the tokenizer's own; it goes with every export."""
+    """A file with the chat template (Jinja) to use in place of the tokenizer's own. Exported models contain it."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the chat template, e.g. ``enable_thinking = false``."""
+    """Arguments of the chat template, e.g. ``enable_thinking = false``."""
     system: str | None = None
-    """System message put before every prompt (chat), or text put before it (plain)."""
+    """System message before every prompt (chat), or text before every prompt (plain)."""
     input_template: str | None = None
     """Plain only: a format string with column names, e.g. ``"Q: {question}\\nA: "``; replaces ``prompt``."""
     loss_on: Literal["completion", "assistant", "all"] = "completion"
@@ -82,14 +83,15 @@ class DataSection(ComponentConfig):
     add_eos: bool = True
     """Plain only: end demonstrations with the end token."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt; where absent only ``max_tokens`` bounds it."""
+    """Longest prompt, in tokens. Without it, only ``max_tokens`` limits prompts."""
     max_tokens: Count = 2048
-    """Longest sequence: prompt, observations and answers."""
+    """Longest sequence, in tokens: prompt, observations and answers together."""
     too_long: Literal["error", "drop"] = "error"
-    """Rows over the limits: refused with file and line, or dropped and counted. Never cut."""
+    """Rows over the limits: ``error`` refuses them with file and line, ``drop`` leaves them out and counts them. Rows
+    are never truncated."""
     bad_rows: Literal["error", "drop"] = "error"
-    """Rows from which nothing can be learnt or that cannot be read (an empty answer, equal answers of a pair, a label
-    that is none): refused with file and line, or dropped and counted."""
+    """Rows that cannot be read or cannot be trained on (an empty answer, equal answers of a pair, an invalid label):
+    ``error`` refuses them with file and line, ``drop`` leaves them out and counts them."""
 
     @model_validator(mode="after")
     def _sources(self) -> DataSection:

@@ -1,9 +1,9 @@
-"""Values given as text on the command line, read by the type of the field they are for.
+"""Values given as text on the command line, read as the type of their field.
 
-A flag's text becomes the TOML value it spells where the field takes that, and stays text where the field takes text:
-``--run.seed 3`` is an integer, ``--run.name 3`` the text "3". ``True`` and ``False`` are booleans too, and a flag
-without a value is true where the field takes a boolean. Nothing else is converted. A plugin's option keeps its text as
-:class:`FlagText` until the plugin, and with it the field's type, is known.
+A flag's text is read as a TOML value if the field's type allows it, and stays text if the field is text: ``--run.seed
+3`` is an integer, ``--run.name 3`` is the text "3". ``True`` and ``False`` are booleans too. A flag without a value is
+true if the field is a boolean. No other conversion is made. A plugin's option keeps its text as :class:`FlagText` until
+the plugin, and so the field's type, is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _MISSING = object()
 
 PLUGIN_OPTIONS = "plugin options"
-"""In a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
+"""Marker in a field's ``Annotated`` metadata: the values belong to a plugin, so their types are not known yet."""
 
 
 class Alone(enum.Enum):
@@ -47,20 +47,20 @@ class FlagText(str):
 
     @property
     def value(self) -> Any:
-        """The TOML value it spells, or the text itself."""
+        """The text as a TOML value, or the text itself if it is not one."""
         value = toml_value(self)
         return str(self) if value is _MISSING else value
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that was given in Python in place of a flag's text: it is taken as it is."""
+    """A value that was given in Python in place of a flag's text. It is not converted."""
 
     value: Any
 
 
 def toml_value(text: str) -> Any:
-    """The TOML value, or Python's boolean, that ``text`` spells on one line, or a sentinel where it spells none."""
+    """``text`` on one line as a TOML value or a Python boolean; a sentinel if it is neither."""
     if text in PYTHON_BOOLEANS:
         return PYTHON_BOOLEANS[text]
     if "\n" in text:
@@ -73,7 +73,7 @@ def toml_value(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with every FlagText in it read without knowing its field."""
+    """``value`` with every FlagText read without knowing its field."""
     if value is ALONE:
         return True
     if isinstance(value, FlagText):
@@ -88,8 +88,8 @@ def plain(value: Any) -> Any:
 def read(annotation: Any, value: Any) -> Any:
     """``value`` (from TOML or flags) in the form that strict validation of ``annotation`` accepts.
 
-    Lists become tuples, text becomes paths or enumerations, exactly where JSON has no other way to write them;
-    a value that fits nowhere is returned as it is, for validation to report.
+    Lists become tuples, and text becomes paths or enumerations, only for types that JSON cannot express. A value of a
+    wrong type is returned unchanged, so that validation reports it.
     """
     model = model_of(annotation)
     if model is not None and isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """Load a run file and flags into :class:`~rlhf_runtime.config.runfile.RunFile`, and write it back.
 
-Two layers: the TOML file, then flags in the order given (a flag given twice: the last one counts). Every problem of
-both is reported at once, those of the selected plugins' options included. A later layer may select another plugin, but
-what an earlier layer set for the plugin that is replaced is then an error naming both, never dropped. For launcher,
-trainer and generator, which are where a run runs and not what it computes, those options are the new plugin's to read
-or to refuse.
+There are two layers: the TOML file, then the flags, in the order given (the last of equal flags wins). All problems of
+both are reported at once, including those of plugins' options. A later layer may select another plugin. Options that an
+earlier layer set for the replaced plugin are then an error that names both; they are never dropped. The sections
+launcher, trainer and generator are an exception, because they say where a run executes, not what it computes: the new
+plugin gets those options, and reads or refuses them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from rlhf.secrets import find_secrets
 from rlhf_runtime.config.components import chosen_by, option_problems
 from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
 from rlhf_runtime.config.overrides import Override, Overrides
+from rlhf_runtime.config.placeholders import unfilled
 from rlhf_runtime.config.problems import describe, got, origin, raise_problems
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
 MAX_DEPTH = 100
-"""Of tables and lists in one another; no section has more than a handful."""
+"""Deepest nesting of tables and lists. No section needs more than a few levels."""
 
 _SHORT = {
     "algo": "algorithm.use",
@@ -50,7 +51,7 @@ _SHORT = {
 
 
 def short_flags() -> Mapping[str, str]:
-    """{short flag without dashes: what it stands for in :func:`load`'s overrides}.
+    """{short flag without dashes: dotted path, as in :func:`load`'s overrides}.
 
     ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` and
     ``overwrite`` take the text ``true``.
@@ -59,16 +60,16 @@ def short_flags() -> Mapping[str, str]:
 
 
 def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins | None = None) -> RunFile:
-    """The run file with flags laid over it.
+    """The run file with the flags applied to it.
 
     Args:
-        path: a TOML file, or None where flags say everything.
+        path: a TOML file, or None if flags give all values.
         overrides: (dotted flag without dashes, raw text, None for a flag without a value, or a value given in Python).
             A list section's entries are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``);
             ``reward``, ``observer``, ``data.train`` and ``data.eval`` alone replace the whole list.
-        plugins: those whose options and names are suggested; the installed ones where absent.
+        plugins: plugins whose options and names are suggested; default: the installed ones.
 
-    Raises ConfigError listing every problem with its path, where it was written, the value got and what is allowed.
+    Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
     """
     text = _read(path) if path is not None else ""
     shown = Path(path).name if path is not None else "flags"
@@ -87,6 +88,7 @@ def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins 
     data, origins = layers.data, layers.origins
     what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
     raise_problems("the configuration holds secrets", _secret_problems(data, origins))
+    raise_problems("the run file is not filled in", unfilled(data, origins))
     problems = [*layers.problems, *_integer_problems(data, origins)]
     try:
         run = RunFile.model_validate(read(RunFile, long_form(data)))
@@ -99,11 +101,13 @@ def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins 
         problems += option_problems(plugins, chosen_by(run), origins)
     raise_problems(what, problems)
     run.origins.update(origins)
+    filled = {f"{key}.use" for key in SINGLE if isinstance(data.get(key), Mapping) and "use" not in data[key]}
+    run.origins.options = tuple(path for path in run.origins.options if path not in filled)
     return run
 
 
 def _chosen_in(data: Mapping[str, Any]) -> Chosen:
-    """The plugins that nested tables select, as far as they are written rightly."""
+    """The plugins that nested tables select; invalid selections are left out."""
     chosen = []
     tables = long_form(dict(data))
     for kind in {**SINGLE, **LISTS}:
@@ -118,8 +122,7 @@ def _chosen_in(data: Mapping[str, Any]) -> Chosen:
 
 
 def unquoted(text: str, error: str) -> str:
-    """What to write in place of a word that is no TOML value, from the line that ``error`` names; empty where there is
-    no such word."""
+    """Advice for a word that is not a TOML value, in the line that ``error`` names; empty if there is no such word."""
     place = re.search(r"\(at line (\d+), column (\d+)\)", error)
     if place is None or int(place[1]) > len(lines := text.splitlines()):
         return ""
@@ -128,7 +131,7 @@ def unquoted(text: str, error: str) -> str:
     word = whole[1] if whole else _word(line, column) if error.startswith("Invalid value") else ""
     if word in PYTHON_BOOLEANS:
         return f" TOML's booleans are written true and false, got {word}."
-    if not word or FlagText(word).value != word:  # it is a value, and the line before lacks its end
+    if not word or FlagText(word).value != word:  # the word is a valid value, so the error is in the line before
         return ""
     if word in ("None", "null"):
         return f" TOML has no {word}: leave the line out."
@@ -136,14 +139,15 @@ def unquoted(text: str, error: str) -> str:
 
 
 def _word(line: str, column: int) -> str:
-    """The word of a line that holds this column."""
+    """The word of a line at this column."""
     return next((m[0] for m in re.finditer(r"[^\s,\[\]{}=#\"']+", line) if m.start() <= column < m.end()), "")
 
 
 def to_toml(run: RunFile) -> str:
     """The configuration with all defaults, as TOML; :func:`load` reads it back to an equal RunFile.
 
-    What is None (nothing set, and TOML has no word for it) is left out. Raises ConfigError where it holds a secret.
+    Values of None are left out, because TOML cannot express them. Raises ConfigError if the configuration holds a
+    secret.
     """
     data = _sections(run)
     raise_problems("the configuration holds secrets", _secret_problems(data, {}))
@@ -198,7 +202,7 @@ def _read(path: str) -> str:
 
 
 def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Override]:
-    """``--backend NAME`` as the three flags that it stands for."""
+    """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator."""
     expanded: list[Override] = []
     for key, given in overrides:
         value = given.value if isinstance(given, Given) else given
@@ -210,7 +214,7 @@ def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Ove
 
 
 def _backend(name: str, plugins: Plugins) -> dict[str, str]:
-    """{kind: reference} of the launcher, the trainer and the generator that a backend stands for."""
+    """{kind: reference} of the launcher, the trainer and the generator of a backend."""
     try:
         backend = plugins.resolve("backend", name)
     except PluginNotFound:
@@ -238,7 +242,7 @@ def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
 
 
 def _check_depth(data: Any) -> None:
-    """Raises ConfigError where tables and lists are nested deeper than what follows can walk through."""
+    """Raises ConfigError if tables and lists are nested too deeply for the recursive functions below."""
     level = [data]
     for _ in range(MAX_DEPTH):
         within = [v for node in level for v in (node.values() if isinstance(node, Mapping) else node)]
@@ -253,7 +257,7 @@ def _check_depth(data: Any) -> None:
 
 
 def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") -> list[str]:
-    """Integers of more than 64 bits: TOML has none, and neither have the tensors and counters that they would go to."""
+    """Problems of integers with more than 64 bits, which TOML, tensors and counters do not support."""
     if isinstance(value, FlagText):
         value = value.value
     if isinstance(value, Mapping | list | tuple):

@@ -1,4 +1,4 @@
-"""The models that a run file names: looked for before anything heavy is imported."""
+"""Look up the models that a run file names before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlhf_runtime.config.runfile import RunFile
 
 
 def look_for_models(config: RunFile) -> None:
-    """Whether the models that a run file names are here, or known to the hub: asked before torch is imported, which
-    takes seconds, so that a mistyped name takes none. What a hub's client downloaded before is taken to be there still,
-    and a resume goes on with the commits that it recorded.
+    """Check that the models that a run file names exist as folders or on the hub. This runs before torch is imported,
+    which takes seconds, so that a mistyped name fails at once. A model that the hub's client downloaded before is
+    assumed to exist still, and a resume uses the commits that it recorded.
 
     Raises ModelError.
     """

@@ -1,4 +1,4 @@
-"""Checks of runs that sample, before anything starts: a part of :mod:`rlhf_runtime.config.validation`."""
+"""Checks of online runs before anything starts; part of :mod:`rlhf_runtime.config.validation`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf.types import Needs, OnlineShape
 from rlhf_runtime.config.runfile import RunFile
 
 CORRECTION = "correction"
-"""In ``Needs.features``: the loss corrects for sampling from another distribution than the policy's."""
+"""Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
 
 
 def sampling_problems(
@@ -19,8 +19,7 @@ def sampling_problems(
     scored: bool,
     rollout_replays_env: bool = False,
 ) -> list[str]:
-    """What does not fit together in how answers are sampled, scored and filtered. Arguments as for
-    :func:`rlhf_runtime.config.validation.check`."""
+    """Problems of sampling, scoring and filtering. Arguments as for :func:`rlhf_runtime.config.validation.check`."""
     problems, s = [], run.sampling
     name = algorithm.name
     if s.samples_per_prompt < needs.group_min:
@@ -61,20 +60,21 @@ def sampling_problems(
         )
     if needs.given and run.env is not None:
         problems.append(
-            f"{name} configured like this learns from the answers of {needs.given:.3g} of the rows, which answer the "
-            f"row's prompt and no environment, but env {run.env.use!r} is set. Remove it, or have all answers sampled."
+            f"{name} configured like this learns from the answers of a share of {needs.given:.3g} of the rows. These "
+            f"answers are to the row's prompt, not to an environment, but env {run.env.use!r} is set. Remove it, or "
+            "have all answers sampled."
         )
     if run.stream.round > 1 and run.stream.staleness > 0:
         problems.append(
-            f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both say with which "
-            "weights a batch is generated. Set --stream.staleness 0 for rounds, or --stream.round 1."
+            f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both define which "
+            "weights generate a batch. Set --stream.staleness 0 for rounds, or --stream.round 1."
         )
     problems += _filtering(run, unscored=unscored and not needs.reward)
     return problems
 
 
 def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
-    """Rewards at turns are for estimators that read them there."""
+    """Rewards at single turns need an estimator that supports them."""
     if run.env is None or run.env.credit == "outcome":
         return []
     estimators = [part for part in algorithm.parts.values() if isinstance(part, Advantage)]
@@ -82,30 +82,30 @@ def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
         return []
     named = f"advantage {estimators[0].name!r}" if estimators else f"algorithm {algorithm.name!r}"
     return [
-        f"env.credit = 'step': {named} compares the sums of whole trajectories, and rewards at single turns would lie "
-        "outside of that comparison. Set --env.credit outcome, or use an advantage without a baseline over groups."
+        f"env.credit = 'step': {named} compares sums of rewards over whole trajectories, which would not contain the "
+        "rewards at single turns. Set --env.credit outcome, or use an advantage without a baseline over groups."
     ]
 
 
 def env_problems(run: RunFile, rollout_needs_env: bool, rollout_replays_env: bool) -> list[str]:
-    """Where the rollout and the environment do not fit together, in training or in evaluation."""
+    """Problems of the rollout with the environment, in training or in evaluation."""
     if rollout_needs_env and run.env is None:
         return [f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME."]
     if run.env is not None and not rollout_needs_env and not rollout_replays_env:
         return [
-            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses none. Set --rollout.use to one that "
-            "does (e.g. multi_turn), or remove it."
+            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses no environment. Set --rollout.use to a "
+            "rollout that does (e.g. multi_turn), or remove [env]."
         ]
     return []
 
 
 def _filtering(run: RunFile, unscored: bool) -> list[str]:
-    """``unscored``: nothing scores the answers, and nothing has to."""
+    """``unscored``: answers have no scores and need none."""
     problems, f = [], run.stream.filter
     if f is None:
         return []
     if unscored:
-        problems.append("stream.filter reads scores, and nothing gives any. Remove it, or set --reward NAME.")
+        problems.append("stream.filter reads scores, but the run has no reward. Remove it, or set --reward NAME.")
     if f.low is None and f.high is None and f.min_std is None:
         problems.append("stream.filter: neither low, high nor min_std is set, so it would filter nothing.")
     if f.low is not None and f.high is not None and f.low >= f.high:
@@ -118,7 +118,7 @@ def _filtering(run: RunFile, unscored: bool) -> list[str]:
 
 
 def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
-    """Only in an environment it is known how many turns an answer can have."""
+    """The shape of the run. The number of turns of an answer is known only in an environment."""
     s, most = run.sampling, run.data.max_tokens - 1
     turns = run.env.max_turns if rollout_needs_env and run.env is not None else 1
     answer = min(s.max_new_tokens * turns, most)
@@ -128,7 +128,7 @@ def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
 def capability_problems(
     algorithm: Algorithm, needs: Needs, generator: type[Generator] | None, trainer: type[Trainer] | None
 ) -> list[str]:
-    """What the generator cannot tell the algorithm, or take from the trainer."""
+    """Missing capabilities of the generator: log-probs for the algorithm, or weights from the trainer."""
     problems = []
     if generator is not None and needs.generator_logprobs and "logprobs" not in generator.capabilities:
         problems.append(

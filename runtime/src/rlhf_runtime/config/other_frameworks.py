@@ -1,7 +1,7 @@
-"""What TRL (1.x, with transformers' TrainingArguments) and OpenRLHF (flat and dotted) call options of ours.
+"""Names of options in TRL (1.x, with transformers' TrainingArguments) and OpenRLHF (flat and dotted), and ours.
 
-A name only suggests: nothing is ever set by it. Of several options the ones that the run at hand has are suggested.
-Names that differ by a word alone (``lr``, ``seed``) are found without this table.
+The table is used for suggestions only and never sets an option. If a name maps to several options, those that the run
+has are suggested. Names that differ by a word only (``lr``, ``seed``) are found without this table.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _TRL: Mapping[str, tuple[str, ...]] = {
     "max_tool_calling_iterations": ("env.max_turns",),
 }
 _OPENRLHF: Mapping[str, tuple[str, ...]] = {
-    # before the names had dots
+    # OpenRLHF, flat names
     "pretrain": _MODEL,
     "ref_pretrain": ("reference.model",),
     "critic_pretrain": ("critic.model",),
@@ -217,7 +217,7 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
     "wandb_org": ("observer.0.entity",),
     "margin_loss": ("data.margin",),
     "ref_offload": ("reference.trainer.offload_params",),
-    # since they have dots; what ends like a name above, or like one of our options, is found by it
+    # OpenRLHF, dotted names. Names that end like a name above, or like one of our options, are found without an entry.
     "actor.model_name_or_path": _MODEL,
     "critic.model_name_or_path": ("critic.model",),
     "ref.model_name_or_path": ("reference.model",),
@@ -280,5 +280,5 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
     "ref.offload": ("reference.trainer.offload_params",),
 }
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({**_TRL, **_OPENRLHF})
-"""{name, or the end of a dotted one: dotted options of ours that it may mean}. ``reward``, ``observer``,
-``data.train`` and ``data.eval`` stand for the whole list."""
+"""{name, or the end of a dotted name: our dotted options that it may mean}. ``reward``, ``observer``, ``data.train``
+and ``data.eval`` stand for the whole list."""

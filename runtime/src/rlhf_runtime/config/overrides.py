@@ -1,4 +1,4 @@
-"""Flags laid over a run file's nested tables, keeping track of who set what."""
+"""Apply flags to a run file's nested tables, and record the origin of every value."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice, label_of
 
 LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
-"""{path of a list of sections: the field that a plain text stands for}."""
+"""{path of a list of sections: the field that a plain text sets}."""
 RUNTIME = ("launcher", "trainer", "generator")
-"""Where another plugin does the same work elsewhere: it reads the options of the one that it replaces (a learning rate
-is one on any trainer), and refuses those that it does not have."""
+"""Sections whose plugin may be replaced without dropping its options: the new plugin reads the options of the old one
+(every trainer has a learning rate), and refuses those that it does not have."""
 
 Override = tuple[str, str | Given | None]
 """(dotted path, the flag's text; None of a flag without a value; or a value given in Python)."""
@@ -26,7 +26,7 @@ class Overrides:
     """``data`` after :meth:`apply`, ``origins`` of every path, ``problems`` found on the way.
 
     Args:
-        suggest: `` Did you mean ...?`` for a flag that leads nowhere, or an empty string.
+        suggest: returns `` Did you mean ...?`` for an unknown flag, or an empty string.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Overrides:
         self.problems: list[str] = []
 
     def apply(self, overrides: Sequence[Override]) -> None:
-        """Whole lists first, then ``use``, then single fields: the order on the command line does not matter."""
+        """Apply whole lists first, then ``use``, then single fields, whatever their order on the command line."""
         lists: dict[str, list[str | Given]] = {}
         fields: dict[str, str | Given | None] = {}
         for key, raw in overrides:
@@ -166,12 +166,12 @@ class Overrides:
 
 
 def _origin(key: str, raw: str | Given | None) -> str:
-    """Who set a value, for messages."""
+    """Origin of a value, for messages."""
     return f"option {key!r}" if isinstance(raw, Given) else f"flag --{key}"
 
 
 def _is_section(key: str) -> bool:
-    """Whether a top-level name holds fields, and no text may stand for it."""
+    """Whether a top-level name is a section without a short form as text."""
     field = RunFile.model_fields.get(key)
     if field is None or key in SINGLE or key in LISTS:
         return False
@@ -193,7 +193,7 @@ def _default(path: str) -> str | None:
 
 
 def _own_fields(path: str) -> set[str]:
-    """Fields of the section itself, which stay valid whatever plugin it selects."""
+    """Fields of the section itself, which are valid for every plugin."""
     kind = path.split(".")[0]
     section = SINGLE.get(path) or (LISTS.get(kind) if path.count(".") == 1 else None)
     return set(section.model_fields) if section is not None else {"use"}

@@ -1,4 +1,4 @@
-"""Who lives where: the run file's ``[placement]`` as one place per role, checked."""
+"""The run file's ``[placement]`` as one checked place per role."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_runtime.config.sections import PlacementSection
 
 
 def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], generator: bool) -> dict[str, Place]:
-    """A place for every role of the run, and for the generator where it has one.
+    """A place for every role of the run, and for the generator if there is one.
 
-    Raises ConfigError listing every section that names or shares with what the run does not hold, sharing in a chain
-    or a circle, and devices given twice.
+    Raises ConfigError listing every section that names, or shares with, a role that the run does not hold, shares in a
+    chain or a circle, or gives devices twice.
     """
     held = [*roles, GENERATOR] if generator else list(roles)
     problems = []
@@ -54,7 +54,7 @@ def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:
         generator: its name, for the message.
         parallel: ``Generator.parallel_sizes``.
 
-    Raises ConfigError where an engine has fewer devices than workers. More are for whoever knows the devices to judge
+    Raises ConfigError if an engine has fewer devices than workers. The launcher checks engines with more devices
     (:func:`rlhf.interfaces.launcher.check_workers`).
     """
     tensor, pipeline = parallel
@@ -69,6 +69,6 @@ def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:
 
 
 def neighbours(places: Mapping[str, Place], name: str) -> list[str]:
-    """Everyone else who lives on the devices of ``name``."""
+    """The other roles on the devices of ``name``, and the generator if it is there."""
     home = places[name].share or name
     return [other for other, place in places.items() if other != name and (place.share or other) == home]

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, one line a problem: path, origin, value got, what is allowed, nearest match."""
+"""Messages about a configuration, one line per problem: path, origin, value got, what is allowed, nearest match."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TOML_NAMES: dict[type, str] = {
     type(None): "nothing",
 }
 _RESERVED = frozenset({"options"})
-"""Fields that no one writes: they hold what is not a field of the section."""
+"""Fields that users do not write: they hold a plugin's options."""
 
 
 def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
-    """Raises one error that lists every problem; nothing where there is none."""
+    """Raises one error that lists every problem. Returns if there is none."""
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -43,7 +43,7 @@ def describe(
     """One line for each error of validating ``model``, whose fields the user writes below ``prefix``.
 
     Args:
-        suggestions: for names that no section reads; those of the section itself only, where absent.
+        suggestions: finds similar names for unknown keys; default: only names of the section itself.
     """
     found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in error.errors(include_url=False):
@@ -64,7 +64,7 @@ def unknown_keys(
     origins: Mapping[str, str],
     suggestions: Suggestions | None = None,
 ) -> list[str]:
-    """The lines for a key that nothing reads; one for each that is written below it."""
+    """The lines for an unknown key: one for each key below it."""
     names = sorted(set(allowed) - _RESERVED)
     listed = f"allowed are {', '.join(names)}" if names else "there are no options"
     lines = []
@@ -74,7 +74,7 @@ def unknown_keys(
             near = did_you_mean(path.rpartition(".")[2], names)
         else:
             near = suggestions.near(written, names if written == path else (), "flag --" in where)
-        here = "" if near and "'" not in near else f" Here {listed}."  # what stands elsewhere is not quoted
+        here = "" if near and "'" not in near else f" Here {listed}."  # suggestions from other sections are not quoted
         if "." not in written and "flag --" in where:
             dots = "" if near else " Fields of the run file are dotted: --run.seed 3"
             lines.append(f"no flag --{written}.{near}{dots}")
@@ -92,7 +92,7 @@ def leaves(table: Mapping[str, Any]) -> list[str]:
 
 
 def origin(path: str, origins: Mapping[str, str]) -> str:
-    """`` (run.toml, line 3)``, of the path or the nearest section above it that was written; empty if none was."""
+    """`` (run.toml, line 3)``: where the path, or the nearest section above it, was written; empty if nowhere."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         found = origins.get(".".join(parts[:n]))

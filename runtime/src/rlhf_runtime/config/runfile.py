@@ -1,6 +1,6 @@
 """The run file as a whole: its sections, its short forms, and where each value was written.
 
-``config.py`` loads TOML and flags into :class:`RunFile`; nothing else reads them raw. The sections are in
+:mod:`rlhf_runtime.config.load` makes a :class:`RunFile` from TOML and flags. The sections are in
 :mod:`rlhf_runtime.config.sections` and :mod:`rlhf_runtime.config.data_section`.
 """
 
@@ -30,6 +30,7 @@ from rlhf_runtime.config.sections import (
 
 SINGLE: dict[str, type[Choice]] = {
     "algorithm": Choice,
+    "curriculum": Choice,
     "rollout": Choice,
     "env": EnvSection,
     "trainer": Choice,
@@ -73,14 +74,14 @@ def expand(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def long_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Short forms spelled out (``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train = "FILE"``) and
-    plugins' options put apart, as the sections hold them."""
+    """The tables with short forms expanded (``algorithm = "NAME"``, ``reward = ["NAME", ...]``, ``data.train =
+    "FILE"``) and plugins' options separated, as the sections hold them."""
     data = expand(data)
     for key, cls in SINGLE.items():
         if key in data:
             data[key] = _with_options(cls, data[key])
             usual = RunFile.model_fields[key].default
-            if isinstance(usual, Choice) and isinstance(data[key], dict):  # `[trainer] lr = 1e-5` is of the usual one
+            if isinstance(usual, Choice) and isinstance(data[key], dict):  # `[trainer] lr = 1e-5`: the default
                 data[key] = {"use": usual.use, **data[key]}
     for key, cls in LISTS.items():
         if key in data:
@@ -92,7 +93,7 @@ def long_form(data: dict[str, Any]) -> dict[str, Any]:
 
 
 class Origins(dict[str, str]):
-    """{dotted path: file and line, or flag} of what the user wrote; takes no part in comparing run files."""
+    """{dotted path: file and line, or flag} of the user's values. It is ignored when run files are compared."""
 
     options: tuple[str, ...] = ()
     """Dotted paths of the options that the user set, by file, flag or in Python."""
@@ -105,33 +106,52 @@ class Origins(dict[str, str]):
 
 class RunFile(ComponentConfig):
     run: RunSection = RunSection()
+    """Where the run is written, how long it is, and its seed."""
     algorithm: Choice
+    """What is learnt, and how."""
     data: DataSection = DataSection()
+    """Where rows come from, which columns they have, and how they become tokens."""
+    curriculum: Choice | None = None
+    """Which rows come next; where absent they come in the order of ``[data]``."""
     sampling: SamplingSection = SamplingSection()
+    """How answers are sampled in training."""
     stream: StreamSection = StreamSection()
+    """With which weights batches are sampled, and what happens to samples that fail."""
     rollout: Choice = Choice(use="single_turn")
+    """How one sample is made: in one turn, in several turns, or from a record."""
     env: EnvSection | None = None
+    """The environment that answers the policy's turns."""
     reward: tuple[RewardSection, ...] = ()
+    """What scores an answer. Several rewards are added, each times its weight."""
     policy: ModelSection = ModelSection()
+    """The model that answers, and that is trained."""
     critic: ModelSection = ModelSection()
+    """The model that predicts returns, where the algorithm has one."""
     reference: ModelSection = ModelSection()
+    """The frozen model that the policy is compared with, where the algorithm has one."""
     roles: dict[str, ModelSection] = Field(default_factory=dict)
     """Further roles by name (reward models)."""
     trainer: Choice = Choice(use="torch")
+    """What computes gradients and takes optimizer steps."""
     generator: Choice = Choice(use="transformers")
+    """What samples the tokens of answers."""
     launcher: Choice = Choice(use="local")
+    """Where the processes of the run are started."""
     placement: dict[str, PlacementSection] = Field(default_factory=dict)
-    """By role name, and ``generator``; what is not named has one rank on one device."""
+    """By role name, and ``generator``. A role that is not named has one rank on one device."""
     sync: SyncSection = SyncSection()
     eval: EvalSection = EvalSection()
+    """When and how held-out rows are evaluated, and which checkpoint is the best."""
     checkpoint: CheckpointSection = CheckpointSection()
+    """When the run is saved and exported, and how much is kept."""
     observer: tuple[Choice, ...] = ()
+    """What is told of the run's events, such as a logger of metrics."""
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     @property
     def origins(self) -> Origins:
-        """Where each value was written, for error messages; empty where the run file was made in Python."""
+        """Where each value was written, for error messages; empty if the run file was made in Python."""
         return self._origins
 
     @model_validator(mode="before")
@@ -143,7 +163,7 @@ class RunFile(ComponentConfig):
     def _names(self) -> RunFile:
         unique([r.label for r in self.reward], "reward: two are named", "give one of them another `name`")
         unique([o.label for o in self.observer], "observer: listed twice:", "list it once")
-        self._origins.options = tuple(_paths_set(self))  # later copies have the options filled in that are at defaults
+        self._origins.options = tuple(_paths_set(self))  # before copies fill in the defaults of options
         return self
 
 

@@ -1,7 +1,7 @@
 """The sections of the run file. The section of the data is in :mod:`rlhf_runtime.config.data_section`.
 
-A component's section holds ``use = "name"`` and, beside it, the plugin's own options (checked against its Config
-once the plugin is resolved). Everything here is frozen; unknown keys are errors.
+A component's section holds ``use = "name"`` and the plugin's own options, which are checked against its Config when the
+plugin is resolved. All sections are frozen; unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.paths import PathText
 
 from rlhf_runtime.config.flag_values import PLUGIN_OPTIONS
 
@@ -23,11 +23,12 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 MAX_STEPS = 10_000_000
-"""Of one run. What each step trains is asked before the run starts, which takes about 3 microseconds a step."""
+"""Largest number of steps of one run. Before the run, the updates of every step are planned, which takes about 3
+microseconds per step."""
 
 
 def unique(names: Sequence[str], what: str, remedy: str) -> None:
-    """Raises ValueError where a name occurs twice."""
+    """Raises ValueError if a name occurs twice."""
     twice = [name for name, n in Counter(names).items() if n > 1]
     if twice:
         raise ValueError(f"{what} {', '.join(map(repr, twice))}; {remedy}")
@@ -39,11 +40,11 @@ class Choice(ComponentConfig):
 
     use: str
     options: PluginOptions = Field(default_factory=dict)
-    """All keys of the section but the reserved ones; validated by the plugin's Config."""
+    """All keys of the section except the reserved ones; validated by the plugin's Config."""
 
     @property
     def label(self) -> str:
-        """What a flag and a metric call it: the section's ``name``, else what the reference names."""
+        """Name in flags and metrics: the section's ``name``, else the name in the reference."""
         return getattr(self, "name", "") or label_of(self.use)
 
 
@@ -59,26 +60,26 @@ def label_of(ref: str) -> str:
 
 class RunSection(ComponentConfig):
     name: str = ""
-    """Shown in logs; the output folder's name where empty."""
+    """Name of the run in logs; if empty, the output folder's name."""
     output: PathText = "runs/latest"
-    """The run directory. Refused where it already holds a run that finished a step, unless ``resume`` or ``overwrite``.
-    Where absent: the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links."""
+    """The run directory. Refused if it already holds a run that finished a step, unless ``resume`` or ``overwrite`` is
+    set. Default: the next of ``runs/1``, ``runs/2``, ...; ``runs/latest`` links to it."""
     steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
-    """Controller steps, at most 10 million. Where absent: ``epochs`` passes over the data."""
+    """Number of steps, at most 10 million. Default: as many as ``epochs`` passes over the data need."""
     epochs: Positive = 1.0
-    """Passes over the training data; 0.5 is half of it. Not read where ``steps`` is set. Steps are counted as if every
-    row were used: where rows are left out (``data.too_long``, ``data.bad_rows``) or groups are filtered, others take
-    their places, and the run goes further than this (metric ``epoch``)."""
+    """Passes over the training data; 0.5 is half of it. Not used if ``steps`` is set. The number of steps is computed
+    as if every row were used. Rows that are left out (``data.too_long``, ``data.bad_rows``) and filtered groups are
+    replaced by later rows, so the run may read more than this (metric ``epoch``)."""
     seed: int = 0
-    """Every random choice is a function of it and of counters."""
+    """Seed of the run. Every random choice is computed from the seed and counters."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``output``."""
     overwrite: bool = False
-    """Delete the run in ``output``: what runs write there, nothing else."""
+    """Delete the run in ``output``: the files that runs write, nothing else."""
     threads: Count | None = None
-    """torch threads; where absent torch decides. Recorded, as it can change results between runs."""
+    """Number of torch threads; default: torch's own choice. Recorded, because it can change results between runs."""
     show_samples: Count | None = None
-    """Print the best and the worst sample of every so many steps. Where absent: none. `rlhf samples` shows more."""
+    """Every so many steps, print the best and the worst sample. Default: never. `rlhf samples` shows more."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 
@@ -87,24 +88,24 @@ class SamplingSection(ComponentConfig):
     samples_per_prompt: Count = 1
     """Answers drawn per prompt: the group size."""
     max_new_tokens: Count = 256
-    """Longest sampled turn, in tokens."""
+    """Largest number of tokens in a sampled turn."""
     temperature: Positive = 1.0
-    """Divides the logits, in sampling and in training alike."""
+    """The logits are divided by it, in sampling and in training."""
     top_p: Share = 1.0
-    """Draw from the most likely tokens that hold this share; 1 = off. Training allows it with an importance correction
-    only, and so it does ``top_k`` and ``min_p``."""
+    """Draw only from the most likely tokens whose probabilities sum to this share; 1 = off. In training, ``top_p``,
+    ``top_k`` and ``min_p`` are allowed only with an importance correction."""
     top_k: NotNegative = 0
-    """Draw from so many most likely tokens; 0 = off."""
+    """Draw only from this number of most likely tokens; 0 = off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from tokens at least this likely, relative to the likeliest; 0 = off."""
+    """Draw only from tokens at least this probable, relative to the most probable token; 0 = off."""
     stop: tuple[str, ...] = ()
-    """A turn ends where one of these texts appears; it stays in the turn."""
+    """A turn ends when one of these texts appears. The text stays in the turn."""
     ignore_eos: bool = False
-    """Sample on to ``max_new_tokens``; benchmarks only."""
+    """Do not stop at the end token but at ``max_new_tokens``; for benchmarks only."""
 
 
 class FilterSection(ComponentConfig):
-    """Dynamic filter on the group's scores, before any penalty; a rejected group is replaced by a new prompt."""
+    """Dynamic filter on a group's scores, without penalties. A rejected group is replaced by a new prompt."""
 
     low: float | None = None
     """Keep a group only if low < mean(score); strict."""
@@ -113,145 +114,168 @@ class FilterSection(ComponentConfig):
     min_std: float | None = None
     """Keep a group only if std(score) > min_std."""
     max_rounds: Count = 20
-    """Give up refilling a batch after this many rounds and train on what was accepted (counted, never lost)."""
+    """Stop refilling a batch after this many rounds and train on the accepted groups. The missing groups are counted
+    (``stream/short``)."""
 
 
 class StreamSection(ComponentConfig):
+    mode: Literal["waves", "continuous"] = "waves"
+    """``waves``: batches are generated whole, and the policy does not learn meanwhile. ``continuous``: each sample goes
+    on by itself while the policy learns. It needs a launcher with the capability ``answers``."""
     staleness: NotNegative = 0
-    """S: batch k is generated with the weights of version max(0, k - S)."""
+    """S. ``waves``: batch k is generated with the weights of version max(0, k - S). ``continuous``: no token that step
+    k trains on is older than version k - S; 0 lets nothing be generated while the policy learns."""
+    order: Literal["submission", "completion"] = "submission"
+    """``continuous``: which groups a batch takes. ``submission``: those that were started first. ``completion``: those
+    that were scored first, and those that would become too old; batches then hold short answers first."""
+    oversample: Annotated[float, Field(ge=1)] | None = None
+    """``continuous``: at most so many batches are started and not trained on. Where absent: as many as staleness
+    allows."""
     round: Count = 1
     """R: batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""
     filter: FilterSection | None = None
-    """Dynamic filter, off where absent."""
+    """Dynamic filter; off by default."""
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
-    """What happens to a sample whose rollout or reward failed: end the run, leave it out, or leave its group out and
-    refill."""
+    """What happens if the rollout or the reward of a sample fails. ``abort``: the run ends. ``drop_sample``: the sample
+    is left out. ``drop_group``: its group is left out and replaced."""
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Largest share of failed samples with which a run goes on where ``on_failed_sample`` is not ``abort``, and an
-    evaluation in any case. Of the latest samples: those drawn for a batch at once, with earlier ones 64 at least."""
+    """Largest share of failed samples with which a run continues, if ``on_failed_sample`` is not ``abort``; it always
+    applies to evaluations. The share is over the samples drawn at once for a batch, extended by earlier samples to at
+    least 64."""
     rollout_deadline: Positive = 600.0
-    """Seconds for one sample's whole rollout, generation excluded."""
+    """Seconds for the whole rollout of one sample, without the time of generation."""
+    replay: PathText | None = None
+    """Folder of a run: train on the samples that it trained on, batch by batch, and sample nothing. The other options
+    of this section must be its own. `rlhf replay` sets all that is needed."""
 
 
 class RewardSection(Choice):
     name: str = ""
-    """In metrics and flags; what the reference names where empty."""
+    """Name in metrics and flags; if empty, the name in the reference."""
     weight: float = 1.0
-    """Of its values in the trajectory's reward."""
+    """Weight of its values in the trajectory's reward."""
     deadline: Positive = 60.0
-    """Seconds for one call: a function of one sample is called for each, anything else for a group. Waiting for a turn
-    to be called, or for a model of this run, does not count."""
+    """Seconds for one call. A function of one sample is called for each sample, any other reward for each group. Time
+    spent waiting for a free call or for a model of this run does not count."""
     concurrency: Count | None = None
-    """Calls under way at once. Where absent: 64 of an ``async def``; of a plain ``def``, which runs in worker
-    processes, one per processor and at most 4."""
+    """Largest number of calls under way at once. Default: 64 for an ``async def``; for a plain ``def``, which runs in
+    worker processes, one per processor and at most 4."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     credit: Literal["outcome", "step"] = "outcome"
-    """Where process rewards go: summed at the end, or placed at their (turn, token)."""
+    """Credit of process rewards. ``outcome``: their sum is added to the reward at the end. ``step``: each is placed at
+    its (turn, token)."""
 
 
 class EnvSection(Choice):
     deadline: Positive = 60.0
     """Seconds for one call."""
     max_turns: Count = 8
-    """Turns of the policy after which an episode is ended."""
+    """Number of the policy's turns after which an episode is ended."""
     concurrency: Count | None = None
-    """Episodes open at once. Where absent: 256 of an environment that is ``async def``; 16 of one that is plain
-    ``def``, each in a worker process."""
+    """Largest number of episodes open at once. Default: 256 for an ``async def`` environment; 16 for a plain ``def``
+    environment, each in a worker process."""
     credit: Literal["outcome", "step"] = "outcome"
-    """Where the rewards of its turns go: summed at the end of the episode, which every advantage estimator compares; or
-    each at the last token of its turn, so that no later token gets credit for it. The latter needs an estimator that
-    reads rewards at tokens and has no baseline over groups. In evaluation they are summed."""
+    """Credit of the environment's turn rewards. ``outcome``: their sum is at the end of the episode; every advantage
+    estimator supports this. ``step``: each is placed at the last token of its turn, so that later tokens get no credit
+    for it. This needs an estimator that reads rewards at tokens and has no baseline over groups. Evaluation uses the
+    sum."""
 
 
 class ModelSection(ComponentConfig):
     model: PathText | None = None
     """A folder, or a name on the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Arithmetic; ``auto``: bf16 where the device gains by it. Weights are fp32 in any case."""
+    """Arithmetic of forward and backward. ``auto``: bf16 if the device is faster with it. Weights are always fp32."""
     gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass: less memory, more time, equal results."""
+    """Recompute layers in the backward pass: less memory, more time, equal results."""
     micro_tokens: Count | None = None
-    """Token budget of a micro-batch; where absent the trainer's own choice. Results do not depend on it; memory and
-    speed do. A longer unit is alone in its micro-batch."""
+    """Largest number of tokens in a micro-batch; default: the trainer's choice. Memory and speed depend on it, results
+    do not. A longer unit has a micro-batch to itself."""
     precompute: bool = False
-    """Offline, frozen roles: compute what the algorithm reads off the model for every row before the first step, and
-    let the model go. Kept in the run directory."""
+    """Frozen roles of offline runs: compute the outputs that the algorithm reads for every row before the first step,
+    then unload the model. The outputs are kept in the run directory."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model's files."""
+    """Allow Python code in the model's files to run."""
     trainer: PluginOptions = Field(default_factory=dict)
-    """Laid over ``[trainer]`` for this role."""
+    """Options that replace those of ``[trainer]`` for this role."""
 
 
 class PlacementSection(ComponentConfig):
-    """Where one role lives, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
+    """Processes and devices of one role, ``[placement.ROLE]``; ``[placement.generator]`` is for the engines."""
 
     ranks: Count = 1
     """Processes of the role; engines of the generator."""
     devices: Count = 1
     """Devices per rank: GPUs, or CPU cores where there are none."""
     share: str | None = None
-    """Live on the devices of this role; then it has that role's ``devices``."""
+    """Use the devices of this role, with that role's ``devices``."""
 
 
 class SyncSection(ComponentConfig):
     """How new weights reach a generator that holds its own copy of them."""
 
+    in_flight: Literal["continue", "drain", "restart"] = "continue"
+    """``stream.mode = "continuous"``: what new weights do to unfinished answers. ``continue``: the next tokens are
+    sampled with them. ``drain``: the weights wait until the answers are finished. ``restart``: the answers are sampled
+    again from their first token."""
     check: Literal["fail", "retry", "warn"] = "fail"
-    """Where the proof after a sync does not hold: end the run, send once more and then end it, or go on and say so."""
+    """What happens if the proof after a sync fails. ``fail``: the run ends. ``retry``: the weights are sent once
+    more, and the run ends if the proof fails again. ``warn``: the run goes on with a warning."""
     transport: Literal["auto", "store", "shared", "broadcast"] = "auto"
-    """The way between processes: ``store``, through host memory by Ray's object store; ``shared``, memory that both
-    sides map (CUDA IPC on GPUs, for engines that share the policy's devices); ``broadcast``, one collective (NCCL on
-    GPUs, gloo elsewhere, for engines on devices of their own). ``auto``: on GPUs the one of the last two that fits the
-    placement, else ``store``."""
+    """How weights are sent between processes. ``store``: through host memory, by Ray's object store. ``shared``: memory
+    that both sides map (CUDA IPC on GPUs), for engines that share the policy's devices. ``broadcast``: one collective
+    (NCCL on GPUs, gloo elsewhere), for engines on other devices. ``auto``: on GPUs ``shared`` or ``broadcast``, as the
+    placement requires, else ``store``."""
     bucket_mb: Count = 256
-    """Most MiB sent at once."""
+    """Largest bucket of weights, in MiB."""
     timeout: Positive = 600.0
-    """Seconds for one bucket to be sent and taken."""
+    """Seconds for sending and loading one bucket."""
     canaries: NotNegative = 2
     """Sequences of random tokens whose log-probs are compared after each sync; 0 compares fingerprints only."""
     tolerance: Positive | None = None
-    """Largest mean difference of a canary's log-probs; where absent 1e-4 in fp32 and 0.05 where either side computes in
+    """Largest allowed mean difference of a canary's log-probs. Default: 1e-4 in fp32, 0.05 if either side computes in
     bf16."""
 
 
 class EvalSection(ComponentConfig):
     every: Count | None = None
-    """Steps; where absent: at the end only, if there is evaluation data."""
+    """Steps between evaluations. Default: evaluate at the end only, if there is evaluation data."""
     at_start: bool = False
-    """Evaluate before the first step too (as step 0)."""
+    """Also evaluate before the first step (as step 0)."""
     samples: Count = 1
     """Answers per prompt, for avg@k and pass@k."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 = greedy."""
     max_new_tokens: Count | None = None
-    """``sampling.max_new_tokens`` where absent."""
+    """Largest number of tokens in a sampled turn. Default: ``sampling.max_new_tokens``."""
     pass_threshold: float = 1.0
     """An answer passes if its reward is at least this."""
     max_rows: Count | None = None
     """Use only the first rows."""
     weights: Literal["exported", "live"] = "exported"
-    """What is evaluated where the trainer keeps a moving average: the average, which is what ``model/`` will hold, or
-    the weights that are trained."""
+    """Weights that are evaluated if the trainer keeps a moving average. ``exported``: the average, which ``model/``
+    will hold. ``live``: the weights that are trained."""
     metric: str | None = None
-    """Metric of the best checkpoint: a name that the evaluation reports, with or without ``eval/`` in front; where
-    absent the first of pass@1 and loss that exists."""
+    """Metric that selects the best checkpoint: a metric of the evaluation, with or without the prefix ``eval/``.
+    Default: pass@1 if it exists, else the loss."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Which way is better; ``auto``: down for losses, else up."""
+    """Direction in which the metric improves; ``auto``: down for losses, up for other metrics."""
     patience: Count | None = None
-    """Stop after this many evaluations without improvement."""
+    """Stop the run after this many evaluations without improvement."""
 
 
 class CheckpointSection(ComponentConfig):
     every: Count | None = None
-    """Steps; where absent: at the end, and where evaluation finds a new best."""
+    """Steps between checkpoints. Default: at the end, and when evaluation finds a new best."""
     keep: Count = 3
-    """How many of the newest stay; the best one stays besides. Also of exports."""
+    """Number of newest checkpoints that are kept, in addition to the best one. Also applies to exports."""
     save_best: bool = True
-    """Save where evaluation finds a new best, and never rotate that one away."""
+    """Save a checkpoint when evaluation finds a new best, and keep it until there is a better one."""
     export_every: Count | None = None
-    """Steps between Hugging Face exports to ``exports/step-N``; the final one is ``model/``."""
+    """Steps between Hugging Face exports to ``exports/step-N``. The final export is ``model/``."""
     export_trained: bool = False
-    """At the end export the other trained roles too: the critic to ``model-critic/``, to start another run from."""
+    """At the end, also export the other trained roles, such as the critic to ``model-critic/``, to start another run
+    from them."""
     save_rollouts: bool = True
     """Write the samples of every step to ``rollouts/``."""

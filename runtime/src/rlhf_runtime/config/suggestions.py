@@ -1,39 +1,37 @@
-"""Which option of a run a name may mean that nothing reads."""
+"""Suggestions of options for an unknown name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
-from pydantic import BaseModel
 from rlhf.errors import RlhfError
 from rlhf.plugins import Plugins
 
-from rlhf_runtime.config.flag_values import item_of, model_of
+from rlhf_runtime.config.options import plugin_options, run_file_options
 from rlhf_runtime.config.other_frameworks import OTHER_NAMES
-from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice
 
 ROLES = ("policy", "critic", "reference")
 PLACES = ("policy", "generator")
-"""What ``[placement.NAME]`` is suggested for."""
+"""Names for which ``[placement.NAME]`` is suggested."""
 WHOLE = ("reward", "observer", "data.train", "data.eval")
 """Flags that stand for a list of sections."""
 LIKE = 0.75
-"""Least likeness of a name that is found elsewhere than in the section where it was written."""
+"""Smallest similarity of a name from another section than the one where the unknown name was written."""
 MOST = 3
-"""Suggestions in one message."""
+"""Largest number of suggestions in one message."""
 
 Chosen = Collection[tuple[str, str, Choice]]
 """(kind, section, plugin) of the plugins that a run selects."""
 
 
 class Suggestions:
-    """Made for one run; nothing is imported until the first question.
+    """Suggestions for one run. Nothing is imported until the first call.
 
     Args:
-        chosen: the selected plugins. Options of one that cannot be imported are not known.
+        chosen: the selected plugins. Options of a plugin that cannot be imported are not suggested.
     """
 
     def __init__(self, plugins: Plugins, chosen: Chosen) -> None:
@@ -42,7 +40,12 @@ class Suggestions:
     @cached_property
     def options(self) -> tuple[str, ...]:
         """Dotted paths of all options of the run."""
-        found = [*WHOLE, *_leaves(RunFile, "")]
+        found = [*WHOLE, "roles"]
+        for path in (option.path for option in run_file_options()):
+            if path.startswith("placement.NAME."):
+                found += [path.replace("NAME", place) for place in PLACES]
+            elif not path.startswith("roles.NAME."):
+                found.append(path)
         for kind, where, choice in self._chosen:
             found += self._of_plugin(kind, where, choice)
         return tuple(dict.fromkeys(found))
@@ -51,9 +54,9 @@ class Suggestions:
         """`` Did you mean ...?``, or an empty string.
 
         Args:
-            path: the dotted name that nothing reads.
-            allowed: names that its section reads.
-            flag: whether it was given as a flag; so the suggestions are too.
+            path: the unknown dotted name.
+            allowed: names in its section.
+            flag: whether it was given as a flag; the suggestions are then flags too.
         """
         section, _, key = path.rpartition(".")
         found, exact = self._elsewhere(path.replace("-", "_"))
@@ -67,8 +70,8 @@ class Suggestions:
         return f" Did you mean {' or '.join(shown[:MOST])}?" if shown else ""
 
     def _elsewhere(self, path: str) -> tuple[list[str], bool]:
-        """Options by the longest end of ``path`` that another framework calls them by, or that is theirs; and whether
-        it is the former."""
+        """Options for the longest end of ``path`` that is a name in another framework, or an option's own name; and
+        whether it is a name in another framework."""
         parts = path.split(".")
         for start in range(len(parts)):
             end = ".".join(parts[start:])
@@ -87,41 +90,16 @@ class Suggestions:
 
     def _of_plugin(self, kind: str, where: str, choice: Choice) -> Iterator[str]:
         try:
-            cls = self._plugins.resolve(kind, choice.use).cls
+            options = plugin_options(self._plugins, kind, where, choice, skip_broken=True)
         except RlhfError:
             return
         yield f"{where}.use"
-        own = list(_leaves(cls.Config, f"{where}."))
-        yield from own
+        yield from (option.path for option in options)
         if kind == "trainer":
-            yield from (f"{role}.{option}" for role in ROLES for option in own)
-        for name, slot in getattr(cls, "slots", {}).items():
-            given = choice.options.get(name)
-            given = given.get("use") if isinstance(given, Mapping) else given
-            part = Choice(use=str(given or slot.use))
-            yield from self._of_plugin(slot.kind, f"{where}.{name}", part)
+            yield from (f"{role}.{option.path}" for role in ROLES for option in options)
 
 
 def _of_role(option: str) -> str:
-    """The role that an option is about, where it is suggested to who wrote that role's name only."""
+    """The role that an option is about, if the option is suggested only for names that contain that role."""
     role = option.partition(".")[0]
     return role if role in ROLES[1:] or (role in ROLES and ".trainer." in option) else ""
-
-
-def _leaves(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Dotted paths of the fields below a section; of a list's entries those of the first."""
-    for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
-        inner, item = model_of(field.annotation), item_of(field.annotation)
-        if path in SINGLE or path in LISTS:
-            section = SINGLE.get(path) or LISTS[path]
-            at = f"{path}.0" if path in LISTS else path
-            yield from (f"{at}.{own}" for own in section.model_fields if own != "options")
-        elif path == "placement" and item is not None:
-            yield from (f"{path}.{place}.{own}" for place in PLACES for own in item[1].model_fields)
-        elif inner is not None:
-            yield from _leaves(inner, f"{path}.")
-        elif item is not None and model_of(item[1]) is not None and item[0] is not dict:
-            yield from _leaves(item[1], f"{path}.0.")
-        else:
-            yield path

@@ -1,27 +1,29 @@
-"""Checks across sections, before anything starts: combinations that each part accepts but that cannot work together."""
+"""Checks across sections, before anything starts: options that are valid alone but cannot work together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from rlhf.interfaces import Algorithm, ComponentConfig, Generator, Loss, Trainer
+from rlhf.interfaces import Algorithm, ComponentConfig, Curriculum, Generator, Launcher, Loss, Trainer
 from rlhf.types import DataForm, Needs, RoleSpec
 
+from rlhf_runtime.config.curriculum_validation import curriculum_problems
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.online_validation import capability_problems, env_problems, sampling_problems
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
+from rlhf_runtime.config.stream_validation import stream_problems
 
 LENDING = "lend:head"
-"""Capability of trainers: what ``Needs.lent`` asks for."""
+"""Capability of trainers that ``Needs.lent`` requires."""
 
 LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
     "completion": (),
     "assistant": ("demonstrations", "pairs", "labels"),
     "all": ("demonstrations",),
 }
-"""{value of ``data.loss_on``: forms that it is for}; none: all of them."""
+"""{value of ``data.loss_on``: data forms that support it}; empty: all forms."""
 READ_OF: Mapping[str, tuple[DataForm, ...]] = {
     "response": ("demonstrations", "labels"),
     "messages": ("demonstrations", "labels", "prompts"),
@@ -34,9 +36,9 @@ READ_OF: Mapping[str, tuple[DataForm, ...]] = {
     "step_separator": ("steps",),
     "add_eos": ("demonstrations", "pairs", "labels"),
 }
-"""{field of ``[data]``: forms whose rows it is read of}; a field that is not here is read of all."""
+"""{field of ``[data]``: data forms that use it}. All forms use a field that is not listed."""
 _OF_ANSWERS = ("response", "add_eos")
-"""Read of prompts too where an algorithm learns from the answers of some rows (``Needs.given``)."""
+"""Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows (``Needs.given``)."""
 
 
 def check(
@@ -48,15 +50,17 @@ def check(
     reward_roles: Collection[RoleSpec] = (),
     generator: type[Generator] | None = None,
     trainer: type[Trainer] | None = None,
+    launcher: type[Launcher] | None = None,
+    curriculum: type[Curriculum] | None = None,
     scored: bool = True,
 ) -> None:
-    """Refuse a run that could only fail later or silently ignore something.
+    """Refuse a run that would fail later or silently ignore an option.
 
     Args:
         rollout_needs_env, rollout_replays_env: of the selected rollout, ``Rollout.needs_env`` and ``replays_env``
             (online runs).
         reward_roles: roles that the selected rewards declare; the run holds them too.
-        generator, trainer: the selected classes, where their capabilities are to be checked.
+        generator, trainer, launcher, curriculum: the selected classes, if their capabilities are to be checked.
         scored: whether answers must get a reward.
 
     Raises ConfigError listing every problem and what to do about it.
@@ -71,15 +75,18 @@ def check(
         )
     if needs.lent and trainer is not None and LENDING not in trainer.capabilities:
         problems.append(
-            f"{algorithm.name} has roles compute with each other's output heads, which trainer {trainer.name!r} cannot "
-            f"(it lacks {LENDING!r}). Use another --trainer.use."
+            f"{algorithm.name} lets a role compute with the output head of another role, which trainer "
+            f"{trainer.name!r} does not support (it lacks {LENDING!r}). Use another --trainer.use."
         )
     if algorithm.data == "prompts":
         problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored, rollout_replays_env)
+        problems += stream_problems(run, launcher, generator)
     else:
         problems += _offline(run, algorithm)
         if run.reward or run.env is not None:  # the policy answers held-out rows
             problems += env_problems(run, rollout_needs_env, rollout_replays_env)
+    if curriculum is not None:
+        problems += curriculum_problems(run, algorithm, curriculum, scored)
     problems += capability_problems(algorithm, needs, generator, trainer)
     if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
         why = (
@@ -90,14 +97,14 @@ def check(
         problems.append(f"[sync] is set, but {why}, so nothing is sent. Remove it.")
     if run.sync.tolerance is not None and run.sync.canaries == 0:
         problems.append(
-            f"sync.tolerance = {run.sync.tolerance:g} is of the canaries, and sync.canaries = 0 sends none. Remove it."
+            f"sync.tolerance = {run.sync.tolerance:g} is for the canaries, but sync.canaries = 0. Remove it."
         )
     problems += _evaluation(run, generator is not None)
     raise_problems("these parts of the configuration do not fit together", problems)
 
 
 def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool = False) -> list[str]:
-    """What of ``[data]`` is for rows of another form than the algorithm ``name`` learns from.
+    """Fields of ``[data]`` that are for other data forms than that of the algorithm ``name``.
 
     Args:
         answers: form ``prompts``: the algorithm learns from the answers of some rows (``Needs.given``).
@@ -112,12 +119,12 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
             given.setdefault(readers, []).append(f"data.{field}")
     for readers, fields in given.items():
         named, of = ", ".join(fields), " and ".join(readers)
-        problems.append(f"{named}: read of {of} only; {learns}. Remove what is not read.")
+        problems.append(f"{named}: used for {of} only, but {learns}. Remove what is not used.")
     return problems
 
 
 def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
-    """What of ``[data]`` is for rows of another form, or for a loss that reads it."""
+    """Fields of ``[data]`` that are for another data form, or for another loss."""
     data, form = run.data, algorithm.data
     problems = ignored_fields(data, form, algorithm.name, algorithm.needs().given > 0)
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
@@ -166,7 +173,7 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
 
 
 def equal_answers(run: RunFile) -> list[str]:
-    """Several answers to a row that cannot differ."""
+    """Whether several answers to a row are asked for that cannot differ."""
     if run.eval.samples <= 1 or run.eval.temperature > 0 or run.env is not None:
         return []
     return [
@@ -176,7 +183,7 @@ def equal_answers(run: RunFile) -> list[str]:
 
 
 def _evaluation(run: RunFile, sampled: bool) -> list[str]:
-    """What would be evaluated to no purpose, or not at all."""
+    """Options of evaluation that have no effect."""
     problems = []
     if not run.data.eval:
         if run.eval != EvalSection():
@@ -196,13 +203,13 @@ def _evaluation(run: RunFile, sampled: bool) -> list[str]:
 
 
 def _not_default(section: ComponentConfig, *but: str) -> list[str]:
-    """Fields of a section that are set to something else than their defaults."""
+    """Fields of a section whose values are not their defaults."""
     usual = type(section)()
     return [n for n in type(section).model_fields if n not in but and getattr(section, n) != getattr(usual, n)]
 
 
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
-    """What only online runs read is refused rather than ignored. Rewards and an environment may be for evaluation."""
+    """Options that only online runs use are refused, not ignored. Rewards and an environment may be for evaluation."""
     problems = []
     what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
     if run.stream != StreamSection():

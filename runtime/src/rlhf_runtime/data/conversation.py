@@ -1,9 +1,9 @@
-"""Where in one render of a chat template each answer stands, and whether the template keeps what came before.
+"""Find each answer in the render of a chat template, and check whether the template keeps earlier turns.
 
-The text that is tokenised is always ONE render of the whole conversation. Which of its characters belong to which
-message is read off a second render in which every text is replaced by a marker: putting the texts back in place of
-the markers must give the first render, character by character. A template for which it does not (it rewrites or
-drops what a message says) is refused with the message concerned, never guessed at.
+The text that is tokenised is always ONE render of the whole conversation. A second render, in which every text is
+replaced by a marker, shows which characters belong to which message: replacing the markers by the texts must give the
+first render exactly. A template that rewrites or drops a message's text fails this check and is refused; the error
+names the message.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """A rendered conversation and the characters of each assistant message: from after the head that the policy is
-    given (the generation prompt) up to and including the end token."""
+    """A rendered conversation and the characters of each assistant message: from the end of the generation prompt up to
+    and including the end token."""
 
     text: str
     answers: tuple[Span, ...]
@@ -40,16 +40,16 @@ class Render:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a template puts around turns."""
+    """The text that a template puts around turns."""
 
     head: str
-    """Opens an answer: what ``add_generation_prompt`` adds."""
+    """Text that opens an answer, as ``add_generation_prompt`` adds it."""
     end: str
-    """End token of an answer; empty where the template writes none."""
+    """End token of an answer; empty if the template writes none."""
     before: str
-    """From the end of an answer (its end token included) to the text of the user's next message."""
+    """Text from the end of an answer (after its end token) to the text of the user's next message."""
     after: str
-    """From the end of that text to where the policy answers."""
+    """Text from the end of the user's text to the start of the policy's answer."""
 
 
 class ChatTemplate:
@@ -61,8 +61,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
         if taken := sorted(_NOT_OF_TEMPLATES & set(kwargs)):
             raise ConfigError(
-                f"data.template_kwargs: {', '.join(taken)} would say how the template is applied, which is done here; "
-                "allowed is what the template itself reads (enable_thinking, tools, ...)."
+                f"data.template_kwargs: {', '.join(taken)} controls how the template is applied, which is fixed here; "
+                "allowed are variables that the template itself reads (enable_thinking, tools, ...)."
             )
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
@@ -70,32 +70,32 @@ class ChatTemplate:
         self._require_content()
 
     def text(self, messages: Sequence[Message], answer: bool) -> str:
-        """One render; ``answer``: ready for the policy to answer. Raises DataError with what the template said."""
+        """One render; ``answer``: with the generation prompt. Raises DataError with the template's message."""
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **self._kwargs
             )
-        except Exception as error:  # jinja2 errors, and whatever a template raises
+        except Exception as error:  # jinja2 errors, and any error of a template
             raise _refused(messages, error) from error
         return rendered
 
     def _require_content(self) -> None:
-        """Raises ConfigError where the template writes one text whatever a user says."""
+        """Raises ConfigError if the template writes the same text for every user message."""
         asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
         try:
             first, second = (self.text(messages, answer=True) for messages in asked)
-        except DataError:  # it wants other messages; of the rows it says which
+        except DataError:  # it needs other messages; an error about a row will say which
             return
         if first == second:
             raise ConfigError(
-                f"the chat template writes {first[:60]!r} whatever the user's message is, so every row would have the "
-                "same prompt. Use one that writes messages: see data.chat_template."
+                f"the chat template writes {first[:60]!r} for every user message, so every row would have the same "
+                "prompt. Use a template that writes messages: see data.chat_template."
             )
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).
 
-        ``as_asked``: refuse an answer that does not follow what the policy is given before it answers.
+        ``as_asked``: refuse an answer that does not follow the same text that the policy is given when it answers.
         """
         if _GENERATION.search(self._source):
             return self._marked_by_template(messages, trained)
@@ -122,19 +122,19 @@ class ChatTemplate:
             position += len(piece)
         if "".join(rebuilt) != text:
             raise DataError(
-                "the chat template changes what the messages say (beyond trimming them), so which tokens are the "
-                "answer's cannot be told. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
+                "the chat template changes the text of messages (beyond trimming), so the tokens of the answer cannot "
+                "be found. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
                 'or use template = "plain".'
             )
         end = self._end_token(text[ends[trained[-1]] :])
         return Render(text, tuple((starts[m], _including(end, text, ends[m])) for m in trained))
 
     def frame(self) -> Frame:
-        """What the template puts around an observation, proven to leave the turns before it as they were.
+        """The text that the template puts around an observation. Also checks that earlier turns do not change.
 
-        Raises DataError: the template renders an earlier turn otherwise once another follows (Qwen3 strips its
-        reasoning, an empty think block stands only in the last answer), so sampled tokens would not be what the
-        template shows the model.
+        Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
+        reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
+        template's render.
         """
         user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": mark(2)}
         prompt = self.text([user], answer=True)
@@ -207,16 +207,17 @@ class ChatTemplate:
         return self._head
 
     def _start(self, text: str, piece: str, position: int, message: int, asked: Sequence[Message] | None) -> int:
-        """Where an answer starts whose text is preceded by ``piece`` (which ends at ``position`` of the render): after
-        the head, so that what the template adds between head and text (an empty think block) is part of the answer.
-        Without a head, behind what the policy is given: a space or a tag before the text is the answer's.
+        """Start of an answer whose text is preceded by ``piece``, which ends at ``position`` of the render. The answer
+        starts after the generation prompt, so text that the template adds between it and the answer's text (an empty
+        think block) is part of the answer. Without a generation prompt it starts after the text that the policy is
+        given, so a space or a tag before the text is part of the answer.
 
         Args:
-            asked: the whole conversation where the answer is trained on, so that it must follow what the policy is
-                given before it answers.
+            asked: the whole conversation, if the answer is trained on. The answer must then follow the same text that
+                the policy is given when it answers.
 
-        Raises DataError: it does not (Qwen3 without thinking: only the last answer has the empty block), so the policy
-            would never answer in this context.
+        Raises DataError: it follows another text (Qwen3 without thinking: only the last answer has the empty block), so
+            the policy would never answer in this context.
         """
         head = self._generation_head()
         at = piece.rfind(head) if head else -1
@@ -235,7 +236,7 @@ class ChatTemplate:
         )
 
     def _end_token(self, following: str) -> str:
-        """The special token that follows an answer's text, white space between them aside."""
+        """The special token that follows an answer's text, ignoring white space between them."""
         known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
         following = following.lstrip()
         return max((t for t in known if following.startswith(t)), key=len, default="")
@@ -247,7 +248,7 @@ def _refused(messages: Sequence[Message], error: Exception) -> DataError:
 
 
 def _including(end: str, text: str, position: int) -> int:
-    """Behind the end token where it follows, white space between them aside; else ``position``: a template may end only
-    the last answer with it, or the user's messages too."""
+    """The position after the end token if it follows (ignoring white space), else ``position``. Some templates end only
+    the last answer with it, others also the user's messages."""
     following = text[position:].lstrip()
     return len(text) - len(following) + len(end) if end and following.startswith(end) else position

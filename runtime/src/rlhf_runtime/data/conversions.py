@@ -1,4 +1,4 @@
-"""From common layouts of data sets to the fields that templates read: one function a layout, pure, row by row."""
+"""Conversions from common layouts of data sets to the fields that templates read: one pure function per layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Values = dict[str, Any]
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 MARK = "ки"
-"""Stands after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
+"""Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
 """PRM800K's ratings as labels; a neutral step counts as right, as in Lightman et al. 2023, arXiv:2305.20050."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-"""Of ShareGPT's ``from``."""
+"""{value of ShareGPT's ``from``: role}."""
 
 
 # ------------------------------------------------------------------------------------ conversations
@@ -39,17 +39,17 @@ def answers_in_turns(values: Values, chat: bool) -> Values:
 
 
 def dialogues(values: Values, chat: bool) -> Values:
-    """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``: the prompt is their common front up to the last
-    assistant's mark in it, the answers are what follows. With a chat template the prompt is a list of messages."""
+    """Two dialogues with ``\\n\\nHuman:`` and ``\\n\\nAssistant:``. The prompt is their common prefix up to the last
+    ``Assistant:`` in it; the answers are the rest of each. With a chat template the prompt is a list of messages."""
     chosen, rejected = _text(values, "chosen"), _text(values, "rejected")
     ends = [m.end() for m in re.finditer(ASSISTANT, chosen) if rejected.startswith(chosen[: m.end()])]
     if not ends:
-        raise DataError(f"the two dialogues have no common front that ends with {ASSISTANT!r}")
+        raise DataError(f"the two dialogues have no common prefix that ends with {ASSISTANT!r}")
     at = ends[-1]
     answers = {"chosen": chosen[at:], "rejected": rejected[at:]}
     for name, answer in answers.items():
         if HUMAN in answer or ASSISTANT in answer:
-            raise DataError(f"the dialogues part before the last answer: {name} goes on with {answer[:60]!r}")
+            raise DataError(f"the dialogues differ before the last answer: {name} goes on with {answer[:60]!r}")
     if not chat:
         return {**values, "prompt": chosen[:at], **answers}
     pieces = re.split(f"({HUMAN}|{ASSISTANT})", chosen[: at - len(ASSISTANT)])
@@ -63,7 +63,7 @@ def dialogues(values: Values, chat: bool) -> Values:
 
 
 def context(values: Values, chat: bool) -> Values:
-    """An instruction with what it is about: after a blank line, where there is any."""
+    """An instruction, followed by a blank line and its context, if there is one."""
     rest = {k: v for k, v in values.items() if k != "context"}
     about = values.get("context")
     if about is None or about == "":
@@ -76,7 +76,7 @@ def context(values: Values, chat: bool) -> Values:
 
 def marked_steps(values: Values, chat: bool) -> Values:
     """Math-Shepherd: the problem and its steps in one text with ``ки`` after each step; labels are a list, or the same
-    text with a label in place of each mark. The prompt is what precedes ``Step 1:``."""
+    text with a label in place of each mark. The prompt is the text before ``Step 1:``."""
     text = _text(values, "steps")
     *pieces, rest = text.split(MARK)
     if not pieces or rest.strip():
@@ -86,13 +86,13 @@ def marked_steps(values: Values, chat: bool) -> Values:
         labels = _labels_in_place(pieces, labels)
     problem, found, first = pieces[0].partition("Step 1:")
     if not found:
-        raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so where the problem ends cannot be told")
+        raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so the end of the problem cannot be found")
     steps = [found + first, *pieces[1:]]
     return {**values, "prompt": problem, "steps": [s.strip() for s in steps], "step_labels": labels}
 
 
 def rated_steps(values: Values, chat: bool) -> Values:
-    """A list of ``{text, rating}``: ratings of -1, 0, 1 as PRM800K has them, or ``label``s as they are."""
+    """A list of ``{text, rating}`` with ratings of -1, 0, 1 as in PRM800K, or of ``{text, label}``."""
     steps = [s if isinstance(s, Mapping) else {} for s in _listed(values, "steps")]
     texts = [next((s[k] for k in _STEP_TEXTS if k in s), None) for s in steps]
     labels = [_rating(s["rating"]) if "rating" in s else s.get("label") for s in steps]
@@ -100,8 +100,8 @@ def rated_steps(values: Values, chat: bool) -> Values:
 
 
 def prm800k(values: Values, chat: bool) -> Values:
-    """PRM800K as published: of each step the completion that was gone on with, the person's own, or, where a solution
-    ends with a wrong step, that one. The other completions of a step are not used."""
+    """PRM800K as published: for each step the chosen completion, or the human-written one, or the wrong completion that
+    ends the solution. Other completions of a step are not used."""
     question, label = values.get("prompt"), values.get("steps")
     if not isinstance(question, Mapping) or not isinstance(label, Mapping) or not isinstance(label.get("steps"), list):
         raise DataError("must have question.problem and label.steps, as PRM800K has")
@@ -132,9 +132,9 @@ def describe(conversion: str) -> str:
     return {
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",
-        "dialogues": f"Human/Assistant dialogues: the prompt is their common front up to {ASSISTANT!r}",
+        "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
         "context": "the instruction, a blank line, its context",
-        "marked_steps": f"steps end at {MARK!r}, labels stand there; the prompt is what precedes 'Step 1:'",
+        "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         "rated_steps": "a list of steps with their ratings or labels",
         "prm800k": "PRM800K: the chosen completion of each step; neutral ratings count as right",
     }[conversion]
@@ -159,7 +159,7 @@ def is_turn(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """A conversation that starts with what somebody asked, and so holds the prompt."""
+    """A conversation that starts with a user's or system message, so it contains the prompt."""
     return is_messages(value) and value[0]["role"] != "assistant"
 
 
@@ -186,7 +186,7 @@ def is_prm800k(question: Any, label: Any) -> bool:
 
 
 def repeats(conversations: list[Any], prompt: Any) -> bool:
-    """Whether every conversation says the prompt (a text, or messages) itself."""
+    """Whether every conversation contains the prompt (a text, or messages)."""
     if isinstance(prompt, list):
         return all(list(c[: len(prompt)]) == prompt for c in conversations)
     return all(any(m.get("content") == prompt for m in c if isinstance(m, Mapping)) for c in conversations)
@@ -196,7 +196,7 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
 
 _STEP_TEXTS = ("text", "content", "step")
 _OWN = "human_completion"
-"""Of a step of PRM800K: what the person wrote where no completion would do."""
+"""Field of a PRM800K step: the completion that a person wrote because no sampled one was acceptable."""
 
 
 def _labels_in_place(pieces: list[str], text: str) -> list[str]:

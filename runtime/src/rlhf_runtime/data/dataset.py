@@ -1,4 +1,4 @@
-"""The data of a run: sources in their order, through the template, within the length limits."""
+"""The data of a run: rows of the sources in their order, encoded by the template, checked against length limits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import DataError
+from rlhf.interfaces import Curriculum
 from rlhf.types import DataForm, Row
 from rlhf.types.examples import Example
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.data.chosen_order import ChosenOrder, UsableRows
 from rlhf_runtime.data.input_template import check_template
 from rlhf_runtime.data.layouts import Layout, named_columns
 from rlhf_runtime.data.loading import load_source
@@ -22,20 +24,21 @@ from rlhf_runtime.data.row_rules import Verdict, check_example, check_labels, ch
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
-_ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows have one."
+_ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
-"""Columns that TRL gives to the chat template, row by row."""
+"""Columns that TRL passes to the chat template, row by row."""
 
 
 class TrainData:
     """Rows for training in a resumable order, and rows for evaluation.
 
-    Every row handed out can be learnt from and fits: another is refused with its file and line, or left out and counted
-    in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say; nothing is ever cut.
+    Every returned row is usable and within the length limits. Other rows are refused with file and line, or left out
+    and counted in :attr:`dropped` or :attr:`bad_rows`, as ``data.too_long`` and ``data.bad_rows`` say. Rows are never
+    truncated.
 
     Args:
-        answers: form ``prompts`` only: training rows must have an answer too, read as of form ``demonstrations``.
-        commits: those of the run, for sources that are hub names; None: names are looked up now.
+        answers: form ``prompts`` only: training rows must also have an answer, read as in form ``demonstrations``.
+        commits: the run's commits, for sources that are hub names; None: names are looked up now.
 
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
@@ -55,17 +58,19 @@ class TrainData:
         self._train = [load_source(s, commits) for s in section.train]
         self._eval = [load_source(s, commits) for s in section.eval]
         self.notes: list[str] = []
-        """How the columns of sources were recognised, where the run file does not say it."""
+        """Messages on how the columns of sources were recognised, if the run file does not name them."""
         problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]
         raise_problems("the data cannot be read", problems or self._unread(), DataError)
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")
         self.order = RowOrder(self._train, seed, section.shuffle)
+        self.chosen: ChosenOrder | None = None
+        """The same as :attr:`order`, if a curriculum decides it."""
         self.dropped = 0
-        """Training rows left out so far as too long."""
+        """Number of training rows left out so far because they are too long."""
         self.bad_rows = 0
-        """Training rows left out so far as nothing can be learnt from them."""
+        """Number of training rows left out so far because they cannot be trained on."""
         self.eval_dropped = self.eval_bad_rows = 0
         self._held_out: list[Row] | None = None
         self._why = Verdict()
@@ -77,7 +82,7 @@ class TrainData:
         return {"train": self._train, "eval": self._eval}
 
     def fingerprints(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{``train`` or ``eval``: {source: how many rows it has, and a SHA-256 over them}}, for the manifest."""
+        """{``train`` or ``eval``: {source: its number of rows and the SHA-256 of its content}}, for the manifest."""
         return {
             key: {source.name: {"rows": len(source), "fingerprint": source.fingerprint} for source in sources}
             for key, sources in self.sources.items()
@@ -91,14 +96,32 @@ class TrainData:
     def epoch(self) -> float:
         return self.order.epoch
 
-    def take(self, n: int) -> list[Row]:
-        """The next ``n`` rows that fit.
+    def choose_by(self, curriculum: Curriculum, total_steps: int) -> None:
+        """Let a curriculum decide which rows come. If unusable rows are left out, every row is checked here, because
+        the curriculum gets usable rows only.
 
-        Raises DataError: a row that cannot be encoded or is too long (``too_long = "error"``), with its file and
-        line; or a whole pass over the data in which no row fits.
+        Raises DataError: a row is not usable and such rows are not left out, or no row is usable. Also raises the
+        errors of the curriculum if the data does not fit it.
+        """
+        rows = UsableRows(self._train, self._usable(), self.order.seed)
+        self.order = self.chosen = ChosenOrder(self.order, curriculum, rows, total_steps)
+
+    def take(self, n: int, step: int = 0) -> list[Row]:
+        """The next ``n`` usable rows.
+
+        Args:
+            step: the step, counted from 0, that trains on the batch of these rows. Only a curriculum reads it.
+
+        Raises DataError: a row cannot be encoded or is too long (``too_long = "error"``), with its file and line; or no
+        row of a whole pass over the data is usable. Raises PluginError: a curriculum chose rows that it may not choose.
         """
         rows: list[Row] = []
         self._examples = {}
+        if self.chosen is not None:
+            rows = self.chosen.choose(n, step)
+            for row in rows:
+                self._fits(row, self._train)  # raises if it does not
+            return rows
         misses = 0
         while len(rows) < n:
             row = self.order.take(1)[0]
@@ -123,9 +146,9 @@ class TrainData:
         return [e if e is not None and e.row is r else self._encode(r) for e, r in zip(found, rows, strict=True)]
 
     def eval_rows(self) -> list[Row]:
-        """All evaluation rows that fit, source by source, in the order they are written.
+        """All usable evaluation rows, source by source, in the order of the files.
 
-        Raises DataError: a row that does not, where such rows are not left out; or none does.
+        Raises DataError: a row is not usable and such rows are not left out; or no row is usable.
         """
         if self._held_out is not None:
             return list(self._held_out)
@@ -146,10 +169,10 @@ class TrainData:
         return list(kept)
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
-        """Whether a row can be used, and as which tokens; counts nothing.
+        """Whether a row can be used, and its tokens. Changes no counter.
 
         Args:
-            answered: form ``prompts``: the row's own answer must be usable too.
+            answered: form ``prompts``: the row's answer must be usable too.
         """
         try:
             if self.form == "prompts":
@@ -166,12 +189,12 @@ class TrainData:
         return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
     def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Look at the first ``rows`` training rows of a run, in its order; takes none and counts nothing.
+        """Check the first ``rows`` training rows of a run, in its order, without taking or counting them.
 
         Args:
-            stopped: asked before each row, whether to look at no more.
+            stopped: called before each row; True ends the check.
 
-        Raises DataError: a row that :meth:`take` would refuse.
+        Raises DataError: a row would be refused by :meth:`take`.
         """
         order = RowOrder(self._train, self.order.seed, self.order.shuffle)
         for _ in range(rows):
@@ -181,7 +204,8 @@ class TrainData:
             self._require_wanted(row, self._train, self.judge(row, self.answers))
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
-        """Every row that fits, of training and then of evaluation, as tokens, in parts of ``size``; counts nothing."""
+        """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
+        counter."""
         for sources in (self._train, self._eval):
             rows = (source[i] for source in sources for i in range(len(source)))
             fitting = (row for row in rows if self._fits(row, sources))
@@ -191,7 +215,7 @@ class TrainData:
                 yield examples
 
     def row(self, source: str, index: int) -> Row:
-        """The training row that a checkpoint names. Raises DataError where there is none."""
+        """The training row that a checkpoint names. Raises DataError if there is none."""
         found = self._source(self._train, source)
         if not 0 <= index < len(found):
             raise DataError(f"data source {source!r} has no row {index}; it has {len(found)}")
@@ -206,8 +230,25 @@ class TrainData:
 
     # ------------------------------------------------------------------------------------- inside
 
+    def _usable(self) -> dict[str, Sequence[int]]:
+        """{source: indices of its usable rows}. Counts the others. Checks no row if no rows are to be left out."""
+        if "drop" not in (self.section.too_long, self.section.bad_rows):
+            return {source.name: range(len(source)) for source in self._train}
+        usable: dict[str, Sequence[int]] = {}
+        for source in self._train:
+            usable[source.name] = fitting = []
+            for index in range(len(source)):
+                if self._fits(source[index], self._train):
+                    fitting.append(index)
+                self.dropped += self._why.kind == "too_long"
+                self.bad_rows += self._why.kind == "bad_rows"
+                self._examples = {}
+        if not any(usable.values()):
+            raise DataError(f"no row of data.train is left to train on. The last one: {self._why.text}")
+        return usable
+
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
-        """Whether a row can be used; :attr:`_why` says why not."""
+        """Whether a row can be used. Sets :attr:`_why`."""
         self._why = why = self.judge(row, self.answers and sources is self._train)
         if why.example is not None:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
@@ -215,7 +256,7 @@ class TrainData:
         return not why.kind
 
     def _require_wanted(self, row: Row, sources: Sequence[Source], why: Verdict) -> None:
-        """Raises DataError where a row cannot be used and such rows are not left out."""
+        """Raises DataError if a row cannot be used and such rows are not left out."""
         if why.kind and getattr(self.section, why.kind) == "error":
             advice = (
                 'Shorten the row, raise the limit, or set data.too_long = "drop"' if why.kind == "too_long" else
@@ -236,7 +277,7 @@ class TrainData:
         return encode(row)
 
     def _recognise(self, key: str, sources: Sequence[Source]) -> list[str]:
-        """Give every source its layout; what is wrong with those that have none."""
+        """Set the layout of every source. Returns the problems of sources without a layout."""
         problems, answered = [], self.answers and key == "train"
         for source in sources:
             title = f"data.{key} {source.name!r} ({source.section.path})"
@@ -256,7 +297,7 @@ class TrainData:
         return problems
 
     def _unread(self) -> list[str]:
-        """Columns that the run file names and no source is read by."""
+        """Problems of columns that the run file names but no source uses."""
         layouts = [s.layout for s in (*self._train, *self._eval) if s.layout is not None]
         read = {field for layout in layouts for field in layout.columns}
         unread = {f: c for f, c in named_columns(self.section).items() if layouts and f not in read}
@@ -299,7 +340,7 @@ class TrainData:
 
 
 def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """{field: value} of a row; empty where it cannot be read, which is said where the row is used."""
+    """{field: value} of a row; empty if it cannot be read, which is reported when the row is used."""
     try:
         return layout.read(columns)
     except DataError:

@@ -1,7 +1,7 @@
-"""Rows that a run would refuse, found while its models load: in a thread, ended before the first step.
+"""Find rows that a run would refuse while its models load, in a thread that ends before the first step.
 
-Which rows are looked at depends on the run file alone: the first :data:`CHECKED` of those that the run will take, in
-its own order. Later ones are looked at when they are taken; ``rlhf data preview --check`` looks at all.
+The run file alone decides which rows are checked: the first :data:`CHECKED` rows that the run will take, in its order.
+Later rows are checked when they are taken. ``rlhf data preview --check`` checks all rows.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from threading import Event, Thread
 from rlhf_runtime.data.dataset import TrainData
 
 CHECKED = 5_000
-"""Training rows that are tokenised before the first step: a few seconds, mostly shorter than loading models takes."""
+"""Number of training rows that are tokenised before the first step. This takes a few seconds, usually less than loading
+the models."""
 
 
 class RowCheck:
-    """Runs beside the loading of models from :meth:`start` on. Nobody else may use the data before :meth:`wait` or
-    :meth:`stop` has returned: a tokenizer is not made for two threads.
+    """Checks rows in a thread from :meth:`start` on, while models load. No other code may use the data before
+    :meth:`wait` or :meth:`stop` has returned, because a tokenizer is not thread-safe.
 
     Args:
-        rows: training rows that the run takes.
+        rows: number of training rows that the run takes.
     """
 
     def __init__(self, data: TrainData, rows: int) -> None:
@@ -32,14 +33,14 @@ class RowCheck:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all rows are checked. Raises DataError with file and line of the first that the run refuses."""
+        """Wait until all rows are checked. Raises DataError with file and line of the first row that is refused."""
         if self._thread.is_alive():
             self._thread.join()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Look at no further row: the run comes to nothing for another reason."""
+        """End the check, because the run has failed for another reason."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -47,5 +48,5 @@ class RowCheck:
     def _run(self) -> None:
         try:
             self._data.check(self._rows, self._stopped.is_set)
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised again in wait()
             self._error = error

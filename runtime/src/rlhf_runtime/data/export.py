@@ -1,8 +1,8 @@
 """Recorded answers as rows of data: pairs, best of n, labels, demonstrations, scored and reward-conditioned rows.
 
-Each function takes answers by prompt and returns the rows with what it left out, {reason: how many}. Columns have the
-names under which this project and TRL find them without options. Where the prompt is a list of messages, answers are
-lists of one message, else text.
+Each function takes answers by prompt. It returns the rows, and {reason: number} of the answers and prompts that it left
+out. Column names are those that this project and TRL recognise without options. If the prompt is a list of messages,
+answers are lists of one message; otherwise they are text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_runtime.data.recorded_answers import Answer, Prompt
 Groups = Sequence[Sequence[Answer]]
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
-"""Where the reward stands in the prompt, by default: as in OpenRLHF."""
+"""Default position of the reward in the prompt, as in OpenRLHF."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Export:
 
 
 def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
-    """Of each prompt the best answer and the worst, the lower sample number of equals: ``prompt``, ``chosen``,
+    """The best and the worst answer of each prompt (of equal ones, the lower sample number): ``prompt``, ``chosen``,
     ``rejected``, ``score_chosen``, ``score_rejected``.
 
     Left out: prompts with fewer than two scored answers, prompts whose scores differ by no more than ``min_gap`` (by
@@ -55,8 +55,8 @@ def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
 
 
 def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> Export:
-    """Of each prompt the ``keep`` best answers, the lower sample numbers of equals: ``prompt``, ``completion``,
-    ``reward``. Equal texts are one answer. Answers below ``min_reward`` are not kept."""
+    """The ``keep`` best answers of each prompt (of equal ones, the lower sample numbers): ``prompt``, ``completion``,
+    ``reward``. Equal texts count as one answer. Answers below ``min_reward`` are not kept."""
     made = Export()
     for group in _scored(groups, made):
         passing = [a for a in group if min_reward is None or _score(a) >= min_reward]
@@ -89,12 +89,12 @@ def scored(groups: Groups) -> Export:
 
 
 def conditional(groups: Groups, condition: str = CONDITION) -> Export:
-    """Every scored answer to a prompt that says its reward: ``prompt``, ``completion``, ``reward``.
+    """Every scored answer, with its reward written into the prompt: ``prompt``, ``completion``, ``reward``.
 
-    Rewards are z-scores over all answers, with the unbiased standard deviation. In a plain prompt the reward stands
-    where ``condition`` says; among messages the same text without the prompt is the system message, or its last line.
+    Rewards are z-scores over all answers, with the unbiased standard deviation. ``condition`` says where the reward is
+    in a plain prompt. In messages, the same text without the prompt is the system message, or its last line.
 
-    Raises ConfigError (the condition) or DataError (fewer than two rewards, or all equal: nothing to tell apart).
+    Raises ConfigError (the condition) or DataError (fewer than two rewards, or all rewards are equal).
     """
     made = Export()
     answers = [a for group in _scored(groups, made) for a in group]

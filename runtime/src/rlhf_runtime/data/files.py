@@ -1,4 +1,4 @@
-"""Data files: of which kind one is, by its name, and its rows."""
+"""Data files: their kind, by name, and their rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def file_kind(path: Path) -> str | None:
 
 
 def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
-    """The rows of one file. ``form`` is read where it is a csv."""
+    """The rows of one file. ``form`` is used for csv files only."""
     if kind in ("parquet", "arrow"):
         return TableSource(section, read_table(path, kind))
     return open_text(section, path, kind, form)

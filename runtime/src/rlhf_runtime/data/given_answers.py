@@ -1,4 +1,4 @@
-"""Answers that a data row brings along: in one column or several, one answer in each or a list of them."""
+"""Answers in data rows: in one or several columns, each with one answer or a list of answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
 COLUMNS = ("response", "responses", "completion", "completions", "answers")
-"""Where answers are looked for; not ``answer``, which beside a prompt is as often what is right."""
+"""Columns that are recognised as answers. ``answer`` is not one of them: beside a prompt it is often the solution."""
 
 
 def answer_columns(source: Source, named: Sequence[str]) -> tuple[str, ...]:
-    """The columns with a source's answers: those named, else the one of :data:`COLUMNS` that it has.
+    """The columns with a source's answers: the named ones, or else the one of :data:`COLUMNS` that it has.
 
-    Raises DataError: a named column that is not there, or none or several of the usual ones.
+    Raises DataError: a named column does not exist, or the source has none or several of :data:`COLUMNS`.
     """
     title, present = f"{source.name!r} ({source.section.path})", f"columns present: {', '.join(source.columns)}."
     for column in named:
@@ -35,9 +35,9 @@ def answer_columns(source: Source, named: Sequence[str]) -> tuple[str, ...]:
 
 
 class GivenAnswers:
-    """Groups of given answers: one a row, in the order of the sources.
+    """Groups of given answers: one group per row, in the order of the sources.
 
-    Raises DataError for what ``data.bad_rows`` or ``data.too_long`` do not leave out, with its file and line.
+    Raises DataError, with file and line, for unusable answers that ``data.bad_rows`` or ``data.too_long`` do not drop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GivenAnswers:
         return len(self._rows)
 
     def group(self, number: int, left_out: Counter[str]) -> Group:
-        """The answers of row ``number``, in their order; those left out are counted by reason."""
+        """The answers of row ``number``, in order. Answers that are left out are counted by reason."""
         source, index = self._rows[number]
         where, row = source.where(index), source[index]
         group = Group(row, number, [])
@@ -81,13 +81,13 @@ class GivenAnswers:
         return group
 
     def _refuse(self, key: str, problem: str, cause: Exception | None = None) -> None:
-        """Raise, unless the option says to leave such out."""
+        """Raise DataError, unless the option ``key`` says to drop such answers."""
         if getattr(self.section, key) == "error":
-            raise DataError(f"{problem}. --data.{key} drop leaves such out (counted).") from cause
+            raise DataError(f"{problem}. --data.{key} drop leaves such answers out (counted).") from cause
 
 
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
-    """The answers in a column. Raises DataError for what holds none."""
+    """The answers in a column. Raises DataError if the column holds none."""
     value = columns.get(name)
     several = isinstance(value, list) and not _is_message_list(value)
     texts = [_text(one, name) for one in (value if several and isinstance(value, list) else [value])]

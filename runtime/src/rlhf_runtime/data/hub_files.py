@@ -1,7 +1,8 @@
-"""Datasets of a hub: which files a subset and split have, and their rows.
+"""Datasets on a hub: the files of a subset and split, and their rows.
 
-The repository's card says it, or its files' names do: `datasets` decides, on a folder of the same names. Files are then
-read as files of that kind are everywhere here, so a csv cell is text and a JSON value is what was written.
+The repository's card or the names of its files define subsets and splits. The library `datasets` interprets them, on an
+empty folder with the same names. The files are read like local files of the same kind, so a csv cell is text and a JSON
+value is not converted.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from rlhf_runtime.data.text_files import USUAL, CsvForm
 
 CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
-"""Fields of a builder's config that do not change how a file is read here: types are those of the file."""
+"""Fields of a builder's config that are ignored: they do not change how a file is read here."""
 _OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
 """Fields that :func:`_csv_form` reads, of which the second and the last are other names of the first and the fourth."""
 
 
 class JoinedSource(Source):
-    """Files of one split, end to end."""
+    """The files of one split, one after another."""
 
     def __init__(self, section: SourceSection, parts: list[Source]) -> None:
         self._parts = parts
@@ -60,9 +61,10 @@ class JoinedSource(Source):
 
 
 def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source:
-    """The rows of a subset and split, at the commit that the name is in this run.
+    """The rows of a subset and split, at the run's commit of the name.
 
-    Raises DataError: nothing of the name here or there, no such subset or split, files of kinds that are not read.
+    Raises DataError: the name exists neither locally nor on the hub, there is no such subset or split, or the files are
+    of kinds that cannot be read.
     """
     try:
         commit = commits.of("dataset", asked)
@@ -93,7 +95,7 @@ def _files(section: SourceSection, asked: HubName, commit: str, there: list[str]
             here = download("dataset", asked, commit, cards)
         for name in there:
             if not (folder / name).resolve().is_relative_to(folder):
-                raise DataError(f"{what} has a file {name!r}, which lies outside of it: nothing is read of it")
+                raise DataError(f"{what} has a file {name!r} outside of the repository: the dataset is not read")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
         try:
@@ -132,11 +134,12 @@ def _files(section: SourceSection, asked: HubName, commit: str, there: list[str]
 
 
 def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
-    """What the card's options for csv mean, as pandas, which `datasets` reads csv with, takes them; None where they ask
-    for more than another separator and other names of the columns.
+    """The card's options for csv, interpreted as pandas does, which `datasets` uses for csv. None if they ask for more
+    than another separator and other column names.
 
-    pandas: where names are given, the first line is a row, unless ``header: 0`` says that it is not. Of no names and no
-    header line it makes the columns 0, 1, 2, which is left out here: a run file names columns by text.
+    In pandas, if names are given, the first line is a row, unless ``header: 0`` says that it is not. Without names and
+    without a header line pandas makes the columns 0, 1, 2. This is not supported here, because a run file names columns
+    by text.
     """
     separator, names = changed.get("sep", ","), changed.get("names") or []
     header = changed.get("header", "infer")

@@ -1,4 +1,4 @@
-"""``data.input_template``: which columns it names, and what it makes of a row's."""
+"""``data.input_template``: the columns that it names, and the text that it makes from a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRACES = "Literal braces are written {{ and }}."
 def template_columns(template: str) -> tuple[str, ...]:
     """The columns that a template names, in order.
 
-    Raises ConfigError: it is no format string, it has a place without a name, or it names no column at all.
+    Raises ConfigError: it is not a format string, it has a field without a name, or it names no column.
     """
     asked = f"data.input_template = {template!r}"
     try:
@@ -44,7 +44,7 @@ def template_columns(template: str) -> tuple[str, ...]:
 
 
 def _fields(template: str) -> Iterator[tuple[str, str | None]]:
-    """(field, conversion) of every place, those inside of a place's format included."""
+    """(field, conversion) of every field, including those inside a field's format."""
     for _, field, spec, conversion in string.Formatter().parse(template):
         if field is not None:
             yield field, conversion
@@ -52,8 +52,8 @@ def _fields(template: str) -> Iterator[tuple[str, str | None]]:
 
 
 def check_template(template: str, columns: Collection[str], first: Mapping[str, Any]) -> None:
-    """Raises DataError where the template cannot be of a source: it names a column that no row has, or does with a
-    value of the first row what that does not allow.
+    """Raises DataError if the template does not fit a source: it names a column that no row has, or its format does not
+    accept a value of the first row.
 
     Args:
         columns: of all rows.
@@ -76,8 +76,8 @@ def check_template(template: str, columns: Collection[str], first: Mapping[str, 
 
 
 def fill(template: str, columns: Mapping[str, Any]) -> str:
-    """The template with a row's values. Raises DataError where the row lacks one, holds null in its place, or has a
-    value that the template's format does not take."""
+    """The template with a row's values. Raises DataError if a value is missing or null, or if the template's format
+    does not accept it."""
     for name in template_columns(template):
         if columns.get(name) is None:
             raise DataError(

@@ -1,4 +1,4 @@
-"""How the columns of a source are read: {field: column}, and a conversion of what stands there."""
+"""Layouts: how fields are read from the columns of a source, by {field: column} and a conversion of the values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",
     "steps": "completions", "step_labels": "labels",
 }  # fmt: skip
-"""{field of the run file's [data]: the column it means where the run file names none and the source has it}."""
+"""{field of the run file's [data]: its default column}. It is used if the run file names none and the source has it."""
 
 FIELDS = (*DEFAULTS, "messages", "margin")
-"""Fields that name columns."""
+"""Fields of ``[data]`` that name columns."""
 
 
 def named_columns(section: DataSection) -> dict[str, str]:
@@ -26,23 +26,24 @@ def named_columns(section: DataSection) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of a source are read: {field: column}, then a conversion of the values found there."""
+    """How the rows of a source are read: {field: column}, then a conversion of the values in these columns."""
 
     columns: Mapping[str, str]
     conversion: str = ""
-    """A name of :data:`rlhf_runtime.data.conversions.CONVERSIONS`; empty: values are taken as they are."""
+    """A name in :data:`rlhf_runtime.data.conversions.CONVERSIONS`; empty: values are not converted."""
     chat: bool = False
-    """Whether a chat template is used: some conversions make messages then."""
+    """Whether a chat template is used. Some conversions then make messages."""
     given: bool = field(default=True, compare=False)
-    """Whether all columns are those that the run file names or that have their default names: nothing to report."""
+    """Whether the run file names all columns, or they have their default names. Such a layout is not reported."""
 
     def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """{field: value} of a row. A column that the row lacks is left out. Raises DataError (the conversion)."""
+        """{field: value} of a row. Columns that the row lacks are left out. Raises DataError if the conversion
+        fails."""
         values = {f: columns[c] for f, c in self.columns.items() if c in columns}
         return convert.CONVERSIONS[self.conversion](values, self.chat) if self.conversion else values
 
     def name(self, field: str) -> str:
-        """The column of a field, for messages; all columns where a conversion makes the field of several."""
+        """The column of a field, for messages; several columns if a conversion makes the field from several."""
         return self.columns.get(field) or (", ".join(self.columns.values()) if self.conversion else DEFAULTS[field])
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""From a source's section of the run file to its rows: what stands at a path or under a name of the hub."""
+"""Open the sources of the run file: files, folders and names on the hub."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_runtime.data.tables import DatasetSource, load_saved
 
 
 def load_source(section: SourceSection, commits: Commits | None = None) -> Source:
-    """Open a source: a file, a folder saved by ``datasets``, or a hub name where no such path exists.
+    """Open a source: a file, a folder saved by ``datasets``, or a hub name if no such path exists.
 
     Args:
-        commits: those of the run, for hub names; None: they are looked up now.
+        commits: the run's commits, for hub names; None: names are looked up now.
 
-    Raises DataError: missing (with what is there), empty, malformed (file and line), a split or subset that is not
-    there.
+    Raises DataError: the source is missing (the message lists existing files), empty or malformed (with file and line),
+    or has no such split or subset.
     """
     path = Path(section.path).expanduser()
     source: Source

@@ -1,4 +1,4 @@
-"""The order of training rows: a pure function of (seed, how many rows were drawn), so it resumes exactly."""
+"""The order of training rows: a pure function of (seed, number of rows drawn), so it resumes exactly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlhf_runtime.data.sources import Source
 class RowOrder:
     """An endless order over one or more sources.
 
-    Without probabilities the sources are concatenated and every pass visits each row once, in another order each
-    time. With probabilities each draw first picks a source, and each source is passed through by itself: no row of a
-    source comes twice before all of its rows came once. An epoch is as many draws as there are rows in all sources.
+    Without probabilities the sources are concatenated, and every pass visits each row once, in a new order. With
+    probabilities each draw first picks a source, and each source has its own passes: no row of a source is drawn twice
+    before all of its rows are drawn once. An epoch is as many draws as all sources have rows.
     """
 
     def __init__(self, sources: Sequence[Source], seed: int = 0, shuffle: bool = True) -> None:
@@ -30,7 +30,7 @@ class RowOrder:
         if given and (len(given) != len(sources) or abs(sum(given) - 1) > 1e-6):
             raise DataError(f"probabilities are given for all sources or for none and sum to 1, got {given}")
         self._cumulative = np.cumsum(given) if given else None
-        # A pool is what one permutation runs over: each source by itself, or all of them end to end.
+        # A pool is a set of rows with one permutation: each source alone, or all sources concatenated.
         self._pools = [[s] for s in self.sources] if given else [self.sources]
         self._drawn = [0] * len(self._pools)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
@@ -50,17 +50,17 @@ class RowOrder:
         return self.drawn / self.rows_per_epoch
 
     def take(self, n: int) -> list[Row]:
-        """The next ``n`` rows; goes on into the next pass, so no tail is dropped."""
+        """The next ``n`` rows. Continues with the next pass, so no rows at the end of a pass are dropped."""
         return [self._next() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: how far it is, and what the order depends on."""
+        """JSON values: the position in the order, and everything that the order depends on."""
         return {"drawn": list(self._drawn), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Continue from the position of :meth:`state_dict`.
 
-        Raises CheckpointError naming what changed: the sources, their content, the probabilities, seed or shuffling.
+        Raises CheckpointError naming the change: sources, their content, probabilities, seed or shuffling.
         """
         mine = self._identity()
         theirs = {name: source["fingerprint"] for name, source in state["sources"].items()}
@@ -128,7 +128,7 @@ class RowOrder:
 def permutation(n: int, seed: int) -> np.ndarray:
     """int64 [n]: 0 .. n - 1 sorted by a hash of (seed, i) (SplitMix64's mixer, Steele et al. 2014).
 
-    No library's generator is involved, so the order is the same with every version of everything.
+    It uses no library's random generator, so the order does not depend on the versions of libraries.
     """
     with np.errstate(over="ignore"):
         z = (np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) + np.uint64(seed)

@@ -1,4 +1,4 @@
-"""Rows as a model will see them, as plain values: tokens, what is trained on, where steps end, what is left out."""
+"""Rows as a model will see them, as plain values: tokens, trained tokens, ends of steps, and rows that are left out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlhf_runtime.data.sources import Source
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _NAMED = 10
-"""Rows that are named in a summary of all."""
+"""Largest number of rows that a summary names."""
 
 
 def preview(data: TrainData, rows: int) -> dict[str, Any]:
-    """How every source is read, and its first ``rows`` rows.
+    """The layout of every source, and its first ``rows`` rows.
 
-    Returns JSON values: ``form``; ``answers``: whether prompts for training come with an answer that may be learnt
-    from; ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` |
-    ``eval``), ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused`` (columns); ``shown``, each
-    row with ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` | ``refused``), ``why``, ``label``
-    and ``margin`` where it has them, and ``sequences`` (:func:`_sequence`).
+    Returns JSON values: ``form``; ``answers``: whether training prompts have an answer that may be trained on;
+    ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` | ``eval``),
+    ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused`` (columns); ``shown``, each row with
+    ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` | ``refused``), ``why``, ``label`` and
+    ``margin`` if it has them, and ``sequences`` (:func:`_sequence`).
     """
     decode = decoder_of(data.template.tokenizer)
     shown = [
@@ -45,8 +45,8 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
 
 
 def survey(data: TrainData) -> dict[str, Any]:
-    """What becomes of every row: for ``train`` and ``eval``, the number of rows that are used (``ok``), too long
-    (``too_long``) and bad (``bad_rows``), tokens of the longest, and the first rows that are not used, with why."""
+    """Counts over all rows: for ``train`` and ``eval``, the number of rows that are used (``ok``), too long
+    (``too_long``) and bad (``bad_rows``), the tokens of the longest row, and the first unused rows with the reason."""
     found = {}
     for use, sources in data.sources.items():
         counts: Counter[str] = Counter()
@@ -64,7 +64,7 @@ def survey(data: TrainData) -> dict[str, Any]:
 
 
 def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """The text that each token adds to those before it; a character of several tokens is the last one's."""
+    """The text that each token adds to the tokens before it. A character of several tokens belongs to the last one."""
     texts, done, pending = list[str](), list[int](), list[int]()
     for token in ids:
         pending.append(token)
@@ -120,11 +120,11 @@ def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:
 
 def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     ids = data.template.encode_prompt(row).ids
-    return _sequence("prompt", ids, [False] * len(ids), {}, decode)
+    return _sequence("prompt", list(ids), [False] * len(ids), {}, decode)
 
 
 def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The row's own answer as an algorithm gets it that learns from it in place of samples."""
+    """The row's answer, as an algorithm with ``Needs.given`` gets it in place of samples."""
     prompt, answer = data.template.encode_answer(row)
     mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
     return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode)
@@ -134,7 +134,7 @@ def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iter
     pair = len(example.sequences) > 1
     for sequence in example.sequences:
         name = ("chosen", "rejected")[sequence.role] if pair else "row"
-        yield _sequence(name, sequence.ids, sequence.loss_mask, dict(example.values.get("steps", ())), decode)
+        yield _sequence(name, list(sequence.ids), sequence.loss_mask, dict(example.values.get("steps", ())), decode)
 
 
 def _sequence(
@@ -145,7 +145,7 @@ def _sequence(
     return {
         "name": name,
         "tokens": len(ids),
-        "trained": sum(mask[1:]),  # nothing predicts the first
+        "trained": sum(mask[1:]),  # no output predicts the first token
         "ids": list(ids),
         "texts": token_texts(ids, decode),
         "mask": list(mask),

@@ -1,4 +1,4 @@
-"""Prompts and observations as tokens, through the chat template or as plain text: what a policy is given."""
+"""Prompts and observations as tokens, encoded with the chat template or as plain text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
 class Prompts:
-    """How the prompts of a run's rows become tokens; a pure function of the row.
+    """Encodes the prompts of a run's rows. The tokens depend on the row only.
 
-    Where the section names a chat template, the tokenizer is given it.
+    If the section names a chat template, it becomes the tokenizer's template.
 
-    Raises ConfigError where the section asks for what the tokenizer or the kind of template does not have.
+    Raises ConfigError if an option needs something that the tokenizer or the kind of template does not have.
     """
 
     def __init__(self, tokenizer: Any, section: DataSection) -> None:
@@ -37,25 +37,26 @@ class Prompts:
         if section.input_template is not None:
             template_columns(section.input_template)
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
-        """Of rows that have none of their own."""
+        """System message of rows without their own."""
         self.tokens = TextTokens(tokenizer)
         self._frame: Frame | None = None
-        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn]] = {}
+        self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
 
     def encode_prompt(self, row: Row) -> Turn:
-        """The row's prompt, ready for the policy to answer."""
+        """The row's prompt, which the policy can answer."""
         key = (row.source, row.index)
-        columns, turn = self._prompts.get(key, (None, None))
+        columns, turn, _ = self._prompts.get(key, (None, None, None))
         if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
             turn = self._prompt_turn(row)
             if len(self._prompts) >= _CACHED_PROMPTS:
                 self._prompts.clear()
-            self._prompts[key] = (row.columns, turn)
-        return replace(turn, ids=list(turn.ids))
+            # The samples of a prompt share its array. An array that is viewed cannot grow or shrink.
+            self._prompts[key] = (row.columns, turn, memoryview(turn.ids))
+        return replace(turn)
 
     def prompt_of(self, trajectory: Trajectory) -> str | list[Message] | None:
-        """What a trajectory was asked: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
-        where its context is more than that, as an environment opened it, or none was made, as it failed."""
+        """The prompt of a trajectory: its row's prompt with ``data.system``, as text (plain) or messages (chat). None
+        if an environment added to the context, or if the trajectory failed before it had a context."""
         row, turns = trajectory.row, trajectory.turns
         if not turns or turns[0].ids != self.encode_prompt(row).ids:
             return None
@@ -63,8 +64,8 @@ class Prompts:
         return self._plain_prompt(cells) if self.chat is None else self._prompt_messages(cells)
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
-        """The row's prompt with what the environment says at its start: in the same user message where the prompt
-        ends with one (after a blank line), as another message else; plain text is simply continued."""
+        """The row's prompt with the environment's first observation. If the prompt ends with a user message, the
+        observation is added to it after a blank line; otherwise it is another message. Plain text is concatenated."""
         if not text:
             return [self.encode_prompt(row)]
         if self.chat is None:
@@ -78,11 +79,11 @@ class Prompts:
         return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)))]
 
     def encode_observation(self, text: str, closed: bool = True) -> Turn:
-        """What the environment says, as the chat template writes a user's message after an answer.
+        """An observation, as the chat template writes a user's message after an answer.
 
         Args:
-            closed: whether the sampled turn before it ended with its end token; where it was cut, that token is put
-                first here, so that the next message never runs into an open answer.
+            closed: whether the sampled turn before it ended with its end token. If not, the observation begins with
+                the end token, so that the answer is closed before the next message.
 
         Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
         """
@@ -94,13 +95,13 @@ class Prompts:
         return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown))
 
     def check_multi_turn(self) -> None:
-        """Raises DataError where observations cannot be encoded; called before a run of several turns starts."""
+        """Raises DataError if observations cannot be encoded. Called before a run with several turns starts."""
         if self.chat is not None:
             self._history()
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's end token and, where it is another, the chat template's."""
+        """Tokens that end an answer: the tokenizer's end token and the chat template's, if it differs."""
         ids = [self.tokenizer.eos_token_id]
         if self.chat is not None:
             turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -111,7 +112,7 @@ class Prompts:
         return tuple(dict.fromkeys(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, special tokens left out."""
+        """Text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -171,10 +172,10 @@ class Prompts:
         return [{"role": "system", "content": own or self.section.system}, *messages]
 
     def _system(self, cells: Cells) -> str | None:
-        """The row's system message, where its layout has a column of them and it is not empty."""
+        """The row's system message; None if its layout has no column for it, or it is empty."""
         return (cells.values.get("system") and cells.text("system")) or None
 
-    def _turn(self, ids: list[int]) -> Turn:
+    def _turn(self, ids: Sequence[int]) -> Turn:
         return Turn(ids, sampled=False, text=self.decode(ids))
 
     def _history(self) -> Frame:
@@ -187,7 +188,7 @@ class Prompts:
 def named_template(section: DataSection) -> str:
     """The text of ``data.chat_template``.
 
-    Raises ConfigError: rows are plain text, the file is not there, cannot be read, or is empty.
+    Raises ConfigError: rows are plain text, or the file is missing, cannot be read or is empty.
     """
     path = Path(section.chat_template or "").expanduser()
     if section.template == "plain":

@@ -1,7 +1,7 @@
-"""Which columns of a source mean what: by name and by the values of its first row.
+"""Recognise the meaning of a source's columns, by their names and the values of the first row.
 
-:func:`recognise` is a pure function. What the run file names wins; a column that has its default name comes next; then
-the names that data sets of the hub commonly have. What could be read in two ways is refused with both.
+:func:`recognise` is a pure function. Columns that the run file names come first, then columns with default names, then
+names that are common in data sets on the hub. A source with two possible layouts is refused, and the error lists both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = ("question", "problem", "query", "instruction", "input")
 RESPONSES = ("completion", "output", "answer", "solution")
 LABELS = ("score", "is_correct")
 CONTEXTS = ("input", "context")
-"""Beside ``instruction``: what it is about."""
+"""Column beside ``instruction`` with its context."""
 SYSTEMS = ("system", "system_prompt")
 
 
@@ -38,13 +38,13 @@ def recognise(
     """The layout of a source.
 
     Args:
-        columns: of the source.
-        row: its first.
+        columns: columns of the source.
+        row: its first row.
         named: {field: column} as the run file names them.
         chat: whether a chat template is used.
-        prompt: whether a column with a prompt is needed; ``made``: a template makes it of other columns.
+        prompt: whether a column with a prompt is needed; ``made``: a template makes it from other columns.
 
-    Raises DataError: no layout fits (what is missing), several do (all of them), or the one that does needs a chat
+    Raises DataError: no layout fits (with what is missing), several fit (with all of them), or the layout needs a chat
     template.
     """
     case = _Case(form, columns, row, dict(named or {}), chat, prompt)
@@ -87,7 +87,7 @@ class _Case:
             yield from self._steps()
 
     def text(self) -> bool:
-        """Texts to continue, without prompts: only where nothing else fits."""
+        """Whether the rows are texts to continue, without prompts; used only if no other layout fits."""
         asked = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
         return self.form == "demonstrations" and not asked and isinstance(self.row.get("text"), str)
 
@@ -193,7 +193,7 @@ class _Case:
                 yield from ({"prompt": column, "context": c} for c in CONTEXTS if c in self.columns)
 
     def _choices(self, field: str, usual: Sequence[str]) -> list[str]:
-        """Columns that a field may mean: the named one, else the default one, else those of the usual names."""
+        """Columns that a field may mean: the named one, else the default one, else those with common names."""
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
         if DEFAULTS.get(field) in self.columns:
@@ -201,7 +201,7 @@ class _Case:
         return [c for c in usual if c in self.columns]
 
     def _certain(self, field: str, column: str) -> bool:
-        """Whether a column is meant whatever it holds: what is wrong with a row is said when it is read."""
+        """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
         return column == self.named.get(field, DEFAULTS.get(field, field))
 
     def _defaults(self, *fields: str) -> bool:
@@ -211,7 +211,7 @@ class _Case:
         return self._certain("label", column) or as_label(self.row.get(column)) is not None
 
     def _join(self, *parts: Sequence[Mapping[str, str]], how: str = "") -> Iterator[Layout]:
-        """A layout for every choice of one from each part; no column serves two fields."""
+        """A layout for every combination of one choice from each part. No column is used for two fields."""
         for chosen in product(*parts):
             columns = {f: c for part in chosen for f, c in part.items()}
             if len(set(columns.values())) != len(columns):
@@ -228,14 +228,14 @@ class _Case:
 
 
 def _widest(found: Sequence[Layout]) -> list[Layout]:
-    """Without those that are there twice, or whose columns are some of another's."""
+    """The layouts without duplicates, and without those whose columns are a subset of another's."""
     found = [layout for i, layout in enumerate(found) if layout not in found[:i]]
     sets = [set(layout.columns.values()) for layout in found]
     return [layout for layout, mine in zip(found, sets, strict=True) if not any(mine < other for other in sets)]
 
 
 def _with_system(layout: Layout, case: _Case) -> Layout:
-    """With a column of system messages where the run file names no columns and there is one."""
+    """The layout with a column of system messages, if the run file names no columns and the source has one."""
     present = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
     if case.named or not present or not {"prompt", "messages"} & set(layout.columns):
         return layout

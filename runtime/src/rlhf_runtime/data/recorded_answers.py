@@ -1,4 +1,4 @@
-"""Recorded samples as plain answers: what a run wrote to ``rollouts/``, and what `rlhf eval` and `generate` saved."""
+"""Recorded samples as plain answers: from a run's ``rollouts/``, or saved by `rlhf eval` and `rlhf generate`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, DataError
 
-from rlhf_runtime.checkpoint.json_values import loads
+from rlhf_runtime.checkpoint.saved_groups import recorded
 
 Prompt = str | list[Mapping[str, Any]]
-"""Text, or messages where a chat template was used."""
+"""Text, or messages if a chat template was used."""
+
+
+SUCH = (
+    "Recorded samples are in a run's rollouts/, and in what `rlhf eval --save`, `rlhf generate --save` and "
+    "`rlhf score` write."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +31,16 @@ class Answer:
     prompt: Prompt
     completion: str
     reward: float | None
-    """None where nothing scored it."""
+    """None if it has no reward."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """Answers by prompt, in the order of the files, and what of the files is no answer."""
+    """Answers by prompt, in the order of the files, and counts of samples that are not answers."""
 
     groups: list[list[Answer]] = field(default_factory=list)
     answers: int = 0
-    """Recorded samples, those left out included."""
+    """Number of recorded samples, including those left out."""
     left_out: Counter[str] = field(default_factory=Counter)
     """{reason: samples}."""
 
@@ -42,27 +48,22 @@ class Recorded:
 def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorded:
     """The answers in run directories, their ``rollouts`` folders, or single files of samples.
 
-    An answer is one sampled turn to a prompt that a data row gives. Left out and counted are samples that failed, empty
-    answers, episodes of several turns, prompts to which an environment added something, and answers cut off at their
-    token budget: as text they would seem complete.
+    An answer is one sampled turn after the prompt of a data row. Samples are left out and counted if they failed, are
+    empty, have several turns, have a prompt that an environment extended, or were cut off at their token budget,
+    because as text they would seem complete.
 
     Args:
-        truncated: take answers that were cut off too.
+        truncated: also take answers that were cut off.
 
     Raises DataError naming file and line.
     """
     found = Recorded()
     for path in (file for source in sources for file in _files(source)):
-        try:
-            text = path.read_text(encoding="utf-8").removesuffix("\n")
-            lines = text.split("\n") if text else []  # and not by other line ends, which texts may hold
-        except (OSError, UnicodeDecodeError) as cause:
-            raise DataError(f"cannot read {path}: {cause}") from cause
         groups: dict[int, list[Answer]] = {}
-        for number, one in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            try:
-                line = loads(one, where)
+        where = str(path)
+        try:
+            for place, line in recorded(path):
+                where = place
                 members = groups.setdefault(line["group"], [])
                 if line["sample"] is None:
                     continue
@@ -72,18 +73,17 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                     found.left_out[why] += 1
                     continue
                 members.append(Answer(line["sample"], line["prompt"], line["turns"][1]["text"], line["reward"]))
-            except (CheckpointError, KeyError, IndexError, TypeError) as cause:
-                why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
-                raise DataError(
-                    f"{where} is not a recorded sample: {why}. Such are in a run's rollouts/, and what `rlhf eval "
-                    "--save`, `rlhf generate --save` and `rlhf score` write"
-                ) from cause
+        except CheckpointError as cause:
+            raise DataError(f"{cause}. {SUCH}") from cause
+        except (KeyError, IndexError, TypeError) as cause:
+            why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
+            raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
         found.groups += groups.values()
     return found
 
 
 def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
-    """Why a recorded sample is no answer; empty where it is one."""
+    """Why a recorded sample is not an answer; empty if it is one."""
     turns = line["turns"]
     if line["status"] == "failed":
         return "that failed"
@@ -102,7 +102,7 @@ def _files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     folder = source / "rollouts" if (source / "rollouts").is_dir() else source
-    files = sorted(folder.glob("step-*.jsonl"))
+    files = sorted(folder.glob("step-*.arrow"))
     if not source.exists():
         raise DataError(f"{source} does not exist")
     if not files:

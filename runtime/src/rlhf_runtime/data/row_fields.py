@@ -12,16 +12,16 @@ from rlhf.types import Row
 from rlhf_runtime.data.layouts import Layout
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` and whatever else a chat template reads."""
+"""``role``, ``content`` and further fields that a chat template reads."""
 
 LABELS: Mapping[str, bool] = {"true": True, "1": True, "+": True, "false": False, "0": False, "-": False}
-"""Texts that are labels, in any case: files without types (csv) have no others."""
+"""Texts that are labels, in upper or lower case. Files without types (csv) have text labels only."""
 
 
 class Cells:
-    """The values of a row by field, through a layout.
+    """The values of a row by field, read with a layout.
 
-    Raises DataError, here and in every method: what was got, in which column, and what is allowed.
+    The constructor and every method raise DataError with the value, its column and the allowed values.
     """
 
     def __init__(self, row: Row, layout: Layout) -> None:
@@ -73,7 +73,7 @@ class Cells:
         return found
 
     def margin(self) -> float:
-        """By how much the chosen answer is better: a finite number, also as text."""
+        """How much better the chosen answer is: a finite number, which may be given as text."""
         value = self.value("margin")
         try:
             number = math.nan if isinstance(value, bool) else float(value)
@@ -111,7 +111,7 @@ class Cells:
 
 
 def as_label(value: Any) -> bool | None:
-    """The label that a value is, or None."""
+    """A value as a label; None if it is not a label."""
     if isinstance(value, str):
         return LABELS.get(value.strip().lower())
     if isinstance(value, bool | int | float) and value in (0, 1):

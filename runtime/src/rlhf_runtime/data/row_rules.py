@@ -1,4 +1,4 @@
-"""What rows must be like to be trained on: lengths, something to learn, labels of both kinds."""
+"""Requirements on training rows: lengths, at least one trained token, labels of both kinds."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Verdict:
     """Whether a row can be used."""
 
     kind: Literal["", "too_long", "bad_rows"] = ""
-    """Empty: it can; else the option of ``[data]`` that says what becomes of it."""
+    """Empty if it can; else the option of ``[data]`` that decides whether it is refused or left out."""
     text: str = ""
     """Why not."""
     example: Example | None = None
-    """Its tokens, where it has any (offline forms)."""
+    """Its tokens (offline forms)."""
     error: DataError | None = None
     tokens: int = 0
-    """Of its longest sequence."""
+    """Number of tokens of its longest sequence."""
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:
-    """What is too long about a prompt that is to be answered; empty where it fits. Raises DataError: it is empty."""
+    """Which limit a prompt exceeds; empty if it fits. Raises DataError if the prompt is empty."""
     if not tokens:
         raise DataError("the prompt is empty; at least one token is needed to continue from")
     return _prompt(tokens, section)
 
 
 def check_example(example: Example, section: DataSection) -> str:
-    """What is too long about a tokenised row; empty where it fits. Raises DataError: nothing can be learnt from it."""
+    """Which limit a tokenised row exceeds; empty if it fits. Raises DataError if the row has no trained token."""
     for sequence in example.sequences:
         if len(sequence.ids) < 2:
             raise DataError("the row is empty: it has no token that could be learnt from what precedes it")
@@ -65,9 +65,9 @@ def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) 
 
     Args:
         columns: the column of labels of each source.
-        drop: whether values that are no labels are left out later; refused here otherwise.
+        drop: whether rows with invalid labels are left out later. Otherwise they are refused here.
 
-    Raises DataError: a value that is no label (the first of them, with file and line), or labels of one kind only.
+    Raises DataError: an invalid label (the first one, with file and line), or labels of one kind only.
     """
     counts: Counter[bool | None] = Counter()
     for source, column in zip(sources, columns, strict=True):

@@ -1,6 +1,6 @@
-"""Data sources: where rows come from, each with a name, its columns, a fingerprint, and where row i was written.
+"""Data sources: rows with a name, columns, a fingerprint, and the file and line of each row.
 
-Nothing is cached on disk here and nothing is guessed: a ``csv`` cell is text, a blank line is no row, and a file that
+Nothing is cached on disk, and types are not guessed: a ``csv`` cell is text, and a blank line is not a row. A file that
 changed between two runs has another fingerprint.
 """
 
@@ -18,18 +18,18 @@ from rlhf_runtime.data.layouts import Layout
 
 
 class Source(ABC):
-    """Rows by index, read when asked for."""
+    """Rows by index, read on demand."""
 
     def __init__(self, section: SourceSection, columns: list[str], fingerprint: str) -> None:
         self.section = section
         self.name = section.label
         self.columns = columns
-        """Every column that some row has."""
+        """All columns that occur in any row."""
         kept = f"{fingerprint} {section.max_rows}"
         self.fingerprint = hashlib.sha256(kept.encode()).hexdigest()
-        """sha256 (hexadecimal) over what the source holds; equal data, equal fingerprint."""
+        """SHA-256 (hexadecimal) of the content. Equal data has an equal fingerprint."""
         self.layout: Layout | None = None
-        """How the columns of its rows are read; absent: as the run file names them."""
+        """How the columns of its rows are read; None: as the run file names them."""
 
     @property
     def probability(self) -> float | None:
@@ -37,7 +37,7 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self) -> int:
-        """How many rows the source holds, ``max_rows`` not considered."""
+        """Number of rows of the source, ignoring ``max_rows``."""
 
     @abstractmethod
     def read(self, index: int) -> dict[str, Any]:
@@ -57,5 +57,5 @@ class Source(ABC):
         return Row(self.read(index), self.name, index, self.layout)
 
     def values(self, column: str) -> Iterator[Any]:
-        """One column of every row; None where a row lacks it."""
+        """The value of one column in every row; None for rows without it."""
         return (self.read(i).get(column) for i in range(len(self)))

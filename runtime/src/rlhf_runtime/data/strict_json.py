@@ -1,4 +1,4 @@
-"""JSON of data files, without what readers would take differently: names that come twice, NaN and infinities."""
+"""Strict JSON for data files. Refuses repeated keys, NaN and infinities, which JSON readers treat differently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class NotStrictError(ValueError):
-    """It is read as JSON by Python, and is none (RFC 8259), or loses a value."""
+    """Text that Python accepts as JSON although it is not valid (RFC 8259), or although a value would be lost."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -25,14 +25,14 @@ def _constant(text: str) -> NoReturn:
 
 
 STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-"""One for all: it holds no state, and to make one takes as long as to read a short row."""
+"""One decoder for all calls. It has no state, and making one takes as long as reading a short row."""
 
 _SPACE = " \t\r\n"
 
 
 def decode_long(text: str) -> Any:
-    """What a whole file holds. The collector of garbage is kept out: it would look at all rows again and again, which
-    takes as long as the checks."""
+    """Decode a whole file. Garbage collection is off meanwhile: it would visit all rows repeatedly, which takes as long
+    as the checks."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,7 @@ def decode_long(text: str) -> Any:
 
 
 def start_of_wrong(text: str) -> int:
-    """Where the first element of a JSON list begins that raises :class:`NotStrictError`; the list itself is JSON."""
+    """Start of the first element of a JSON list that raises :class:`NotStrictError`. The list must be valid JSON."""
     at = text.index("[") + 1
     while True:
         while text[at] in _SPACE + ",":

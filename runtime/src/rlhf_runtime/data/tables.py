@@ -1,4 +1,4 @@
-"""Columnar sources through pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``."""
+"""Columnar sources, read with pyarrow and ``datasets``: parquet, arrow, folders saved by ``datasets``."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class DatasetSource(Source):
 
 
 def content_hash(table: Any) -> str:
-    """sha256 over the values of a pyarrow table, however it is split into chunks or was stored."""
+    """SHA-256 of the values of a pyarrow table. It does not depend on chunks or on the storage format."""
     import pyarrow as pa
 
     digest = hashlib.sha256(str(table.schema.remove_metadata()).encode())
     for start in range(0, table.num_rows, 8192):
-        # Taking rows writes them anew, so equal values give equal bytes whatever offsets and chunks they had.
+        # take() copies the rows, so equal values give equal bytes, whatever their offsets and chunks were.
         part = table.slice(start, 8192).combine_chunks()
         part = part.take(pa.array(range(part.num_rows))).replace_schema_metadata(None)
         sink = pa.BufferOutputStream()
@@ -82,7 +82,8 @@ def read_table(path: Path, kind: str) -> Any:
 
 
 def _without_views(table: Any) -> Any:
-    """The same values; texts as views (what polars writes to arrow files) as plain ones, which all of pyarrow takes."""
+    """The same table with string views (which polars writes to arrow files) as plain strings, because not all functions
+    of pyarrow accept views."""
     import pyarrow as pa
 
     def plain(kind: Any) -> Any:
@@ -101,7 +102,7 @@ def _without_views(table: Any) -> Any:
 
 
 def load_saved(path: Path, section: SourceSection) -> Any:
-    """A folder written by ``save_to_disk``: a dataset, or a dictionary of which ``split`` is taken."""
+    """A folder written by ``save_to_disk``: a dataset, or the ``split`` of a dictionary of datasets."""
     import datasets
 
     if section.subset is not None:

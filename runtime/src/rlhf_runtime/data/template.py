@@ -1,4 +1,4 @@
-"""Rows become tokens: beside prompts the demonstrations, pairs, labels and steps, and what of them is trained on."""
+"""Rows become tokens: prompts, demonstrations, pairs, labels and steps, with the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_runtime.data.token_spans import Span, edges_are_between
 
 
 class Template(Prompts):
-    """How the rows of a run become tokens; a pure function of the row."""
+    """Encodes the rows of a run. The tokens depend on the row only."""
 
     def __init__(self, tokenizer: Any, section: DataSection) -> None:
         super().__init__(tokenizer, section)
@@ -28,12 +28,11 @@ class Template(Prompts):
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
     def encode_answer(self, row: Row, text: str | None = None) -> list[Turn]:
-        """The row's prompt and the row's own answer to it, token by token as :meth:`encode_demonstration` has them with
-        ``data.loss_on = "completion"``: the end token belongs to the answer, what a chat template writes behind it is
-        left out.
+        """The row's prompt and its answer, with the same tokens as :meth:`encode_demonstration` with ``data.loss_on =
+        "completion"``: the answer includes its end token; text that a chat template writes after it is left out.
 
         Args:
-            text: another answer to the row's prompt.
+            text: an answer to use in place of the row's.
         """
         cells = self._cells(row)
         sequence = self._demonstrated(cells) if text is None else self._answered_by(text, *self._asked(cells))
@@ -45,14 +44,14 @@ class Template(Prompts):
         ]
 
     def encode_demonstration(self, row: Row) -> Example:
-        """The row's conversation or prompt and response, with the tokens to train on (``data.loss_on``); or its text,
-        whole, where that is all it has."""
+        """The row's conversation, or prompt and response, with the mask of trained tokens (``data.loss_on``); or its
+        whole text, if the row has nothing else."""
         return Example(row, [self._demonstrated(self._cells(row))])
 
     def encode_pair(self, row: Row) -> Example:
-        """The row's chosen (role 0) and rejected (role 1) answer to one prompt. Where both are whole conversations
-        and there is no prompt column, each is taken as it is; up to the last answer they are the same, or everything
-        that an assistant says is trained on."""
+        """The row's chosen (role 0) and rejected (role 1) answer to one prompt. If both are whole conversations and
+        there is no prompt column, each is encoded whole. They must then be equal up to the last answer, unless all
+        assistant messages are trained on."""
         cells = self._cells(row)
         fields = ("chosen", "rejected")
         whole = self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list)
@@ -81,8 +80,8 @@ class Template(Prompts):
         """The row's prompt and the steps of one solution, each followed by ``data.step_separator``, with
         ``values["steps"]``: where each step ends (:class:`rlhf.steps.StepEnds`) and its label in 0 .. 1.
 
-        The solution stands where the policy's answer would start and is left open: no end token follows, as nothing
-        after a step tells whether it is right.
+        The solution starts where the policy's answer would start. No end token follows it, because a step's label is
+        read at the end of the step.
         """
         cells, separator = self._cells(row), self.section.step_separator
         texts, labels = cells.steps(), cells.step_labels()
@@ -166,13 +165,13 @@ class Template(Prompts):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
         render = self.chat.render(messages, trained)
         ids, mask = self._masked(render.text, render.answers)
-        # A sample ends with the answer's end token. What a template writes behind it is learnt by nobody, and a score
-        # read there would be of a token that no sample has.
+        # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
+        # have it, so it must not be trained on, and scores must not be read there.
         end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
         return TokenSequence(ids[:end], mask[:end])
 
     def _completed(self, prompt: str, completion: str) -> TokenSequence:
-        """Plain text: the completion's tokens are trained on, the end token included."""
+        """Plain text: the completion's tokens are trained on, including the end token."""
         ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
         ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
         begin, end = self.tokens.begin(ids), [] if ended else [self.tokenizer.eos_token_id]
@@ -180,12 +179,12 @@ class Template(Prompts):
         return TokenSequence(ids, [True] * len(ids) if self.section.loss_on == "all" else mask)
 
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """Tokens of ``text`` and which of them lie in ``spans``.
+        """Tokens of ``text`` and which of them are in ``spans``.
 
-        The text is tokenised once. Where a token would reach over the start of a span, or could, the policy could never
-        have produced it (it was given the text before, already tokenised): then the pieces are tokenised apart. So they
-        are where the text before a span has other tokens alone, as sampling sees it (two line breaks are one token at
-        the end of a text, and two before a word).
+        The text is tokenised once, if the tokens match those of sampling. Sampling tokenises the text before a span
+        alone, so the policy can never produce a token across the start of a span. The pieces are tokenised separately
+        if a token crosses or may cross the start of a span, or if the text before a span has other tokens when it is
+        tokenised alone (two line breaks are one token at the end of a text, and two tokens before a word).
         """
         if self.tokenizer.is_fast:
             encoded = self.tokens.encoded(text, return_offsets_mapping=True)
@@ -204,8 +203,8 @@ class Template(Prompts):
         return ids, mask
 
     def _is_given(self, before: str, ids: Sequence[int], offsets: Sequence[Span]) -> bool:
-        """Whether the tokens before a span are those that its text has alone. Special tokens part a text before it is
-        tokenised, so what precedes the last of them needs no second look."""
+        """Whether the text before a span has the same tokens when it is tokenised alone. Tokenizers split a text at
+        special tokens first, so only the part after the last special token is compared."""
         end = bisect_left(offsets, len(before), key=lambda span: span[0])
         begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
         return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])

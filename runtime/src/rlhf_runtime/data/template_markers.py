@@ -1,6 +1,6 @@
-"""Messages with every text replaced by a marker, to see in a render of a chat template where each text came to stand.
+"""Messages with every text replaced by a marker, to find the position of each text in a chat template's render.
 
-Tags and white space are left in place, as templates act on them: what of a message follows its last marker is its tail.
+Tags and white space are kept, because templates act on them. The part of a message after its last marker is its tail.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rlhf.errors import DataError
 
 from rlhf_runtime.data.row_fields import Message
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # private use: no text has them
+_OPEN, _CLOSE = "\ue000", "\ue001"  # private-use characters, which texts do not contain
 MARKER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
-"""Splits a render into what the template wrote and the numbers of the markers between."""
+"""Splits a render into the template's own text and the numbers of the markers."""
 _TAG = re.compile(r"(</?[A-Za-z_]\w*>)")
 
 
@@ -26,9 +26,8 @@ def mark(number: int) -> str:
 def with_markers(
     messages: Sequence[Message],
 ) -> tuple[list[dict[str, Any]], list[tuple[int, str]], dict[int, str]]:
-    """The messages with every run of text replaced by a marker, (message, text) by the marker's number, and what of
-    each message follows its last text. White space around a text and tags such as ``<think>`` stay, as templates act
-    on them."""
+    """The messages with every run of text replaced by a marker; (message, text) by the marker's number; and the tail of
+    each message. White space around a text and tags such as ``<think>`` are kept, because templates act on them."""
     marked, texts, tails = [], list[tuple[int, str]](), dict[int, str]()
     for m, message in enumerate(messages):
         parts = []
@@ -47,10 +46,10 @@ def with_markers(
 
 
 def tail_length(piece: str, tail: str, trained: int | None) -> int:
-    """How many characters of ``piece``, which follows the last text of a message, are still the message's: tags,
-    whatever white space is between them.
+    """Number of characters of ``piece``, the text after the last text of a message, that belong to the message: tags
+    and the white space between them.
 
-    Raises DataError: the answer is trained on (the message's number), and the template leaves a tag out.
+    Raises DataError: the answer is trained on (``trained`` is the message's number) and the template omits a tag.
     """
     at = 0
     for character in "".join(tail.split()):

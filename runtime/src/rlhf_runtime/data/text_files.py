@@ -33,16 +33,16 @@ class CsvForm:
     separator: str = ","
     """One character."""
     names: tuple[str, ...] = ()
-    """The columns; where empty, those that the first line names."""
+    """Column names; if empty, the first line names them."""
     header: bool = True
-    """Whether the first line is no row."""
+    """Whether the first line is a header, not a row."""
 
 
 USUAL = CsvForm()
 
 
 def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
-    """Read and check the whole file once, so that a malformed row is found before the run and not hours into it.
+    """Read and check the whole file once, so that a malformed row is found before the run starts.
 
     ``form`` is for csv only.
     """
@@ -51,7 +51,7 @@ def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = USU
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     fingerprint = hashlib.sha256(content).hexdigest()
-    path = Path(section.path)  # for messages: of a hub's file its name there, not that of a copy in a cache
+    path = Path(section.path)  # for messages: a hub's file has its name on the hub, not in the cache
     if kind == "csv":
         return CsvSource(section, path, _text(path, content), fingerprint, form)
     if kind == "json" and _LIST.match(content):
@@ -60,7 +60,7 @@ def open_text(section: SourceSection, path: Path, kind: str, form: CsvForm = USU
 
 
 class JsonLinesSource(Source):
-    """One JSON object a line. Keeps the file's bytes and where lines start; a row is parsed when it is read."""
+    """One JSON object per line. Keeps the file's bytes and the starts of lines; a row is parsed when it is read."""
 
     def __init__(self, section: SourceSection, path: Path, content: bytes, fingerprint: str) -> None:
         self._content = content
@@ -121,8 +121,8 @@ class JsonSource(Source):
 
 
 class CsvSource(Source):
-    """Comma-separated with a header line, or of another form. Every cell is text: nothing is taken for a number or a
-    missing value."""
+    """Comma-separated values with a header line, or in another form. Every cell is text; numbers and missing values are
+    not recognised."""
 
     def __init__(self, section: SourceSection, path: Path, text: str, fingerprint: str, form: CsvForm = USUAL) -> None:
         csv.field_size_limit(sys.maxsize)

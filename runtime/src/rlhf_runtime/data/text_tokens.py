@@ -1,4 +1,5 @@
-"""Texts as tokens, alone and one after another: what a tokenizer puts before a text must not come between two."""
+"""Tokens of texts, alone and as continuations. Tokens that a tokenizer adds before a text must not be inserted between
+two texts."""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ from rlhf.errors import DataError
 from rlhf.steps import decoder_of
 
 ANCHORS = (".", "x", "\n")
-"""Behind one of these a text is tokenised that goes on after another."""
+"""A continuation is tokenised after one of these characters."""
 
 
 class TextTokens:
-    """A tokenizer, asked for the tokens of texts. Raises DataError for texts that have none."""
+    """Encodes texts with a tokenizer. Raises DataError for texts without tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._bos = _begin_ids(tokenizer)
 
     def begin(self, ids: Sequence[int]) -> list[int]:
-        """What the tokenizer puts before a text: nothing where the text says it itself."""
+        """The tokens that the tokenizer adds before a text; none if the text already begins with them."""
         return [] if list(ids[:1]) == self._bos else self._bos
 
     def encoded(self, text: str, **options: Any) -> Any:
-        """The tokenizer's result. Raises DataError for what JSON can hold and no tokenizer takes."""
+        """The tokenizer's result. Raises DataError for lone surrogates, which JSON allows and tokenizers do not."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -36,16 +37,16 @@ class TextTokens:
         return self.tokenizer(text, add_special_tokens=False, **options)
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text by itself, without those that the tokenizer puts around it."""
+        """Tokens of a text alone, without those that the tokenizer adds around it."""
         ids: list[int] = self.encoded(text)["input_ids"]
         return ids
 
     def ids_after(self, before: str, text: str) -> list[int]:
-        """Tokens of ``text`` that goes on where ``before`` ends, whose tokens are fixed already.
+        """Tokens of ``text`` as a continuation of ``before``, whose tokens are already fixed.
 
-        Tokenizers in the manner of SentencePiece write a space before the text that they are given, so the tokens of a
-        text alone are not those of its continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With these, what
-        goes on is tokenised behind a character, or behind the special token that ``before`` ends with.
+        Tokenizers like SentencePiece add a space before their input, so the tokens of a text alone differ from those of
+        a continuation: ``"A: "`` and ``"42"`` would become ``"A:  42"``. With such tokenizers the continuation is
+        tokenised after a character, or after the special token at the end of ``before``.
 
         Raises DataError: the character and the text become one token.
         """
@@ -64,7 +65,7 @@ class TextTokens:
 
     @cached_property
     def _writes_a_space(self) -> bool:
-        """Whether the tokenizer puts anything before a text, that two texts in a row would have between them."""
+        """Whether the tokenizer adds text before its input, which would appear between two encoded texts."""
         first, second = ANCHORS[:2]
         decode = decoder_of(self.tokenizer)
         whole, apart = self.ids(first + second), [*self.ids(first), *self.ids(second)]
@@ -72,6 +73,6 @@ class TextTokens:
 
 
 def _begin_ids(tokenizer: Any) -> list[int]:
-    """The begin token where the tokenizer puts one before a text."""
+    """The begin token, if the tokenizer adds one before a text."""
     ids: list[int] = tokenizer("", add_special_tokens=True)["input_ids"]
     return [i for i in ids[:1] if i == tokenizer.bos_token_id]

@@ -1,5 +1,4 @@
-"""Characters of a text and the tokens that they became: whether it can be told which tokens an answer begins and ends
-with."""
+"""Character offsets of tokens: whether the first and last token of an answer are certain."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ Span = tuple[int, int]
 
 
 def edges_are_between(offsets: Sequence[Span], edges: Iterable[int]) -> bool:
-    """Whether every edge lies between two tokens, and it is certain between which.
+    """Whether every edge is certainly between two tokens.
 
-    Tokenizers may leave white space out of the characters that they report for a token (``trim_offsets`` of byte-level
-    ones, as Pythia's): a token ``" 42"`` then claims to begin at its ``4``, and one of spaces alone has no characters.
-    So at characters that no token claims nothing is certain.
+    Some tokenizers omit white space from the characters that they report for a token (``trim_offsets`` of byte-level
+    ones, such as Pythia's): a token ``" 42"`` is reported to begin at its ``4``, and a token of spaces alone has no
+    characters. So positions at characters that no token reports are uncertain.
 
     Args:
         offsets: characters of each token, in order. Several tokens may have the same (bytes of one character).
@@ -23,7 +22,7 @@ def edges_are_between(offsets: Sequence[Span], edges: Iterable[int]) -> bool:
     """
     at = sorted(edges)
     claimed = 0
-    """End of the characters claimed so far."""
+    """End of the characters reported so far."""
     for start, end in offsets:
         if start == end and bisect_left(at, start) < bisect_right(at, start):
             return False

@@ -1,4 +1,4 @@
-"""Load a tokenizer, and say clearly what is wrong where that fails."""
+"""Load a tokenizer, with clear errors if that fails."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         raise ModelError(f"cannot load the tokenizer of {path}: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {path} has no end token, so nothing could end an answer: set `eos_token` in its "
+            f"the tokenizer of {path} has no end token, so no answer could end: set `eos_token` in its "
             "tokenizer_config.json"
         )
     return tokenizer
 
 
 def tokens_of(tokenizer: Any) -> Tokens:
-    """What plugins are given of a tokenizer."""
+    """The tokenizer's functions for plugins."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -55,7 +55,7 @@ def tokens_of(tokenizer: Any) -> Tokens:
 
 
 def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
-    """Refuse stop strings that no answer can contain, as its text leaves special tokens out (:class:`Decoder`).
+    """Refuse stop strings with special tokens, because the text of an answer does not contain them (:class:`Decoder`).
 
     Raises ConfigError.
     """
@@ -63,14 +63,14 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
     for stop in stops:
         for token in sorted(t for t in {*marked, *tokenizer.all_special_tokens} if t in stop):
             raise ConfigError(
-                f"sampling.stop: {stop!r} holds the special token {token!r}, which the text of an answer leaves out, "
-                "so it would stop nothing. Answers end at the end tokens of tokenizer, chat template and "
-                "generation_config.json by themselves; add the token to eos_token_id there, or leave it out here."
+                f"sampling.stop: {stop!r} holds the special token {token!r}. The text of an answer has no special "
+                "tokens, so this would stop nothing. Answers already end at the end tokens of tokenizer, chat template "
+                "and generation_config.json; add the token to eos_token_id there, or leave it out here."
             )
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether there is one beside a model. Of what is no folder it is taken to be there."""
+    """Whether there is a tokenizer beside a model. A path that is not a folder is assumed to have one."""
     place = Path(folder).expanduser()
     return not place.is_dir() or any((place / name).exists() for name in _FILES)
 

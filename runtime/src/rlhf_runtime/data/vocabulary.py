@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id: every role reads the tokens of the policy."""
+"""Check that all roles have the policy's vocabulary, because every role reads the policy's tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf_runtime.data.tokenizer import has_tokenizer
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
     """Refuse a role whose model has another tokenizer than the policy, or an embedding that is too small for it.
 
-    Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is taken to have the
-    policy's; the size of its embedding is compared all the same.
+    Ids that both tokenizers know must be the same token. A model without a tokenizer beside it is assumed to have the
+    policy's. The size of its embedding is always compared.
 
     Args:
         tokenizer: of the policy.
@@ -53,7 +53,7 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
 
 
 def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
-    """None where there is no tokenizer beside the model. Raises ModelError where there is one that cannot be loaded."""
+    """None if there is no tokenizer beside the model. Raises ModelError if there is one that cannot be loaded."""
     place = model_folder(spec.path, code=spec.trust_remote_code)
     if not has_tokenizer(place):
         return None
@@ -71,7 +71,7 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
 
 
 def _settings(spec: ModelSpec) -> dict[str, Any]:
-    """The model's ``config.json``; empty where it cannot be read, which loading the model reports better."""
+    """The model's ``config.json``; empty if it cannot be read. Loading the model reports that better."""
     try:
         return settings_of(spec.path, f"role {spec.role.name!r}")
     except ModelError:

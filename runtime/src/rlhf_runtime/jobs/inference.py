@@ -1,4 +1,4 @@
-"""A model that only answers, with the rollouts, rewards and data of training: `rlhf eval` and `rlhf generate`."""
+"""Inference with the rollouts, rewards and data of training, without training: `rlhf eval` and `rlhf generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
 
-from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_runtime.checkpoint.saved_groups import write_lines
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
@@ -26,7 +26,7 @@ from rlhf_runtime.setup.prepare import Prepared, prepare
 
 
 class Answer(Algorithm):
-    """Learns nothing: holds an untrained policy."""
+    """The algorithm of a job that trains nothing. It holds the policy only."""
 
     name = "answer"
 
@@ -59,7 +59,7 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
 
 
 def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
-    """The run file without what is for training alone: a file that trains is one that evaluates, as it is."""
+    """The run file without the options that are for training only, so that the file of a training run can be used."""
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
     taught = [name for name, forms in READ_OF.items() if "prompts" not in forms]
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
@@ -78,6 +78,7 @@ def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
             "eval": config.eval.model_copy(update={"metric": None, "mode": "auto", "patience": None}),
             "run": config.run.model_copy(update={"output": config.run.output, "overwrite": False}),  # not written to
             "observer": (),
+            "curriculum": None,
             "env": config.env and config.env.model_copy(update={"credit": "outcome"}),
             **unused,
         }
@@ -105,7 +106,7 @@ def evaluate_model(
         settings = evaluation_settings(config, evaluation_failures(config, _say))
         metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, progress=progress)
         if save is not None:
-            write_groups(save, groups, prepared.data.template.prompt_of)
+            write_lines(save, groups, prepared.data.template.prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
             metrics["eval/left_out"] = float(left_out)
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups

@@ -1,19 +1,20 @@
-"""What a checkpoint of a run holds, written and read in one place.
+"""Write and read the content of a checkpoint.
 
-``state.json``: step, stream counters, state of algorithm, parts, rewards, observers, best metric. ``ready.jsonl``: the
-batches that are generated and not trained on yet. ``roles/<name>/``: what the trainer of each trained role saves
-(weights, optimizer, schedule, EMA). A frozen role is loaded from its model again, unless a snapshot changed it.
+``state.json``: step, stream counters, state of algorithm, parts, rewards, observers, best metric. ``ready.arrow``: the
+batches that are generated and not trained on yet. ``roles/<name>/``: the files of each trained role's trainer (weights,
+optimizer, schedule, EMA). A frozen role is loaded from its model again, unless a snapshot changed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError, boundary, shown
-from rlhf.interfaces import Algorithm, Component, Observer, Reward
+from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward
 from rlhf.saved import refuse, validated
 from rlhf.types import Group
 
@@ -22,16 +23,24 @@ from rlhf_runtime.checkpoint.json_values import encode
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.control import Control
-from rlhf_runtime.loop.state_fields import SavedState
+from rlhf_runtime.loop.state_fields import SavedContinuousState, SavedReplayState, SavedState
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.best_value import BestTracker
+from rlhf_runtime.samples.continuous_stream import ContinuousStream
+from rlhf_runtime.samples.recorded_stream import RecordedStream
 from rlhf_runtime.samples.stream import Stream
 from rlhf_runtime.workers.returned_values import InvalidResult, check_turns
+
+FORMS: Mapping[type[Stream], type[SavedState]] = {
+    ContinuousStream: SavedContinuousState,
+    RecordedStream: SavedReplayState,
+}
+"""The fields of ``state.json``, where they are not those of whole batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything of a run after ``step`` finished steps except the weights, as plain values that later steps do not
+    """The state of a run after ``step`` finished steps, without the weights, as plain values that later steps do not
     change."""
 
     step: int
@@ -40,11 +49,11 @@ class State:
 
 
 class RunState:
-    """What a run needs to continue after a step as if it had never stopped.
+    """The state that a run needs to continue after a step as if it had not stopped.
 
     Args:
         snapshots: roles whose weights the algorithm replaces in the course of the run.
-        stream: an online run's; None: rows are taken from ``data`` itself.
+        stream: the stream of an online run; None in an offline run, which takes rows from ``data``.
     """
 
     def __init__(
@@ -58,53 +67,57 @@ class RunState:
         observers: Mapping[str, Observer],
         best: BestTracker | None,
         control: Control,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.roles, self.data, self.stream, self.best, self.control = roles, data, stream, best, control
         self.trained_roles = tuple(name for name, role in roles.items() if role.spec.role.trained)
         self.saved_roles = tuple(name for name in roles if name in (*self.trained_roles, *snapshots))
-        """Roles whose weights are in no model that the run file names, so that a checkpoint must hold them."""
+        """Roles whose weights a checkpoint must hold, because no model in the run file has them."""
         self.components: dict[str, Component] = {"algorithm": algorithm}
         """Every component whose state is in the checkpoint, by a stable name."""
         self.components |= {f"algorithm.{slot}": part for slot, part in algorithm.parts.items()}
         self.components |= {f"reward.{name}": reward for name, reward in rewards.items()}
+        if curriculum is not None:
+            self.components["curriculum"] = curriculum
         self.components |= {f"observer.{name}": observer for name, observer in observers.items()}
         self.updates = 0
-        """Steps that changed weights, those before a resume included."""
+        """Number of steps that changed weights, including those before a resume."""
 
     def collect(self, step: int) -> State:
-        """The present state, to be written now or later, as long as the weights stay what they are."""
+        """The current state. It may be written later, as long as the weights do not change."""
         components = {name: component.state_dict() for name, component in self.components.items()}
         values: dict[str, Any] = {"step": step, "updates": self.updates, "components": components}
+        pending: list[Group] = []
         if self.stream is not None:
-            values["stream"] = self.stream.state_dict()
+            values["stream"], pending = self.stream.snapshot()
         else:
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)
         if self.best is not None:
             values["best"] = self.best.state_dict()
-        return State(step, encode(values), [g for b in self.stream.ready for g in b.groups] if self.stream else [])
+        return State(step, encode(values), pending)
 
     def write(self, folder: Path, step: int, state: State | None = None) -> None:
-        """Write the present weights and ``state``, by default the present state after ``step`` finished steps."""
+        """Write the current weights and ``state`` (default: the current state) after ``step`` finished steps."""
         for name in self.saved_roles:
             path = folder / "roles" / name
             path.mkdir(parents=True)
             self.roles[name].every("save", path)
         state = state or self.collect(step)
         if self.stream is not None:
-            write_groups(folder / "ready.jsonl", state.ready)
+            write_groups(folder / "ready.arrow", state.ready)
         write_json(folder / "state.json", state.values)
 
     def read(self, checkpoint: Checkpoint) -> int:
         """Restore what :meth:`write` wrote. Returns the number of finished steps.
 
-        Raises CheckpointError naming the file and the field that is not what a run saves, or whose state could not be
-        restored.
+        Raises CheckpointError naming the file and the field that is invalid, or whose state could not be restored.
         """
         folder, where = checkpoint.path, checkpoint.path / "state.json"
         state = read_json(where)
-        saved_state = validated(SavedState, state, where)
+        form = next((form for kind, form in FORMS.items() if isinstance(self.stream, kind)), SavedState)
+        saved_state = validated(form, state, where)
         encode(state, str(where))  # no number in it is NaN or infinite
         if saved_state.step != checkpoint.step:
             refuse(where, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
@@ -121,14 +134,14 @@ class RunState:
             raise CheckpointError(
                 f"the checkpoint {folder} holds the state of {sorted(saved)}, this run has {sorted(needed)}"
             )
+        if self.stream is not None:
+            complete = self.stream.saved_groups(state["stream"])
+            self.stream.restore(state["stream"], _ready_groups(self.data, complete, folder / "ready.arrow"))
+        else:
+            self.data.load_state_dict(state["data"])
         for name, component in self.components.items():
             if name in state["components"]:  # observers may be added and removed: they change nothing of the run
                 _restore(name, component, state["components"][name], where)
-        if self.stream is not None:
-            ready = _ready_groups(self.data, state["stream"], folder / "ready.jsonl")
-            self.stream.load_state_dict(state["stream"], ready)
-        else:
-            self.data.load_state_dict(state["data"])
         if self.best is not None and "best" in state:  # an evaluation may be added and removed, too
             self.best.load_state_dict(state["best"])
         self.control.restore(saved_state.changed)
@@ -137,7 +150,7 @@ class RunState:
 
 
 def _restore(name: str, component: Component, saved: dict[str, Any], where: Path) -> None:
-    """Give a component its state back and check that it has it: a loader that converts a wrong value raises nothing."""
+    """Restore a component's state, and check the result, because a loader could convert a wrong value silently."""
     what = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {where},"
     with boundary(CheckpointError, what):
         component.load_state_dict(saved)
@@ -149,13 +162,16 @@ def _restore(name: str, component: Component, saved: dict[str, Any], where: Path
         refuse(where, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(taken[key])}.")
 
 
-def _ready_groups(data: TrainData, stream: dict[str, Any], path: Path) -> list[Group]:
-    """The groups of the batches that were generated and not trained on yet."""
+def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list[Group]:
+    """The groups that were generated, wholly or in part, and not trained on yet.
+
+    Args:
+        complete: :meth:`rlhf_runtime.samples.stream.Stream.saved_groups`.
+    """
     groups = read_groups(path, data.row)
-    told = sum(batch["groups"] for batch in stream["ready"])
-    if len(groups) != told:
-        refuse(path, f"it has {len(groups)} groups, and state.json counts {told}.")
-    for group in groups:
+    if len(groups) != len(complete):
+        refuse(path, f"it has {len(groups)} groups, and state.json counts {len(complete)}.")
+    for group in compress(groups, complete):
         for trajectory in (t for t in group.trajectories if not t.given):
             try:
                 check_turns(trajectory.turns)

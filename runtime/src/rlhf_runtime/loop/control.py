@@ -1,4 +1,4 @@
-"""What observers ask of a run: requests are kept until the run is between two steps."""
+"""Requests of observers to a run. They are kept until the run is between two steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TrainerOptions:
     resolved: Resolved
     """The trainer's plugin."""
     config: ComponentConfig
-    """As it is now."""
+    """The current options."""
     names: Mapping[str, str]
-    """{option that may change: its dotted name in the run file}. Roles may share a name: they change together."""
+    """{option that may change: its dotted name in the run file}. Roles that share a name change together."""
 
     def changed(self, option: str, value: Any) -> ComponentConfig:
-        """The config with another value of the option. Raises ConfigError where the trainer does not take the value."""
+        """The config with another value of the option. Raises ConfigError if the value is invalid."""
         options = self.config.model_dump(mode="json", exclude_none=True)
         where = self.names[option].rpartition(".")[0]
         config: ComponentConfig = component_config(self.resolved, {**options, option: value}, where)
@@ -41,7 +41,7 @@ class Control(RunControl):
     Args:
         stop: the run's.
         trainers: of the roles that are trained.
-        note: says what was changed.
+        note: reports every change.
     """
 
     def __init__(self, stop: StopRequest, trainers: Sequence[TrainerOptions], note: Callable[[str], None]) -> None:
@@ -77,7 +77,7 @@ class Control(RunControl):
     # ------------------------------------------------------------------------------- what the run calls
 
     def apply(self) -> bool:
-        """Between two steps: give every rank the options that wait; whether there were any."""
+        """Apply the requested options on every rank, between two steps. Returns whether there were any."""
         waiting, self._waiting = self._waiting, {}
         for option, value in waiting.items():
             before = self.changeable[option]
@@ -85,7 +85,7 @@ class Control(RunControl):
                 trainer.config = trainer.changed(field, value)
                 trainer.role.every("change", trainer.config)
             self.changed[option] = value
-            self._note(f"{option} is {value} from now on, before it was {before}")
+            self._note(f"{option} changed from {before} to {value}")
         return bool(waiting)
 
     def take_save(self) -> bool:
@@ -100,5 +100,5 @@ class Control(RunControl):
         self.apply()
 
     def _of(self, option: str) -> list[tuple[TrainerOptions, str]]:
-        """The trainers that an option is of, each with the name of its field."""
+        """The trainers that have an option, each with the name of its field."""
         return [(t, field) for t in self._trainers for field, name in t.names.items() if name == option]

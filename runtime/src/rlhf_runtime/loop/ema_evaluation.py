@@ -1,5 +1,5 @@
-"""An evaluation of the weights that a run exports. Where the trainer keeps a moving average, the policy computes with
-the average during the evaluation."""
+"""Evaluate the weights that a run exports. If the trainer keeps a moving average, the policy uses the average during
+the evaluation."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ from rlhf.interfaces import Trainer
 
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.roles import Role
+from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.sampling import Sampler
 from rlhf_runtime.samples.stream import Stream
 
 EXPORTED = "ema"
-"""The view that is exported where the policy has it."""
+"""The view that is exported if the policy has it."""
 
 
-def evaluates_average(policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"]) -> bool:
+def evaluates_average(
+    policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"], stream: Stream | None = None
+) -> bool:
     """Whether evaluations need :func:`with_average`.
 
     Args:
         trainer: the policy's.
         asked: ``eval.weights``.
+        stream: an online run's.
 
-    Raises CapabilityError where the trainer cannot compute with its average.
+    Raises CapabilityError if the trainer cannot compute with its average, or if training samples go on during the
+    evaluation.
     """
     if asked == "live" or EXPORTED not in policy.facts.views:
         return False
+    if isinstance(stream, ContinuousStream):
+        raise CapabilityError(
+            "stream.mode = 'continuous': training samples go on during an evaluation, and would be sampled with the "
+            "policy's average. Set --eval.weights live, or leave the average out."
+        )
     if trainer.use_view is Trainer.use_view:
         raise CapabilityError(
             f"trainer {trainer.name!r} keeps an average that it cannot be evaluated with. Set --eval.weights live, and "
@@ -41,20 +51,20 @@ def evaluates_average(policy: Role, trainer: type[Trainer], asked: Literal["expo
 def with_average(
     evaluate: Callable[[], Metrics], policy: Role, sampler: Sampler | None, stream: Stream | None, total_steps: int
 ) -> Metrics:
-    """``evaluate`` with the policy's average in place of its weights, in the generator too.
+    """Call ``evaluate`` with the policy's average in place of its weights, also in the generator.
 
-    A generator that holds a copy gets the average before and the live weights after, each with its proof. It gets the
-    live weights only if training samples will be drawn with them. After a failure the policy has its live weights
-    again, so that what was learnt can be saved.
+    A generator with its own copy gets the average before the evaluation and the live weights after it, each with its
+    proof. It gets the live weights only if training samples will be drawn with them. After a failure the policy has its
+    live weights again, so that they can be saved.
 
     Args:
-        stream: an online run's.
+        stream: the stream of an online run.
     """
     try:
         _use_view(EXPORTED, policy, sampler, sync=True)
         metrics = evaluate()
     except BaseException:
-        with suppress(RlhfError):  # where the policy is gone, the first error is the one to show
+        with suppress(RlhfError):  # if the policy's workers are gone, only the first error is shown
             _use_view("live", policy, sampler, sync=False)
         raise
     _use_view("live", policy, sampler, sync=_samples_again(sampler, stream, total_steps))
@@ -63,7 +73,7 @@ def with_average(
 
 def _use_view(view: str, policy: Role, sampler: Sampler | None, sync: bool) -> None:
     if sampler is not None:
-        sampler.phases.begin_learning()  # weights that were put aside cannot be exchanged
+        sampler.phases.begin_learning()  # offloaded weights cannot be exchanged
     policy.every("use_view", view)
     if sampler is not None and sync:
         sampler.phases.begin_sync()

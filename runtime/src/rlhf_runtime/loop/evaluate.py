@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: by rollouts where there are rewards, by the loss where there are demonstrations."""
+"""Evaluation on held-out rows: by rollouts and rewards, or by the loss in offline runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlhf.types.examples import Example
 
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.learn import Metrics, role_of
+from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.best_value import BestTracker, unknown_metric
 from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
@@ -35,11 +36,11 @@ def evaluate_rollouts(
     batch_size: int = 64,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Metrics, list[Group]]:
-    """Answer every row ``samples`` times with the weights of now; metrics are named ``eval/...``.
+    """Answer every row ``samples`` times with the current weights. Metrics are named ``eval/...``.
 
-    Seeds depend on the run's seed, the row's place and the sample alone: two evaluations of the same weights are equal,
-    and so are two runs' evaluations. Failed samples count as failed, whatever the training policy is; where too many
-    fail, RolloutError (``stream.max_failed``).
+    Seeds depend only on the run's seed, the row's position and the sample's number, so evaluations of the same weights
+    are equal, also in different runs. Failed samples count as failed, whatever ``stream.on_failed_sample`` is. Raises
+    RolloutError if too many fail (``stream.max_failed``).
     """
     settings = replace(settings, abort_on_failure=False)
     if settings.failures is not None:
@@ -55,13 +56,13 @@ def evaluate_rollouts(
 def check_metric(
     section: EvalSection, sources: Collection[str], scored: bool, losses: Callable[[], Mapping[str, float]] | None
 ) -> None:
-    """Raises ConfigError where no evaluation of the run has ``eval.metric``.
+    """Raises ConfigError if no evaluation of the run has ``eval.metric``.
 
     Args:
-        sources: of the held-out rows that the policy answers; none where it answers none.
+        sources: names of the sources of held-out rows that the policy answers; empty if it answers none.
         scored: whether its answers get a reward.
-        losses: the metrics of the loss on held-out rows, where it is evaluated. They are named by the loss itself, so
-            it is computed once where ``eval.metric`` is no other name.
+        losses: computes the metrics of the loss on held-out rows, if the loss is evaluated. Only the loss knows their
+            names, so it is called once if ``eval.metric`` is no other known name.
     """
     metric = section.metric
     names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored)] if sources else []
@@ -74,8 +75,8 @@ def check_metric(
 
 
 def evaluate_loss(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[Example]) -> Metrics:
-    """The losses that the algorithm would train with, on held-out examples as one batch; nothing is learnt."""
-    batch, _ = algorithm.assemble(examples)
+    """The algorithm's losses on held-out examples as one batch, without training."""
+    batch, _ = assemble(algorithm, examples)
     if batch is None:
         return {}
     for annotation in algorithm.annotations(0):

@@ -30,11 +30,11 @@ def learn(
     step: int,
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
 ) -> Metrics:
-    """Annotate the batch, turn rewards into credit, train every role that the algorithm names.
+    """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
 
     Args:
-        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient was not finite. Such a
-            step changes no weights, and its batch is kept for study.
+        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient is not finite. Such a
+            step changes no weights, and its batch is kept for inspection.
 
     Returns: the metrics of ``credit`` and of the updates.
     """
@@ -76,19 +76,20 @@ def train(
     if update.live and update.epochs * update.minibatches != 1:
         raise TrainingError(
             f"the update of {update.role!r} has {update.epochs} x {update.minibatches} optimizer steps and leaves out "
-            f"{sorted(update.live)}: only a single step may, as the live output differs from it afterwards"
+            f"{sorted(update.live)}: only an update of a single step may leave columns out, because the live output "
+            "differs from them after the first step"
         )
     role, parts, skipped = role_of(roles, update.role, "updates()"), [], 0
     grad_norms: list[float] = []
     result = None
     for minibatch in minibatches(batch, update, seed, step):
-        for annotation in loss.prepass():  # by the weights of now: earlier minibatches have changed them
+        for annotation in loss.prepass():  # with the current weights, which earlier minibatches have changed
             reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
             minibatch = reader.annotate(minibatch, [annotation])
         with boundary(TrainingError, f"loss {loss.name!r}"):
             minibatch = weigh(loss.prepare(minibatch), loss.reduce())
         sums, result = role.update(minibatch, loss, update)
-        if result.skipped:  # its sums may hold NaN: they stay out of the metrics
+        if result.skipped:  # its sums may hold NaN, so they are not in the metrics
             skipped += 1
             keep_skipped(f"{update.role}: {result.skipped}", minibatch)
         else:
@@ -96,7 +97,7 @@ def train(
             grad_norms.append(result.grad_norm)
     assert result is not None
     summed = add_sums(parts)
-    # A sum without a count is a value of a whole optimizer batch (the loss): its mean over them is reported.
+    # A sum without a count is a value of a whole optimizer batch (the loss). The mean over the batches is reported.
     already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
     values = finish_sums(summed | already_normalised)
     values["lr"] = result.lr

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from rlhf_runtime.loop.learn import learn
 from rlhf_runtime.loop.run import Run
+from rlhf_runtime.models.assemble import assemble
 
 
 def offline(run: Run) -> None:
-    """Every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
-    for step in run.steps():  # resumes where the last checkpoint stood; ends early on a signal or early stop
+    """The loop of every algorithm that learns from given rows: demonstrations, pairs, labels, steps."""
+    for step in run.steps():  # from the last checkpoint on; ends early on a signal or early stop
         with run.timed("data"):
-            batch, metrics = run.algorithm.assemble(run.next_examples())
+            batch, metrics = assemble(run.algorithm, run.next_examples())
         if batch is None:
             metrics |= run.nothing_to_learn(step)
         else:

@@ -1,27 +1,28 @@
-"""One online run: generate, score, learn, sync. Read it aloud: this is what a step does."""
+"""One online run: generate, score, learn, sync. This page shows all parts of a step."""
 
 from __future__ import annotations
 
 from rlhf_runtime.loop.learn import learn
 from rlhf_runtime.loop.run import OnlineRun
+from rlhf_runtime.models.assemble import assemble
 
 
 def online(run: OnlineRun) -> None:
-    """Every algorithm that learns from its own samples, whatever its rollout, reward and environment.
+    """The loop of every algorithm that learns from its own samples, for every rollout, reward and environment.
 
-    A step whose groups hold nothing to learn from updates nothing and is counted. A run without any update is an error
-    (:meth:`Run.close` raises it).
+    A step whose groups hold nothing to learn from is counted and trains nothing. :meth:`Run.close` raises an error if a
+    run had no update at all.
     """
-    for step in run.steps():  # resumes where the last checkpoint stood; ends early on a signal or early stop
+    for step in run.steps():  # from the last checkpoint on; ends early on a signal or early stop
         with run.generating():
-            run.stream.start(step)  # every batch of this round (or up to step + staleness) is generated and scored
-        ready = run.stream.take(step)  # this step's groups: filtered, refilled, in submission order
-        batch, metrics = run.algorithm.assemble(ready.groups) if ready.groups else (None, {})
+            run.stream.start(step)  # generates what is missing up to step + staleness, or lets it be generated
+            ready = run.stream.take(step)  # this step's groups: scored, filtered, refilled
+        batch, metrics = assemble(run.algorithm, ready.groups) if ready.groups else (None, {})
         if batch is None:
             metrics |= run.nothing_to_learn(step, ready)
         else:
             with run.learning(step):
                 metrics |= learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped)
         with run.timed("sync"):
-            metrics |= run.sync(version=step + 1)  # trainer -> generator, where anybody will sample with it
+            metrics |= run.sync(version=step + 1)  # trainer -> generator, if samples will be drawn with it
         run.finish(step, batch, metrics, ready)  # adapt, evaluate, record, save

@@ -1,4 +1,4 @@
-"""What a run says of its steps: a line each in ``metrics.jsonl``, to its observers and on the terminal."""
+"""Reports of a run's steps: a line in ``metrics.jsonl``, calls of observers, output on the terminal."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlhf_runtime.observe.run_directory import RunDirectory
 
 
 class Reports:
-    """One run's line a step, and the calls of its observers.
+    """Writes one line per step and calls the observers.
 
     Args:
-        store: knows what is left of the run where the disk is full.
+        store: writes the error message if the disk is full.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Reports:
         self._said_equal = False
 
     def begin_step(self) -> None:
-        """From here the next line's times are counted."""
+        """Start measuring the times of the next line."""
         self._times = {}
         self._started = time.perf_counter()
 
@@ -57,7 +57,7 @@ class Reports:
             self._directory.metrics.append(done, metrics)
 
     def tell(self, done: int, metrics: Metrics) -> None:
-        """Observers and the terminal see what :meth:`record` wrote."""
+        """Show observers and the terminal the line that :meth:`record` wrote."""
         self.observe("step_finished", done, metrics)
         self._progress.step(done, metrics)
 
@@ -68,8 +68,8 @@ class Reports:
                 getattr(observer, event)(*arguments)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:
-        """After a trained role's first update: parameters that got no gradient or did not move are named once. While
-        all advantages are 0, no parameter can get a gradient: that is said instead."""
+        """After a trained role's first update, report once the parameters that got no gradient or did not change. If
+        all advantages are 0, no parameter can get a gradient; that is reported instead."""
         for name, role in roles.items():
             if name in self._covered:
                 continue
@@ -79,8 +79,8 @@ class Reports:
             if metrics.get(f"{name}/grad_norm") == 0 and metrics.get("advantage/abs_max") == 0:
                 if not self._said_equal:
                     self._progress.note(
-                        f"{name}: every advantage of this step is 0, so the gradient is 0 and nothing is learnt. The "
-                        "rewards that are compared are all equal."
+                        f"{name}: every advantage of this step is 0, so the gradient is 0 and nothing is learnt. All "
+                        "rewards that are compared with each other are equal."
                     )
                 self._said_equal = True
                 continue

@@ -1,4 +1,4 @@
-"""A run: what surrounds a step, from the first one to the last line of the run."""
+"""A run: everything around a step, from the first step to the end of the run."""
 
 from __future__ import annotations
 
@@ -32,52 +32,53 @@ from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.observe.source_rewards import source_metrics
+from rlhf_runtime.samples.acceptance import left_out
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.sampling import Sampler
-from rlhf_runtime.samples.stream import ReadyBatch, Stream, left_out
+from rlhf_runtime.samples.stream import ReadyBatch, Stream
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run that is ready to step; :func:`rlhf_runtime.setup.build.build` makes it. A page of the loop takes
+    """A run that is ready for its first step, made by :func:`rlhf_runtime.setup.build.build`. The loop iterates over
     :meth:`steps` and ends each step with :meth:`finish`."""
 
     config: RunFile
-    """With every option of every plugin filled in."""
+    """The run file with every option of every plugin filled in."""
     algorithm: Algorithm
     roles: Mapping[str, Role]
     data: TrainData
     total_steps: int
     schedule: Schedule
     first_step: int
-    """Finished steps when this process started: 0, or those of the checkpoint that the run continues from."""
+    """Number of finished steps when this process started: 0, or that of the checkpoint from which the run continues."""
     sampler: Sampler | None
-    """None in an offline run whose held-out rows the policy does not answer."""
+    """Generates answers; None in an offline run whose held-out rows the policy does not answer."""
     evaluation: Evaluation | None
-    """None where there are no held-out rows."""
+    """None if there are no held-out rows."""
     state: RunState
-    """What checkpoints hold."""
+    """The content of checkpoints."""
     saves: Saves
     directory: RunDirectory
     store: CheckpointStore
     reports: Reports
     progress: Progress
     failures: Sequence[Failures]
-    """The failed samples of training and of evaluations."""
+    """Counters of failed samples, for training and for evaluations."""
     stop: StopRequest
     control: Control
-    """What observers may ask of the run."""
+    """Requests of observers to the run."""
     resources: ExitStack
     """Releases everything that was started for the run."""
 
     done: int = field(init=False, default=0)
-    """Finished steps, those before a resume included."""
+    """Number of finished steps, including those before a resume."""
     status: Literal["finished", "stopped", "failed"] = field(init=False, default="failed")
     left_out: Counter[str] = field(init=False, default_factory=Counter)
-    """Of the steps with nothing to learn from: the sum of their :attr:`ReadyBatch.counts`."""
+    """Sum of :attr:`ReadyBatch.counts` over the steps with nothing to learn from."""
     _stopping: bool = field(init=False, default=False)
     _no_patience: str = field(init=False, default="")
-    """Which evaluations ended the run, where they did (``eval.patience``)."""
+    """Why evaluations ended the run (``eval.patience``); empty if they did not."""
 
     @property
     def seed(self) -> int:
@@ -86,8 +87,8 @@ class Run:
     # ------------------------------------------------------------------------------- around the steps
 
     def steps(self) -> Iterator[int]:
-        """Steps from where the last checkpoint stood. Ends early after a signal (a checkpoint is saved first) or when
-        evaluation has not improved for ``eval.patience`` evaluations."""
+        """The steps of the run, starting at the last checkpoint. Ends early after a signal (a checkpoint is saved
+        first), or when ``eval.patience`` evaluations brought no improvement."""
         name = self.config.run.name or Path(self.config.run.output).name
         settings = self.config.model_dump(mode="json")
         info = RunInfo(name, self.directory.path, settings, self.total_steps, self.first_step, self.control)
@@ -99,7 +100,7 @@ class Run:
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
         self.done = self.first_step
-        # A process that died between the last checkpoint and the end of its run left the rest to the resume.
+        # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
         self._stopping = self.stop.requested or self._is_exhausted()
         self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
@@ -110,8 +111,8 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """0; 128 + the number of the signal that ended the run before its last step, as shells count: what comes after
-        `rlhf train ... &&` is not to find half of a model."""
+        """0, or 128 + the number of the signal that ended the run before its last step, as in shells, so that a command
+        after `rlhf train ... &&` does not start with an unfinished model."""
         return 128 + self.stop.signal if self.status == "stopped" and self.stop.signal else 0
 
     @property
@@ -125,14 +126,14 @@ class Run:
 
     @contextmanager
     def learning(self, step: int) -> Iterator[None]:
-        """The phase that changes weights."""
+        """Context of the phase that changes weights."""
         self.take_devices_back()
         with self.timed("learn"):
             yield
         self._catch_up(step)
 
     def take_devices_back(self) -> None:
-        """Give the roles the devices that they share with the generator: before they learn, and before they save."""
+        """Give the roles the devices that they share with the generator. Called before they learn or save."""
         if self.sampler is not None:
             self.sampler.phases.begin_learning()
 
@@ -142,7 +143,7 @@ class Run:
         if self.sampler is None:
             return {}
         used = self.trains_on(version) or self._evaluates(version)
-        if not used and version != self.first_step:  # a start always syncs: the generator has no weights of the run yet
+        if not used and version != self.first_step:  # the first sync of a process is always made
             return {}
         self.sampler.phases.begin_sync()
         return self.sampler.weights.push(version)
@@ -153,10 +154,10 @@ class Run:
 
     def next_examples(self) -> list[Example]:
         """The tokenised rows of an offline step."""
-        return self.data.examples(self.data.take(self.config.data.batch_size))
+        return self.data.examples(self.data.take(self.config.data.batch_size, self.done))
 
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
-        """A step whose rows or groups held nothing to learn from: it is counted, and no weight changes."""
+        """Count a step whose rows or groups hold nothing to learn from. No weight changes."""
         self._catch_up(step)
         counts = ready.counts if ready is not None else {}
         self.left_out.update(counts)
@@ -165,7 +166,7 @@ class Run:
         return {"empty": 1.0}
 
     def keep_skipped(self, reason: str, batch: Batch) -> None:
-        """Keep the batch of a skipped optimizer step for study, and say so."""
+        """Keep the batch of a skipped optimizer step for inspection, and report it."""
         path = self.directory.keep_batch(self.done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
@@ -173,7 +174,7 @@ class Run:
         """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due.
 
         Args:
-            batch: what the step learnt from; None where there was nothing to learn from.
+            batch: the batch that the step trained on; None if there was nothing to learn from.
             ready: the samples of an online step.
         """
         done = step + 1
@@ -181,6 +182,8 @@ class Run:
             metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
             metrics |= self._keep_rollouts(done, ready)
+        elif self.data.chosen is not None:
+            metrics |= self.data.chosen.metrics()
         metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
@@ -191,7 +194,7 @@ class Run:
             try:
                 metrics |= self._evaluate(self.evaluation)
                 is_best = self.evaluation.best.update(done, metrics)[0]
-            except Exception:  # the step itself is whole: without the numbers of its evaluation it can be saved
+            except Exception:  # the step itself is complete, so it can be saved without the metrics of its evaluation
                 self.reports.record(done, metrics)
                 self.saves.hold(done)
                 raise
@@ -200,7 +203,7 @@ class Run:
         self.reports.tell(done, metrics)
         if self.control.apply():
             self.saves.hold(done)
-        # Read once: a signal that comes later finds another step, after which there is a checkpoint too.
+        # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
         self._stopping = self.stop.requested or self._is_exhausted()
         last, section = self._is_last(done), self.config.checkpoint
         asked = self.control.take_save()
@@ -209,11 +212,11 @@ class Run:
         self.saves.export(done, last)
 
     def rescue(self) -> None:
-        """After a failure: what was learnt since the last checkpoint is saved where that can be done."""
+        """After a failure, save the steps since the last checkpoint if possible."""
         self.saves.rescue()
 
     def close(self) -> None:
-        """Export the model of a finished run, say how it ended, release everything."""
+        """Export the model of a finished run, report how the run ended, release everything."""
         try:
             if self.status != "failed":
                 if self.status == "finished" and not self.state.updates:
@@ -234,33 +237,33 @@ class Run:
             self.resources.callback(self.progress.close)
             self.resources.callback(self.reports.observe, "run_ended", self.status)
             self.resources.callback(self._record_end, sys.exception())
-            self.resources.close()  # the latest is called first; each is called, whatever another one raises
+            self.resources.close()  # calls all callbacks, the latest first, even if one raises
 
     # -------------------------------------------------------------------------------------- parts
 
     def _record_end(self, error: BaseException | None) -> None:
-        """Say in the manifest how the run ended, for people who look at it later."""
+        """Write to the manifest how the run ended."""
         failure = "" if error is None else f"{type(error).__name__}: {error}"
         why = {"finished": "", "stopped": self.stop.reason or self._no_patience, "failed": failure}[self.status]
-        with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is the one to show
+        with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is shown instead
             self.directory.write_end(self.status, why)
 
     def _catch_up(self, step: int) -> None:
-        """Learning rates go on as planned where the step took fewer optimizer steps: it had nothing to learn from, or
-        too little for all minibatches."""
+        """Advance the learning-rate schedules if the step took fewer optimizer steps than planned, because its batch
+        was empty or too small for all minibatches."""
         for name, count in self.schedule.planned[step].items():
             self.roles[name].catch_up(count)
 
     def _adapt(self, step: int, batch: Batch, metrics: Metrics) -> Metrics:
-        """The algorithm's metrics after its updates. The step is counted where an update changed weights."""
-        # A role has a gradient norm where at least one of its optimizer steps was not skipped.
+        """The algorithm's metrics after its updates. Counts the step if an update changed weights."""
+        # A role has a gradient norm if at least one of its optimizer steps was not skipped.
         self.state.updates += any(f"{role}/grad_norm" in metrics for role in self.state.trained_roles)
         adapted = self.algorithm.finish(step, batch, metrics)
         self.reports.name_uncovered({name: self.roles[name] for name in self.state.trained_roles}, metrics)
         return adapted
 
     def _keep_rollouts(self, done: int, ready: ReadyBatch) -> Metrics:
-        """Write the step's groups, where asked for, and show them to observers. Returns what became of its prompts."""
+        """Write the step's groups, if configured, and pass them to observers. Returns the counts of its prompts."""
         if self.config.checkpoint.save_rollouts:
             with self.store.writing(path := self.directory.rollouts(done)):
                 write_groups(path, ready.groups, self.data.template.prompt_of)
@@ -268,25 +271,25 @@ class Run:
             self.progress.samples(done, ready.groups)
         self.reports.observe("rollouts_finished", done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
-        return counts | {"stream/version": float(ready.version)} | source_metrics(ready.groups)
+        return counts | {"stream/version": float(ready.version)} | ready.chosen | source_metrics(ready.groups)
 
     def _evaluates(self, done: int) -> bool:
-        """Whether there is an evaluation after so many steps."""
+        """Whether there is an evaluation after ``done`` steps."""
         return self.evaluation is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
 
     def _is_last(self, done: int) -> bool:
-        """Whether no step comes after so many."""
+        """Whether no step follows after ``done`` steps."""
         return done == self.total_steps or self._stopping
 
     def _evaluate(self, evaluation: Evaluation) -> Metrics:
-        """The metrics of the present weights on held-out rows."""
+        """The metrics of the current weights on held-out rows."""
         with self.timed("evaluate"):
             metrics = evaluation.compute()
         self.algorithm.evaluated(metrics)
         return metrics
 
     def _is_exhausted(self) -> bool:
-        """Whether evaluation has not improved for ``eval.patience`` evaluations; says so."""
+        """Whether ``eval.patience`` evaluations brought no improvement. Reports it."""
         best = self.evaluation.best if self.evaluation is not None else None
         if best is None or not best.exhausted:
             return False
@@ -308,7 +311,7 @@ class OnlineRun(Run):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The phase that draws and scores samples, batch after batch."""
+        """Context of the phase that draws and scores samples."""
         with self.timed("generate"), self.sampler.phases.together():
             yield
 

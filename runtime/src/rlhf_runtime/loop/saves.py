@@ -26,8 +26,9 @@ class Saves:
     """Writes checkpoints, from which a run can continue, and models.
 
     Args:
-        meta: goes into every checkpoint: what must agree for a resume to be the same run.
-        take_devices_back: called before weights are saved, as they may be aside while the generator has the devices.
+        meta: stored in every checkpoint; it must agree for a resume to be the same run.
+        take_devices_back: called before weights are saved, because they may be offloaded while the generator uses the
+            devices.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class Saves:
         self._directory, self._reports, self._progress = directory, reports, progress
         self._take_devices_back = take_devices_back
         self._intact: State | None = None
-        """The state of the last finished step, as long as it is in no checkpoint."""
+        """The state of the last finished step, until it is in a checkpoint."""
         self._intact_changes = 0
-        """:meth:`_changes` at that moment. A larger value now means that the weights are no longer those."""
+        """:meth:`_changes` at that moment. A larger value later means that the weights have changed since."""
 
     def hold(self, done: int) -> None:
-        """``done`` steps are finished: until they are in a checkpoint, :meth:`rescue` can save them."""
+        """Remember the state after ``done`` finished steps, so that :meth:`rescue` can save it."""
         self._intact, self._intact_changes = self._state.collect(done), self._changes()
 
     def save(self, step: int, best: bool = False) -> None:
@@ -63,7 +64,7 @@ class Saves:
         self._reports.observe("checkpoint_saved", step, path)
 
     def export(self, done: int, last: bool) -> None:
-        """The model after ``done`` steps, beside the final one, where it is due and not there yet.
+        """Export the model after ``done`` steps, if an export is due and does not exist yet.
 
         Args:
             last: this is the run's last step, so the final model is the same.
@@ -76,9 +77,9 @@ class Saves:
             self._directory.export(done, self.write_model, section.keep)
 
     def write_model(self, path: Path) -> None:
-        """The policy in Hugging Face format; its moving average where one is kept. Its ``config.json`` has what the
-        algorithm adds and, where rows were solutions in steps, what followed each step. A chat template that the run
-        file names replaces the tokenizer's own."""
+        """Write the policy, or its moving average if one is kept, in Hugging Face format. ``config.json`` contains the
+        algorithm's ``model_config`` and, if rows were solutions in steps, the separator of steps. A chat template that
+        the run file names replaces the tokenizer's own."""
         self.write_role("policy", path)
         own = self._algorithm.model_config()
         if self._algorithm.data == "steps":
@@ -96,8 +97,8 @@ class Saves:
             (path / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
     def rescue(self) -> None:
-        """After a failure: save the last finished step if the weights are still its own, so that nothing is lost when a
-        row, a reward or an environment fails. The failure stays the error that is shown."""
+        """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost
+        when a row, a reward or an environment fails. The failure remains the error that is shown."""
         held, self._intact = self._intact, None
         if held is None or self._changes() != self._intact_changes:
             return
@@ -110,5 +111,5 @@ class Saves:
             self._progress.note(f"saved what was learnt in {held.step} steps; continue with --resume")
 
     def _changes(self) -> int:
-        """How often weights of a role were changed, or may have been."""
+        """Number of changes, or possible changes, of roles' weights."""
         return sum(role.changes for role in self._state.roles.values())

@@ -1,4 +1,4 @@
-"""What an algorithm plans to train: the number of optimizer steps of each role in each step of the run."""
+"""The planned training: the number of optimizer steps of each role in each step of the run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlhf.types import Update
 
 @dataclass(frozen=True)
 class Schedule:
-    """The answers of ``Algorithm.updates`` for every step of the run, as they were before the first one."""
+    """The results of ``Algorithm.updates`` for every step of the run, computed before the first step."""
 
     planned: tuple[Mapping[str, int], ...] = ()
-    """Of each step of the run: {role: optimizer steps}."""
+    """For each step of the run: {role: optimizer steps}."""
     snapshots: frozenset[str] = frozenset()
-    """Roles whose weights the algorithm replaces by those of another role. A checkpoint holds them, as it holds the
-    weights of trained roles."""
+    """Roles whose weights the algorithm replaces by those of another role. A checkpoint holds their weights, like those
+    of trained roles."""
 
     @classmethod
     def of(cls, algorithm: Algorithm, steps: int) -> Schedule:
         """Ask the algorithm for each of ``steps`` steps."""
         planned: list[Mapping[str, int]] = []
-        different: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # most steps are alike: kept once
+        different: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # equal steps share one object
         snapshots = set()
         for step in range(steps):
             count: Counter[str] = Counter()

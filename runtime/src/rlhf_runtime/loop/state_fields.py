@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
+from rlhf.interfaces.curriculum import Fate
 from rlhf.saved import Counter, Saved
 
 
@@ -36,19 +37,58 @@ class SavedData(Saved):
     bad_rows: Counter = 0
 
 
+class SavedGroup(Saved):
+    """:class:`rlhf.interfaces.curriculum.FinishedGroup`."""
+
+    row: Counter
+    number: Counter
+    step: Counter
+    scores: list[float]
+    fate: Fate
+
+
 class SavedBatch(Saved):
     version: Counter
     counts: dict[str, float]
     groups: Counter
+    finished: list[SavedGroup] = []
+    """For the curriculum, as ``chosen``; absent without one."""
+    chosen: dict[str, float] = {}
 
 
 class SavedStream(Saved):
-    """:class:`rlhf_runtime.samples.stream.Stream`."""
+    """:class:`rlhf_runtime.samples.wave_stream.WaveStream`."""
 
     rows: SavedData
     generated: Counter
     next_number: Counter
     ready: list[SavedBatch]
+
+
+class SavedPending(Saved):
+    version: Counter
+    scored: bool
+    finished: Counter
+    logs: list[list[list[Counter]]] = []
+    """Of each sample, for each of its turns: its number and the checksum of its context."""
+
+
+class SavedContinuousStream(Saved):
+    """:class:`rlhf_runtime.samples.continuous_stream.ContinuousStream`."""
+
+    rows: SavedData
+    next_number: Counter
+    taken: Counter
+    finished: Counter
+    rejected: Counter
+    counts: dict[str, float]
+    pending: list[SavedPending]
+
+
+class SavedRecordedStream(Saved):
+    """:class:`rlhf_runtime.samples.recorded_stream.RecordedStream`."""
+
+    taken: Counter
 
 
 class SavedBest(Saved):
@@ -70,3 +110,15 @@ class SavedState(Saved):
     best: SavedBest | None = None
     changed: dict[str, Any] = {}
     """:attr:`rlhf_runtime.loop.control.Control.changed`."""
+
+
+class SavedContinuousState(SavedState):
+    """Of a run with ``stream.mode = "continuous"``."""
+
+    stream: SavedContinuousStream | None = None  # type: ignore[assignment]
+
+
+class SavedReplayState(SavedState):
+    """Of a run with ``stream.replay``."""
+
+    stream: SavedRecordedStream | None = None  # type: ignore[assignment]

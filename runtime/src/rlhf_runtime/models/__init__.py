@@ -1,1 +1,1 @@
-"""The models of a run: where each computes, what each is asked, and the weights that move between them."""
+"""The models of a run: their devices, their calls, and the weights that are sent between them."""

@@ -1,8 +1,8 @@
-"""Which rank computes which units, in which micro-batches.
+"""Distribute units over ranks and micro-batches.
 
-Units that share a prefix (:mod:`rlhf.ops.prefixes`) should meet in a micro-batch, where it is computed once. So
-bundles of them are what is spread. A bundle is never longer than a micro-batch, and is cut further where the ranks
-would wait for one another with whole ones.
+Units that share a prefix (:mod:`rlhf.ops.prefixes`) should be in the same micro-batch, where the prefix is computed
+once. So they are distributed in bundles. A bundle is never longer than a micro-batch. It is divided further if ranks
+would otherwise wait for one another.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ Plan = list[list[list[int]]]
 """[rank][micro-batch][unit]."""
 
 HALVINGS = 4
-"""How often the longest bundle is halved, from a rank's even share of all tokens, in search of the shortest plan."""
+"""Number of times that the longest bundle is halved in the search for the shortest plan. The search starts at a rank's
+even share of all tokens."""
 OVERHEAD = 32
-"""In that search a further micro-batch costs as much as this part of the token budget."""
+"""Cost of an additional micro-batch in that search, as a part of the token budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,19 @@ def plan(
     order: Sequence[int] = (),
     shared: Sequence[int] = (),
 ) -> Plan:
-    """Spread units over ranks and micro-batches of at most ``budget`` computed tokens.
+    """Distribute units over ranks and micro-batches of at most ``budget`` computed tokens.
 
-    Every rank gets the same number of micro-batches and none of them is empty: sharded trainers gather weights in
-    every forward, so uneven counts hang them. Longest bundles first, each to the emptiest micro-batch. A unit longer
-    than the budget is alone in its micro-batch. Where there is less to place than micro-batches to fill, the missing
-    places repeat the shortest unit; :func:`fillers` tells which, and their weights must be zero.
+    Every rank gets the same number of micro-batches, none of them empty: sharded trainers gather weights in every
+    forward pass and would hang with uneven numbers. The longest bundles are placed first, each into the emptiest
+    micro-batch. A unit longer than the budget has a micro-batch to itself. If there are fewer units than micro-batches,
+    the remaining places repeat the shortest unit. :func:`fillers` returns these places; their weights must be zero.
 
     Args:
         tokens_per_unit: tokens that each unit computes alone, > 0.
         ranks: >= 1.
         budget: tokens, > 0.
-        order: all units, those that share a prefix side by side; empty where none do.
-        shared: [U], tokens that unit ``order[i]`` does not compute where ``order[i - 1]`` is in its micro-batch.
+        order: all units, ordered so that units that share a prefix are neighbours; empty if none do.
+        shared: [U], tokens that unit ``order[i]`` does not compute if ``order[i - 1]`` is in its micro-batch.
     """
     if not tokens_per_unit:
         raise ValueError("nothing to dispatch: the batch has no units")
@@ -69,7 +70,7 @@ def plan(
 
 
 def fillers(the_plan: Plan) -> Plan:
-    """The same shape, holding only places that repeat a unit already placed (their weights must be zero)."""
+    """A plan of the same shape with only the places that repeat a unit (their weights must be zero)."""
     seen: set[int] = set()
     width = max(len(rank) for rank in the_plan)
     result: Plan = [[[] for _ in rank] for rank in the_plan]
@@ -83,13 +84,14 @@ def fillers(the_plan: Plan) -> Plan:
 
 
 def _caps(tokens: int, ranks: int, budget: int) -> list[int]:
-    """Longest bundles to try: whole micro-batches, a rank's even share of all work and parts of it, single units."""
+    """Lengths of the longest bundle to try: a micro-batch, a rank's even share of all work and parts of it, one
+    unit."""
     even = -(-tokens // ranks)
     return [budget, *(cap for i in range(HALVINGS) if 0 < (cap := even >> i) < budget), 0]
 
 
 def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int], cap: int) -> list[_Item]:
-    """Neighbours joined, those that share most first, as long as they compute no more than ``cap`` tokens."""
+    """Join neighbours, those that share most first, as long as a bundle computes at most ``cap`` tokens."""
     count = len(order)
     first, last = list(range(count)), list(range(count))  # of the run that ends, begins at a position
     cost = [tokens[u] for u in order]  # of the run that begins there
@@ -106,7 +108,8 @@ def _bundles(tokens: Sequence[int], order: Sequence[int], shared: Sequence[int],
 
 
 def _spread(items: Sequence[_Item], ranks: int, budget: int) -> list[_Bin]:
-    """Longest first, each to the emptiest bin (ties: the first); as few bins as hold all, a multiple of ``ranks``."""
+    """Place the longest first, each into the emptiest bin (the first of equal ones). The number of bins is the smallest
+    multiple of ``ranks`` that holds all."""
     items = sorted(items, key=lambda item: (-item.tokens, min(item.units)))
     micros = min(-(-sum(item.tokens for item in items) // (budget * ranks)), -(-len(items) // ranks))
     while True:
@@ -122,7 +125,7 @@ def _spread(items: Sequence[_Item], ranks: int, budget: int) -> list[_Bin]:
 
 
 def _cost(bins: Sequence[_Bin], ranks: int, budget: int) -> float:
-    """In tokens: the ranks wait for the longest of them in every micro-batch."""
+    """Cost in tokens. In every micro-batch the ranks wait for the longest one."""
     longest = [max(map(_tokens, bins[m : m + ranks])) for m in range(0, len(bins), ranks)]
     return sum(longest) + len(longest) * budget / OVERHEAD
 

@@ -1,8 +1,7 @@
-"""What a frozen role says about every row, computed once before the first step: ``[reference] precompute = true``.
+"""Compute a frozen role's outputs for every row once, before the first step: ``[reference] precompute = true``.
 
-Values are found again by what they were computed on, the tokens of a sequence and the columns that a head reads, so
-they do not depend on the order of rows or on what a batch is made of. The role's model is let go before any trained
-model is loaded.
+The key of a value is its input: the tokens of a sequence and the columns that a head reads. So values depend neither on
+the order of rows nor on the composition of batches. The role's model is unloaded before any trained model is loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 
 BATCHES = 8
-"""As many batches' rows the role is given at once."""
+"""Number of batches whose rows the role computes at once."""
 
 _KEY = 16  # bytes; two of 2^40 sequences share one with a probability of 2^-49
 
@@ -39,19 +39,19 @@ class Table:
     values: dict[bytes, Tensor] = field(default_factory=dict)
 
     def add(self, batch: Batch, head: Head, view: str, values: Tensor) -> None:
-        """``values``: what the head gave for the batch, [N] or, for heads of whole sequences, [B]."""
+        """``values``: the head's outputs for the batch, [N] or, for heads of whole sequences, [B]."""
         for key, rows in zip(keys(batch, head, view), _rows(batch, head), strict=True):
             self.values.setdefault(key, values[rows].float().clone())
 
     def missing(self, batch: Batch, heads: Sequence[tuple[Head, str]]) -> Tensor:
-        """bool [B]: sequences of which some value is not known."""
+        """bool [B]: sequences for which a value is missing."""
         known_B = torch.ones(batch.sequences, dtype=torch.bool)
         for head, view in heads:
             known_B &= torch.tensor([key in self.values for key in keys(batch, head, view)])
         return ~known_B
 
     def look_up(self, batch: Batch, head: Head, view: str) -> Tensor | None:
-        """[N] or [B]; None where a sequence is not known."""
+        """[N] or [B]; None if a sequence is missing."""
         found = [self.values.get(key) for key in keys(batch, head, view)]
         return torch.cat(found) if all(f is not None for f in found) else None  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, model: str) -> Table:
-        """What :meth:`save` wrote; empty where there is nothing, or where it is of another model."""
+        """The table that :meth:`save` wrote; empty if there is none, or if it belongs to another model."""
         if not path.is_file():
             return cls()
         with safe_open(path, "pt") as file:
@@ -84,7 +84,7 @@ class Table:
 
 
 class PrecomputedRole(Role):
-    """A role without a model: it answers from a table."""
+    """A role without a model. It reads its outputs from a table."""
 
     def __init__(self, spec: ModelSpec, table: Table) -> None:
         self.spec, self.view, self.table = spec, "live", table
@@ -95,8 +95,8 @@ class PrecomputedRole(Role):
         unknown = [name for name, values in outputs.items() if values is None]
         if unknown:
             raise TrainingError(
-                f"role {self.name!r} was precomputed, but a batch holds sequences whose {unknown[0]!r} is not known: "
-                f"the algorithm reads it at another place than at the first step. Remove precompute of {self.name!r}."
+                f"role {self.name!r} was precomputed, but a batch holds sequences whose {unknown[0]!r} is missing: the "
+                f"algorithm reads it at other tokens than in the first step. Remove precompute of {self.name!r}."
             )
         return {name: values for name, values in outputs.items() if values is not None}
 
@@ -110,19 +110,19 @@ def precompute(
     note: Callable[[str], None],
     writing: Callable[[Path], AbstractContextManager[None]] = lambda path: nullcontext(),
 ) -> PrecomputedRole:
-    """The role's annotations of all examples; those that ``path`` holds from before a resume are not made again.
+    """Compute the role's annotations of all examples. Those that ``path`` holds from before a resume are not repeated.
 
     Args:
-        examples: every row that the run may use, in parts that are assembled at once.
-        launch: loads the role's model; called only where something is missing.
-        writing: entered while ``path`` is written; turns a full disk into the run's own error.
+        examples: every row that the run may use, in lists that are assembled at once.
+        launch: loads the role's model; called only if values are missing.
+        writing: context in which ``path`` is written; turns a full disk into the run's own error.
     """
     model = identity(spec)
     table = Table.load(path, model)
     wanted = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:
-        assembled = (algorithm.assemble(part)[0] for part in examples())
+        assembled = (assemble(algorithm, part)[0] for part in examples())
         return (batch for batch in assembled if batch is not None)
 
     heads = [(Role.head_of(spec, a.output), a.view) for a in wanted]
@@ -145,7 +145,7 @@ def precompute(
             if done * 10 // total > told:
                 told = done * 10 // total
                 with writing(path):
-                    table.save(path, model)  # a run that is stopped meanwhile goes on from here
+                    table.save(path, model)  # a run that is stopped before the end continues from here
                 note(f"{role.name}: {done // len(heads)} of {total // len(heads)} sequences precomputed")
         role.group.shutdown()
         del role
@@ -154,7 +154,7 @@ def precompute(
 
 
 def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
-    """[B]: of everything that a head's values of a sequence are computed from."""
+    """[B]: keys of everything that a head's values of a sequence are computed from."""
     columns = [batch.ids_N]
     names = [n for n in ("temperature", head.over, *head.columns) if n in batch.tok]
     columns += [batch.tok[name] for name in names]
@@ -168,7 +168,7 @@ def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
 
 
 def identity(spec: ModelSpec) -> str:
-    """Which model, in which arithmetic: its path and, of a folder, the sizes and times of its files."""
+    """Identity of a model and its arithmetic: its path and, for a folder, the sizes and times of its files."""
     folder = Path(spec.path).expanduser()
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("config.json")) if folder.is_dir() else []
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
@@ -176,7 +176,7 @@ def identity(spec: ModelSpec) -> str:
 
 
 def _rows(batch: Batch, head: Head) -> list[slice]:
-    """Where each sequence's values are in what the head gave."""
+    """Positions of each sequence's values in the head's output."""
     if head.over == "last_token":
         return [slice(b, b + 1) for b in range(batch.sequences)]
     ends = torch.cumsum(batch.lens_B, 0).tolist()
@@ -196,11 +196,11 @@ def problems_of(
         elif name in trained:
             why = f"{algorithm.name} trains it"
         elif name in snapshots:
-            why = f"{algorithm.name} replaces its weights on the way"
+            why = f"{algorithm.name} replaces its weights during the run"
         elif not wanted:
-            why = f"{algorithm.name} reads nothing off it before an update"
+            why = f"{algorithm.name} reads none of its outputs before an update"
         elif together:
-            why = f"{algorithm.name} computes {together[0]!r} on rows put together, which differ from step to step"
+            why = f"{algorithm.name} computes {together[0]!r} on combinations of rows, which differ from step to step"
         else:
             continue
         problems.append(f"{name}.precompute = true, but {why}. Remove it.")

@@ -1,4 +1,4 @@
-"""A role: one model over its ranks. Splits batches into shares, joins what comes back."""
+"""A role: one model over its ranks. It splits batches into shares and joins the results."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from rlhf_runtime.models.dispatch import Plan, fillers, plan
 
 
 class Role:
-    """What the controller calls a model by.
+    """The controller's interface to a model.
 
-    A batch is cut into one *share* for each group of ranks that divide the model's layers (mostly: for each rank), a
-    share into micro-batches of at most ``budget`` tokens (a longer unit is one by itself).
+    A batch is split into one *share* for each group of ranks that divide the model's layers (usually one rank). A share
+    is split into micro-batches of at most ``budget`` tokens. A longer unit has a micro-batch to itself.
     """
 
     changes = 0
-    """How often its weights were asked to change: optimizer steps and snapshots."""
+    """Number of calls that change its weights: optimizer steps and snapshots."""
     taken = 0
     """Optimizer steps so far in this step of the run (:meth:`catch_up`)."""
 
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int | None, view: str = "live") -> None:
-        """``budget``: None takes the trainer's own (``TrainerFacts.token_budget``)."""
+        """``budget``: None: the trainer's own (``TrainerFacts.token_budget``)."""
         self.spec, self.group = spec, group
         self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
         self.budget = self.facts.token_budget if budget is None else budget
         self.view = view
-        """What ``live`` means for this role: ``base`` where it is another role's model without its adapters."""
+        """The view that ``live`` means for this role: ``base`` if it is another role's model without its adapters."""
 
     @property
     def name(self) -> str:
         return self.spec.role.name
 
     def annotate(self, batch: Batch, annotations: Sequence[Annotation]) -> Batch:
-        """``annotation.column := output`` for each, one forward pass for those that share a view."""
+        """Add ``annotation.column := output`` for each annotation, with one forward pass per view."""
         for view in dict.fromkeys(a.view for a in annotations):
             wanted = [a for a in annotations if a.view == view]
             heads = [self._head(a.output) for a in wanted]
@@ -62,7 +62,7 @@ class Role:
         return self.begin_forward(batch, heads, view)()
 
     def begin_forward(self, batch: Batch, heads: Sequence[Head], view: str = "live") -> Callable[[], dict[str, Tensor]]:
-        """:meth:`forward` without waiting: the outputs come from what it returns."""
+        """:meth:`forward` without waiting. Returns a function that waits for the outputs."""
         read_B = _read_by(batch, heads)
         if not bool(read_B.all()):
             read, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
@@ -89,8 +89,8 @@ class Role:
         return add_sums(sums for sums, _ in results), results[0][1]
 
     def catch_up(self, planned: int) -> None:
-        """End a step of the run: the schedule of the learning rate skips those of the ``planned`` optimizer steps that
-        were not taken, so that it ends with the run."""
+        """End a step of the run. The learning-rate schedule advances by the ``planned`` optimizer steps that were not
+        taken, so that it ends with the run."""
         missed, self.taken = planned - self.taken, 0
         if missed > 0:
             self.changes += 1
@@ -101,7 +101,7 @@ class Role:
         return add_sums(self._call("evaluate", self._with_loss(batch, loss, update)))
 
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
-        """Gradients of one optimizer batch without the step; they are forgotten afterwards."""
+        """Gradients of one optimizer batch, without the optimizer step. They are discarded afterwards."""
         self._call("accumulate", self._with_loss(batch, loss, update))
         found: dict[str, Tensor] = {}
         for rank in self.every("gradients"):
@@ -115,7 +115,7 @@ class Role:
         return self.group.call(method, [arguments] * self.group.size)
 
     def _call(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Every rank of a share gets the same; what the first rank of each returned."""
+        """Call every rank of a share with the same arguments. Returns the result of each share's first rank."""
         return self._begin(method, per_share)()
 
     def _begin(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
@@ -129,8 +129,8 @@ class Role:
         return [(micros, loss, dict(update.coef), dict(update.live)) for micros in self._shares(batch, loss)]
 
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
-        """The micro-batches of each share, with the columns that the loss reads. Fillers, which give every rank equally
-        many, count for nothing."""
+        """The micro-batches of each share, with the columns that the loss reads. Fillers, which make their numbers
+        equal on all ranks, have weight 0."""
         heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
         slim = batch.only(required_columns(loss, heads))
         if self.facts.wants_token_share:
@@ -158,7 +158,7 @@ class Role:
 
     @staticmethod
     def head_of(spec: ModelSpec, output: str | Head, over: str | None = None) -> Head:
-        """What ``output`` means for a role; TrainingError where its model does not give it."""
+        """The head for ``output`` of a role. Raises TrainingError if its model does not have this output."""
         try:
             head = resolve_head(output, over)
         except KeyError as unknown:
@@ -171,7 +171,7 @@ class Role:
 
 
 def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:
-    """bool [B]: sequences with a token under a head's mask; all where a head reads every sequence, or none is read."""
+    """bool [B]: sequences with a token under a head's mask; all if a head reads every sequence, or if none is read."""
     read_B, seq_N = torch.zeros(batch.sequences, dtype=torch.bool), batch.seq_N
     for head in heads:
         if head.over not in batch.tok:  # last_token, or a mask that the trainer will miss
@@ -207,7 +207,7 @@ def _join(batch: Batch, shares: Plan, results: Sequence[Sequence[Mapping[str, Te
 
 
 def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
-    """Zero the weights of filler units and mark them, so that they are computed and count for nothing."""
+    """Zero the weights of filler units and mark them, so that they are computed but have no effect."""
     if not units:
         return micro
     filler_U = torch.zeros(micro.units, dtype=torch.bool)

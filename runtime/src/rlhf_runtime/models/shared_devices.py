@@ -1,4 +1,4 @@
-"""The hybrid engine: roles and engines on the same devices use the memory in turns."""
+"""Hybrid engine: roles and engines on the same devices take turns in using the memory."""
 
 from __future__ import annotations
 
@@ -15,36 +15,46 @@ from rlhf_runtime.models.roles import Role
 
 
 class Phases:
-    """Says who has the devices that the generator shares. The generator sleeps while roles compute. While it generates,
-    the roles on its devices put aside what they do not need then, above all optimizer states. Weights stay, because a
-    reward model may score between two turns. Nothing happens where the generator shares no devices."""
+    """Decides whether the generator or the roles use the devices that they share. The generator sleeps while roles
+    compute. While it generates, the roles on its devices offload what they do not need, above all optimizer states.
+    Weights stay, because a reward model may score between two turns. Nothing happens if the generator shares no
+    devices."""
 
-    def __init__(self, generator: Generator, roles: Mapping[str, Role], places: Mapping[str, Place]) -> None:
-        self.generator = generator
+    def __init__(
+        self,
+        generator: Generator,
+        roles: Mapping[str, Role],
+        places: Mapping[str, Place],
+        refresh: Callable[[], object],
+    ) -> None:
+        """``refresh`` sends the current weights to the generator, which may discard them while it sleeps."""
+        self.generator, self._refresh = generator, refresh
         shared = neighbours(places, GENERATOR) if GENERATOR in places else []
         here = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
         self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
         self.active = bool(shared)
         self._aside = False
-        """Whether it is."""
+        """Whether the generator is awake."""
         self._together = False
         if self.active:
             generator.sleep()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The time in which samples are drawn and scored."""
+        """Context in which samples are drawn and scored."""
         if not self.active:
             yield
             return
         self.begin_sync()
-        self.generator.wake()
+        if self.generator.wake():
+            self._refresh()
         with self._then_learning(here=not self._together):
             yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Between the times of generating inside, nobody takes turns; where there are none, nobody wakes."""
+        """Context in which the generator stays awake between calls of :meth:`generating`. Without such calls it does
+        not wake."""
         self._together = True
         with self._then_learning():
             try:
@@ -53,16 +63,16 @@ class Phases:
                 self._together = False
 
     def begin_sync(self) -> None:
-        """New weights are about to wake the generator. What makes room for them stays aside until the next learning, as
-        generating mostly comes before that."""
+        """Make room for new weights, which wake the generator. The roles stay offloaded until they learn again, because
+        generation usually comes before that."""
         if self.active and not self._aside:
             for role in self.neighbours:
                 role.every("offload")
             self._aside = True
 
     def begin_learning(self) -> None:
-        """The devices belong to the roles again, with all that they put aside. Where one of them is gone, the others
-        get theirs all the same, as they may be saved; what it raised is raised then."""
+        """Give the devices back to the roles, which reload what they offloaded. If a role fails, the others still
+        reload, because they may be saved; the error is raised afterwards."""
         if not (self.active and self._aside):
             return
         self._aside = False
@@ -78,7 +88,8 @@ class Phases:
 
     @contextmanager
     def _then_learning(self, here: bool = True) -> Iterator[None]:
-        """Learning begins after what is inside, ``here``: also where that fails, and its error is the one to see."""
+        """Call :meth:`begin_learning` after the body (if ``here``), also if the body fails. The body's error is the one
+        that is raised."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,5 @@
-"""One role computes with another's output head (:class:`rlhf.types.Lent`): checked before, handed over when loaded."""
+"""One role computes with another role's output head (:class:`rlhf.types.Lent`). Checked before models are loaded, sent
+afterwards."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from rlhf_runtime.models.roles import Role
 def problems_of(
     lent: Iterable[Lent], roles: Mapping[str, RoleSpec], snapshots: Collection[str], precomputed: Collection[str]
 ) -> list[str]:
-    """Why these heads cannot be lent: the borrower's copy must stay what the lender computes with.
+    """Why these heads cannot be lent. The borrower's copy must always equal the lender's head.
 
     Args:
-        snapshots: roles whose weights are replaced on the way.
-        precomputed: roles whose models are let go before the first step.
+        snapshots: roles whose weights are replaced during the run.
+        precomputed: roles whose models are unloaded before the first step.
     """
     problems = []
     for each in lent:
@@ -26,9 +27,9 @@ def problems_of(
         elif roles[each.role].head != "lm":
             why = f"it has a {roles[each.role].head!r} head, not that of a language model"
         elif roles[each.role].trained or each.role in snapshots:
-            why = "its weights change on the way"
+            why = "its weights change during the run"
         elif each.role in precomputed:
-            why = f"{each.role}.precompute = true keeps no model of it. Remove it"
+            why = f"{each.role}.precompute = true unloads its model. Remove it"
         else:
             continue
         problems.append(f"{each.to!r} is to compute with the output head of {each.role!r}, but {why}.")
@@ -36,7 +37,7 @@ def problems_of(
 
 
 def lend(lent: Iterable[Lent], roles: Mapping[str, Role]) -> None:
-    """Hand each head over, once: by reference inside this process, otherwise through the launcher's store."""
+    """Send each head once: by reference inside this process, otherwise through the launcher's store."""
     for each in lent:
         heads = list(roles[each.role].group.stream("lend_head"))
         if len(heads) != 1:

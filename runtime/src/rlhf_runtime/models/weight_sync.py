@@ -1,8 +1,8 @@
-"""From the trainer to the generator: new weights, and the proof that they are what is sampled with.
+"""Send new weights from the trainer to the generator, and prove that the generator samples with them.
 
 After each sync three things must agree with the trainer: the version; the fingerprint of every tensor as each engine
-received it; and the log-probs of a few random tokens, the canaries, which also see what happens after the arrival: a
-packed copy that was not made again, a tensor loaded into the wrong place.
+received it; and the log-probs of a few random tokens (canaries). The canaries also detect errors after the arrival,
+such as a packed copy that was not updated, or a tensor that was loaded into the wrong place.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 
 HOLDS_NOTHING = "accept:nothing"
-"""Capability of a generator that has no weights to bring up to date."""
+"""Capability of a generator without weights, which needs no sync."""
 CANARY_TOKENS = 24
 _SHOWN = 8
-"""Names in a message."""
+"""Largest number of names in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the trainer says that the generator must show."""
+    """The trainer's values that the generator's proof must equal."""
 
     version: int
     sent: Callable[[], list[Any]]
-    """By rank; the first knows the fingerprints."""
+    """By rank; the first rank has the fingerprints."""
     canaries: list[list[int]]
     outputs: Callable[[], dict[str, Tensor]] | None
-    """Of the canaries, where there are any."""
+    """Log-probs of the canaries, if there are any."""
 
 
 class WeightSync:
-    """``push(version)`` takes the policy's weights to the generator.
+    """``push(version)`` sends the policy's weights to the generator.
 
     Args:
-        longest: tokens of a sequence that the generator takes.
+        longest: largest number of tokens of a sequence that the generator accepts.
     """
 
     def __init__(
@@ -60,14 +60,17 @@ class WeightSync:
     ) -> None:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
         self.tokens = min(CANARY_TOKENS, longest)
-        """Of a canary."""
+        """Number of tokens of a canary."""
         self.version = 0
         self.by_module = policy.group.worker is not None and "accept:module" in generator.capabilities
-        generator.refresh = lambda: self.push(self.version)
+
+    def refresh(self) -> None:
+        """Send the current weights again: the generator lost them, or an engine of it was replaced."""
+        self.push(self.version)
 
     def push(self, version: int) -> dict[str, float]:
-        """The generator samples with ``version`` from now on. Raises SyncError where the proof fails and ``sync.check``
-        does not let it pass."""
+        """Send the weights of ``version``, with which the generator samples from now on. Raises SyncError if the proof
+        fails and ``sync.check`` does not allow that."""
         self.version = version
         if HOLDS_NOTHING in self.generator.capabilities:
             self.generator.version = version
@@ -83,7 +86,7 @@ class WeightSync:
             fit = True
             try:
                 proofs, wanted = self._send(version)
-            except SyncError as incomplete:  # the generator itself knows that something did not come
+            except SyncError as incomplete:  # the generator itself reports missing tensors
                 fit, problems, difference = False, [str(incomplete)], float("nan")
             else:
                 problems, difference = self._examine(proofs, wanted)
@@ -106,7 +109,7 @@ class WeightSync:
         self.generator.begin_load(version)
         for bucket in self._buckets():
             self.generator.take(bucket)
-        wanted = self._wanted(version)  # the trainer finds it out while the generator gets ready
+        wanted = self._wanted(version)  # the trainer computes this while the generator prepares
         return self.generator.end_load(), wanted
 
     def _wanted(self, version: int) -> _Wanted:
@@ -158,7 +161,7 @@ class WeightSync:
         return float(torch.stack([(theirs - ours).abs().mean(1).max() for theirs in answers]).max())
 
     def _suspects(self) -> str:
-        """After a canary failed: send once more, to compare only."""
+        """After a canary failed, send the weights once more, for comparison only."""
         stale: list[str] = []
         for bucket in self._buckets():
             stale += self.generator.stale(bucket)

@@ -1,4 +1,4 @@
-"""The best evaluation so far, and when to stop waiting for a better one."""
+"""The best evaluation of a run so far, and early stopping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
 DEFAULT_METRICS = ("eval/pass@1", "eval/loss")
-"""Where the run file names none: the first of these that the evaluation has."""
+"""Used where the run file sets no ``eval.metric``: the first of these metrics that the evaluation has."""
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl", "truncated", "unscored")
 
 
@@ -18,11 +18,11 @@ class BestTracker:
 
     Args:
         metric: its name, with or without ``eval/``; None: the first of pass@1 and loss that exists.
-        mode: ``max``, ``min``, or ``auto``: by its name ``min`` for losses, terms of losses (``loss/<term>``),
-            divergences and the shares of truncated or unscored answers, else ``max``.
+        mode: ``max``, ``min`` or ``auto``. ``auto`` decides by the metric's name: ``min`` for losses, terms of losses
+            (``loss/<term>``), divergences and the shares of truncated or unscored answers, ``max`` for all others.
         patience: stop after this many evaluations in a row without improvement; None: never.
 
-    An improvement is strict. NaN never improves and counts as an evaluation without improvement.
+    Only a strictly better value is an improvement. NaN counts as an evaluation without improvement.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class BestTracker:
         """Evaluations since the last improvement."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
-        """(this is the best so far, it is time to stop).
+        """Returns (whether this evaluation is the best so far, whether the run should stop).
 
-        An evaluation in which too few answers got a reward for the metric to exist counts as one without improvement.
-        Raises ConfigError where the metric is none of the evaluation's.
+        The metric is absent where too few answers got a reward. Such an evaluation counts as one without improvement.
+        Raises ConfigError where the evaluation does not have the metric for another reason.
         """
         known, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
         try:
@@ -76,9 +76,9 @@ class BestTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where the state is of another metric: values of two metrics cannot be compared."""
+        """Raises CheckpointError where the state belongs to another metric: their values are not comparable."""
         before, now = state["metric"], self.metric
-        if state["value"] is None:  # nothing to compare with: the metric may have been misspelled
+        if state["value"] is None:  # no value to compare with; the metric's name may have been misspelled before
             self.waited = int(state["waited"])
             return
         same = before is None or now is None or before in (now, f"eval/{now}")
@@ -110,7 +110,7 @@ class BestTracker:
 
 
 def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:
-    """What to say where ``eval.metric`` is none of an evaluation's."""
+    """The error where an evaluation does not have the metric that ``eval.metric`` names."""
     return ConfigError(
         f"eval.metric is {metric!r}, which the evaluation does not have; there are {', '.join(present)}."
         f"{did_you_mean(metric.removeprefix('eval/'), [name.removeprefix('eval/') for name in present])}"

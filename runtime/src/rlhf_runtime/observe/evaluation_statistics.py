@@ -9,7 +9,8 @@ from rlhf.types import Group, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k answers drawn without replacement from n, of which c pass, does.
+    """Probability that at least one of k answers passes, where the k are drawn without replacement from n answers and
+    c of the n pass.
 
     1 - C(n - c, k) / C(n, k), as a product that cannot overflow. Unbiased estimate of pass@k
     (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
@@ -29,23 +30,25 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
 
     Args:
         groups: one per prompt, with its answers.
-        samples: answers asked for per prompt: k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
+        samples: answers requested per prompt. It is the k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
         threshold: an answer passes if its reward is at least this.
 
-    Returns, for all prompts and, where there are several sources, again below ``<source>/``:
+    Returns these metrics over all prompts. Where the prompts have several data sources, it also returns them for each
+    source, with the prefix ``<source>/``:
 
     ``pass@k``     mean over prompts of the unbiased estimate
     ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1)
     ``reward``     mean over prompts of the mean reward of their answers
-    ``score``      the same of their scores, where a source gives one of its own (or steps with credit at their tokens)
+    ``score``      the same mean of the scores; present where a score differs from its reward (a reward source that
+                   gives its own score, or step rewards that are placed at their tokens)
     ``length``     sampled tokens per answer; ``truncated``: share of answers cut at the token budget
     ``unscored``   share of answers without a reward (failed, or no source applied)
-    ``failed``     share of answers whose rollout or scoring failed, where any did
+    ``failed``     share of answers whose rollout or scoring failed; present where at least one did
     ``prompts``    number of prompts
 
-    An answer without a reward is no wrong answer: it leaves its prompt's count, and a prompt with fewer than k scored
-    answers leaves pass@k. A sample that failed before it was written has no length. A number that nothing defines is
-    absent, never zero.
+    An answer without a reward does not count as wrong: it is left out of its prompt's statistics, and a prompt with
+    fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
+    A metric without values is absent, never zero.
     """
     metrics = _of(groups, samples, threshold)
     sources = sorted({group.row.source for group in groups})
@@ -60,7 +63,7 @@ def metric_names(samples: int, sources: Collection[str], scored: bool) -> list[s
     """Every name that :func:`evaluation_metrics` can give.
 
     Args:
-        sources: of the prompts.
+        sources: data sources of the prompts.
         scored: whether answers get a reward.
     """
     names = ["length", "truncated", "unscored", "prompts"]

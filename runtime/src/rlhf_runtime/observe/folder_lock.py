@@ -1,4 +1,5 @@
-"""Two runs never write into one folder. The lock dies with its process, so a killed run leaves nothing to clean up."""
+"""A lock that keeps two runs from writing into one folder. The system releases it when the process ends, so a killed
+run leaves nothing to clean up."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ _FLOCK, _TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 
 
 class FolderLock:
-    """Held from construction to :meth:`release` or the end of the process. Raises ConfigError where it is taken.
+    """Held from construction to :meth:`release` or the end of the process. Raises ConfigError where another run holds
+    it.
 
-    A POSIX record lock: unlike ``flock`` it is not inherited by forked worker processes, which may outlive a killed
-    driver. Such locks do not exclude the process that holds them, hence the set of folders held here.
+    It is a POSIX record lock. Unlike ``flock``, it is not inherited by forked worker processes, which may outlive a
+    killed driver. A record lock does not exclude a second lock of the same process, so ``_held`` lists the folders that
+    this process has locked.
     """
 
     _held: ClassVar[set[str]] = set()
@@ -39,38 +42,45 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except OSError as cause:
-            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "unknown"
+            taken = _taken(folder, descriptor)
             os.close(descriptor)
             if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
                 raise unusable(folder, "locked", cause) from cause
-            raise ConfigError(
-                f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
-            ) from cause
+            raise taken from cause
         self._descriptor: int | None = descriptor
         self._held.add(self._key)
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Raises ConfigError where ``folder`` is taken; makes no file."""
-        cls._require_other(folder)  # first: to close a descriptor gives up this process's own lock
-        if (folder / ".lock").exists():
-            cls(folder).release()
+        """Raises ConfigError where another run holds ``folder``, or it cannot be locked. Takes no lock and writes
+        nothing."""
+        cls._require_other(folder)  # first: closing a descriptor releases this process's own lock
+        try:
+            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as cause:
+            raise unusable(folder, "written to", cause) from cause
+        try:
+            if _is_locked(descriptor):
+                raise _taken(folder, descriptor)
+        except OSError as cause:  # a file system without locks
+            raise unusable(folder, "locked", cause) from cause
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def is_held(cls, folder: Path) -> bool:
         """Whether a process holds the lock of ``folder``. Takes no lock and writes nothing, so a run that starts at the
         same time is not refused."""
-        if os.path.realpath(folder) in cls._held:  # asked first: closing a descriptor gives up this process's own lock
+        if os.path.realpath(folder) in cls._held:  # first: closing a descriptor releases this process's own lock
             return True
         try:
             descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            asked = [0] * 5
-            asked[_TYPE] = fcntl.F_WRLCK
-            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
-            return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
+            return _is_locked(descriptor)
         finally:
             os.close(descriptor)
 
@@ -80,11 +90,26 @@ class FolderLock:
             raise ConfigError(f"another run of this process is at work in {folder}. Choose another --output.")
 
     def release(self) -> None:
-        """Give the folder free. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
             self._held.discard(self._key)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether another process holds the lock of this file."""
+    asked = [0] * 5
+    asked[_TYPE] = fcntl.F_WRLCK
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+    return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
+
+
+def _taken(folder: Path, descriptor: int) -> ConfigError:
+    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+    return ConfigError(
+        f"another run is at work in {folder} ({holder}). Wait for it, stop it, or choose another --output."
+    )
 
 
 def unusable(folder: Path, what: str, cause: OSError) -> ConfigError:

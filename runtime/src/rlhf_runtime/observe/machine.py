@@ -1,4 +1,5 @@
-"""What a run runs on: processor, memory, accelerators, versions, code revision. No name of the machine or its user."""
+"""The hardware and software of a run: processor, memory, accelerators, versions, code revision. The names of the
+machine and its user are not recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _PACKAGES = ("torch", "transformers", "datasets", "safetensors", "pydantic", "pl
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, software versions and code revisions, for ``manifest.json``. Imports no torch, needs no device."""
+    """Hardware, software versions and code revisions, for ``manifest.json``. Does not import torch and needs no
+    device."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -30,8 +32,8 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the repository that ``folder`` is in, with ``+changes`` where tracked files differ; None outside of
-    one. A package in ``site-packages`` is in no repository of its own."""
+    """Commit of the git repository that contains ``folder``, with ``+changes`` where tracked files differ. None outside
+    of a repository, and for a package in ``site-packages``."""
     if "site-packages" in folder.parts:
         return None
     revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
@@ -72,7 +74,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _output(*command: str) -> str:
-    """A program's output; empty where it is not installed, fails or hangs. None of that may stop a run."""
+    """A program's output. Empty where the program is not installed, fails or hangs: none of these may stop a run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one object a step, on disk before the step counts as done, cut back exactly at a resume."""
+"""``metrics.jsonl``: one JSON object per step, written to disk before the step counts as done. A resume drops the lines
+after its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rlhf_runtime.checkpoint.atomic_files import sync_file, write_atomic
 from rlhf_runtime.checkpoint.json_values import dumps, loads
 
 TIME = "time/"
-"""Keys that start with this hold wall times (seconds): all else of a line is reproducible."""
+"""Keys with this prefix hold wall times in seconds. All other values of a line are reproducible."""
 
 
 class MetricsLog:
@@ -24,7 +25,8 @@ class MetricsLog:
         self._last: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of ``step`` and force it to the disk. Steps only go up; raises CheckpointError otherwise."""
+        """Write the line of ``step`` and force it to the disk. Raises CheckpointError where ``step`` is not larger than
+        the last one."""
         if self._last is None:
             if self.path.exists() and self.path.read_bytes()[-1:] not in (b"\n", b""):
                 raise CheckpointError(f"{self.path} ends in the middle of a line; cut() it back to a checkpoint first.")
@@ -44,7 +46,7 @@ class MetricsLog:
         self._last = step
 
     def missing(self, step: int) -> str:
-        """Which of the steps 1 .. ``step`` have no line, as text for people; empty where all have one."""
+        """Which of the steps 1 .. ``step`` have no line, as text for a message; empty where every step has one."""
         there = {line["step"] for line in read_metrics(self.path)}
         absent = [n for n in range(1, step + 1) if n not in there]
         return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"

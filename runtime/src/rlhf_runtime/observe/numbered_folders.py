@@ -1,4 +1,5 @@
-"""The folders of runs that name none: ``runs/1``, ``runs/2``, ... and ``runs/latest``, a link to the newest."""
+"""Default folders of runs, used where ``run.output`` is not set: ``runs/1``, ``runs/2``, ... and the link
+``runs/latest`` to the newest of them."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from rlhf_runtime.observe.folder_lock import FolderLock
 from rlhf_runtime.observe.run_directory import RunDirectory
 
 LATEST = Path("runs/latest")
-"""``run.output`` where a run file names none."""
+"""Value of ``run.output`` where a run file does not set it."""
 
 
 def default_folder(again: bool) -> Path:
-    """Where a run goes whose file names no folder.
+    """The folder of a run whose run file does not set ``run.output``.
 
     Args:
-        again: it goes on in the newest folder, or overwrites it; else it gets a new one, or the newest where the run in
-            there finished no step and is no longer at work.
+        again: True: the newest folder, which the run resumes or overwrites. False: a new folder, or the newest one
+            where the run in it finished no step and is no longer running.
 
-    Raises ConfigError where ``runs/latest`` is a folder and no link, and holds a run.
+    Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
     """
-    if LATEST.is_dir() and not LATEST.is_symlink():  # somebody named it as an output
+    if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
         if not again and not RunDirectory.is_free(LATEST):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
@@ -39,7 +40,8 @@ def default_folder(again: bool) -> Path:
 
 
 def link_latest(folder: Path) -> None:
-    """Point ``runs/latest`` to a numbered folder beside it; other folders, and one in its place, are left alone."""
+    """Make ``runs/latest`` a link to ``folder``. Does nothing where ``folder`` is not one of the numbered folders, or
+    where ``runs/latest`` is a real folder."""
     if folder.parent != LATEST.parent or not folder.name.isdecimal() or (LATEST.exists() and not LATEST.is_symlink()):
         return
     made = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
@@ -54,7 +56,7 @@ def link_latest(folder: Path) -> None:
 
 
 def _idle(folder: Path) -> bool:
-    """Whether nobody works there."""
+    """Whether no run is active in this folder."""
     try:
         FolderLock.check(folder)
     except ConfigError:

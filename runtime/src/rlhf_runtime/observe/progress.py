@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a bar in a terminal, plain lines in a file, a summary at the end."""
+"""The progress display of a run: a bar in a terminal, plain lines in a file, a summary at the end."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ HEADLINE: Mapping[str, tuple[str, ...]] = {
     "pass@1": ("eval/pass@1",),
     "eval loss": ("eval/loss",),
 }
-"""{what is shown: metrics that mean it, in order of preference}. A metric that a run does not have is not shown. ``kl``
-is to the reference; ``kl_old`` to the policy that the update began with, 0 where an update is one optimizer step."""
+"""{label: metrics in order of preference; the first that the run has is shown}. A label without such a metric is not
+shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update (0 where an
+update is one optimizer step)."""
 
 
 class Progress:
-    """One per run, on the driver; workers print nothing.
+    """The display of one run, on the driver. Workers print nothing.
 
     Args:
         total: steps of the whole run.
-        first: steps done before (after a resume).
+        first: steps that were done before a resume.
         quiet: show notes only, on standard error.
-        stream: where to; standard output where absent.
-        interval: seconds between plain lines at least; the first and the last are always shown.
-        headline: which metrics, by label.
+        stream: where the display is written; None: standard output.
+        interval: minimum seconds between plain lines; the first and the last line are always shown.
+        headline: the metrics to show, by label.
 
     Plain lines are ``step=12/100 reward=0.531 kl=0.0012 loss=0.12 left=0:04:12``: ``key=value``, one line a step.
     """
@@ -78,8 +79,8 @@ class Progress:
             self._task = self._bar.add_task("", total=total, completed=first, numbers="")
 
     def begin(self, first: int) -> None:
-        """The steps start now, after ``first`` done before: loading models counts for no step's time. A bar is shown
-        from here on, so that of a run that fails before there is none to take away."""
+        """Start the clock and show the bar. ``first`` steps were done before. Called after the models are loaded, so
+        that loading does not count as time of a step and a run that fails earlier shows no bar."""
         self.first = self.done = first
         self._started = self._last_step = self._clock()
         if self._bar is not None:
@@ -113,11 +114,11 @@ class Progress:
             self._line(f"step {step}, {sample_lines(title, sample)}")
 
     def note(self, text: str) -> None:
-        """Something the user should know: shown in every mode."""
+        """Show a message to the user, in every mode."""
         self._line(f"note: {text}")
 
     def close(self) -> None:
-        """Take the bar away and show the summary. Safe to call twice."""
+        """Remove the bar and show the summary. Safe to call twice."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,6 @@
 """The run directory: one run, one folder, one process at a time.
 
-config.toml  manifest.json  metrics.jsonl  rollouts/step-000012.jsonl  checkpoints/step-000012/  exports/step-000012/
+config.toml  manifest.json  metrics.jsonl  rollouts/step-000012.arrow  checkpoints/step-000012/  exports/step-000012/
 skipped/  model/
 """
 
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
 _WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed")
-"""What a run writes, beside ``model-<role>``."""
-_STEP = re.compile(r"step-(\d{6,})(\.jsonl|-\d+\.safetensors)?")
+"""The names that a run writes, in addition to ``model-<role>``."""
+GIVEN = "given"
+"""The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
+_GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
+_STEP = re.compile(r"step-(\d{6,})(\.arrow|-\d+\.safetensors)?")
 SKIPPED_KEPT = 20
-"""Batches of skipped optimizer steps that are kept; older ones go, so that a diverged run does not fill the disk."""
+"""Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
+fill the disk."""
 
 
 class SavedPrecision(Saved):
@@ -42,7 +46,7 @@ class SavedPrecision(Saved):
 
 
 class SavedStart(SavedPart):
-    """What a resume reads of a start."""
+    """The fields of a start in ``manifest.json`` that a resume reads."""
 
     hub: dict[str, str] = {}
     on_processor: SavedPrecision | None = None
@@ -55,7 +59,8 @@ class SavedRun(SavedPart):
 
 
 class RunDirectory:
-    """Made by :meth:`create`; locked until :meth:`close` or the end of the process, however it ends."""
+    """The folder of one run. :meth:`create` makes and locks it; the lock lasts until :meth:`close` or the end of the
+    process."""
 
     def __init__(self, path: Path, lock: FolderLock, resumed: bool) -> None:
         self.path = path
@@ -65,12 +70,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
-        """Claim ``path`` for one run. A run in there that finished no step is deleted, and with ``overwrite`` any: what
-        runs write, and nothing else. Without ``overwrite`` what was precomputed stays: it is of the same use now.
+        """Make ``path`` the folder of one run and lock it. An earlier run there is deleted if it finished no step or if
+        ``overwrite`` is set. Only files that runs write are deleted. Without ``overwrite`` the folder ``precomputed``
+        is kept, because the new run can use it.
 
-        Raises ConfigError where another process is at work there, where it already holds a run and neither ``resume``
-        nor ``overwrite`` is set, where what it holds is not recognisably a run, and where it holds none and ``resume``
-        is True.
+        Raises ConfigError where another process is running in ``path``; where ``path`` already holds a run and neither
+        ``resume`` nor ``overwrite`` is set; where its content is not recognised as a run; and where ``resume`` is set
+        and it holds no run.
         """
         path = Path(path)
         _require_place(path, resume)
@@ -97,12 +103,12 @@ class RunDirectory:
 
     @staticmethod
     def check(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
-        """Raises ConfigError where :meth:`create` would; leaves everything as it is."""
+        """Raises ConfigError where :meth:`create` would. Changes nothing."""
         path = Path(path)
         _require_place(path, resume)
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         try:
-            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # rights alone do not tell what a user can do
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # permission bits do not prove write access
         except OSError as cause:
             raise (unusable(path, "written to", cause) if above == path else _unmade(path, cause)) from cause
         FolderLock.check(path)
@@ -111,12 +117,17 @@ class RunDirectory:
     # ------------------------------------------------------------------------------------- records
 
     def write_config(self, toml: str) -> None:
-        """``config.toml``: the resolved run file."""
+        """Write ``config.toml``, the resolved run file. A new run deletes the folder ``given`` of an earlier run (rows
+        and models given in Python), except the files that the new run reads itself."""
         write_atomic(self.path / "config.toml", toml)
+        given = [] if self.resumed else sorted((self.path / GIVEN).glob("*"))
+        for old in given:
+            if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
+                _remove(old)
 
     def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
-        """``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume adds a start
-        to the list and keeps the earlier ones."""
+        """Write ``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume appends
+        its start to the list of starts."""
         start = {
             "time": _now(),
             "first_step": first_step,
@@ -128,11 +139,11 @@ class RunDirectory:
         write_json(self.path / "manifest.json", {"schema": 1, "starts": [*self.starts(), start]}, nonfinite="mark")
 
     def write_end(self, status: str, why: str) -> None:
-        """Add to the last start in ``manifest.json`` how it ended. A run that is killed has no such entry.
+        """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
 
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
-            why: the signal, the end of patience or the error; empty where the run finished.
+            why: the signal, the exhausted patience or the error; empty where the run finished.
         """
         path = self.path / "manifest.json"
         manifest = read_json(path)
@@ -140,18 +151,18 @@ class RunDirectory:
         write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:
-        """What the manifest says of the starts before this one."""
+        """The entries of the manifest about the starts before this one."""
         return _starts(self.path / "manifest.json") if self.resumed else []
 
     @staticmethod
     def last_start(path: Path | str) -> dict[str, Any]:
-        """What the manifest of the run in ``path`` says of its last start; empty where there is no manifest."""
+        """The manifest's entry about the last start of the run in ``path``; empty where there is no manifest."""
         starts = _starts(Path(path) / "manifest.json")
         return starts[-1] if starts else {}
 
     def cut(self, step: int | None) -> None:
-        """At a resume: forget what was recorded after checkpoint ``step``. None: there is no checkpoint to continue
-        from, so everything that steps recorded goes."""
+        """Delete what was recorded after the checkpoint of ``step``; called at a resume. None: there is no checkpoint,
+        so the records of all steps are deleted."""
         last = -1 if step is None else step
         self.metrics.cut(last)
         for folder in ("rollouts", "exports", "skipped"):
@@ -164,7 +175,12 @@ class RunDirectory:
     def rollouts(self, step: int) -> Path:
         """File for the samples that ``step`` was trained on; its folder exists."""
         (self.path / "rollouts").mkdir(exist_ok=True)
-        return self.path / "rollouts" / f"step-{step:06d}.jsonl"
+        return self.rollouts_of(self.path, step)
+
+    @staticmethod
+    def rollouts_of(folder: Path, step: int) -> Path:
+        """File for the samples that ``step`` of the run in ``folder`` was trained on."""
+        return folder / "rollouts" / f"step-{step:06d}.arrow"
 
     def exports(self, step: int) -> Path:
         """Folder for the model after ``step``. :meth:`export` fills it atomically."""
@@ -176,7 +192,8 @@ class RunDirectory:
         return self.path / "model"
 
     def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
-        """Let ``write`` fill the export of ``step``: whole or absent. The ``keep`` newest stay (None: all)."""
+        """Call ``write`` to fill the export of ``step`` atomically. Only the ``keep`` newest exports are kept (None:
+        all)."""
         publish_folder(self.exports(step), write)
         if keep is not None:
             for _, path in _numbered(self.path / "exports")[:-keep]:
@@ -188,13 +205,13 @@ class RunDirectory:
         return self.path / f"model-{role}"
 
     def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> Path:
-        """Let ``write`` fill ``model/``, or a role's own folder: whole or absent."""
+        """Call ``write`` to fill ``model/``, or the folder of ``role``, atomically."""
         folder = self.model if role is None else self.model_of(role)
         publish_folder(folder, write)
         return folder
 
     def keep_batch(self, step: int, reason: str, batch: Batch) -> Path:
-        """Keep the batch of a skipped optimizer step of ``step`` for study, as safetensors: ``tok.<column>``,
+        """Save the batch of a skipped optimizer step of ``step`` as safetensors, for debugging: ``tok.<column>``,
         ``seq.<column>``, ``unit.<column>`` and the layout. Returns the file."""
         from safetensors.torch import save_file
 
@@ -213,7 +230,7 @@ class RunDirectory:
     # ---------------------------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock of the folder."""
         self._lock.release()
 
     def __enter__(self) -> RunDirectory:
@@ -238,7 +255,7 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
 
 
 def _require_place(path: Path, resume: bool) -> None:
-    """Raises ConfigError where ``path`` is a file, or there is nothing to resume."""
+    """Raises ConfigError where ``path`` is a file, or there is no run to resume."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
     if resume and not _present(path):
@@ -249,7 +266,7 @@ def _require_place(path: Path, resume: bool) -> None:
 
 
 def _require_free(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ConfigError where the folder holds a run that is neither to be resumed nor to be replaced."""
+    """Raises ConfigError where the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
     present = _present(path)
     if resume or RunDirectory.is_free(path):
         return
@@ -268,7 +285,7 @@ def _require_free(path: Path, resume: bool, overwrite: bool) -> None:
 
 
 def _recognised(path: Path) -> bool:
-    """Whether ``manifest.json`` is one that :meth:`RunDirectory.write_manifest` wrote."""
+    """Whether :meth:`RunDirectory.write_manifest` wrote the ``manifest.json`` in ``path``."""
     try:
         manifest = read_json(path / "manifest.json")
     except (OSError, RlhfError):
@@ -277,7 +294,8 @@ def _recognised(path: Path) -> bool:
 
 
 def _finished_a_step(path: Path) -> bool:
-    """Whether a step was recorded or anything was saved. Of a damaged record nobody knows."""
+    """Whether a step was recorded or anything was saved. True also where the record is damaged, since it may hold
+    steps."""
     if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
         return True
     try:
@@ -288,7 +306,7 @@ def _finished_a_step(path: Path) -> bool:
 
 
 def _clear(path: Path, keep: Collection[str]) -> None:
-    """Delete what a run wrote but ``keep``; the manifest, by which it is recognised, last."""
+    """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
     found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
     for item in sorted(found, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():

@@ -1,4 +1,4 @@
-"""Samples as lines of text, for people to look at while a run is at work."""
+"""Samples as lines of text, shown while a run trains."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from rlhf.samples import Sample, first_samples
 from rlhf.types import Group
 
 LONG = 400
-"""Characters of a text that are shown of a longer one."""
+"""A text with more characters than this is shortened."""
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters as escapes: what a model writes must not steer the terminal."""
+    """``text`` with control characters escaped, so that a model's output cannot control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape", "backslashreplace").decode() for c in text
     )
 
 
 def shortened(text: str, limit: int | None = LONG) -> str:
-    """``text``, or of a longer one its front and its end with the number of characters between. None: whole."""
+    """``text``, or, where it is longer than ``limit``, its start and its end with the number of characters left out.
+    None: the whole text."""
     if limit is None or len(text) <= limit:
         return text
     half = limit // 2
@@ -27,8 +28,8 @@ def shortened(text: str, limit: int | None = LONG) -> str:
 
 
 def best_and_worst(groups: Sequence[Group]) -> list[tuple[str, Sample]]:
-    """``best`` and ``worst`` of the samples by their reward, equal ones in order. Where nothing scored them: the first
-    two, without a title."""
+    """The samples with the highest reward (titled ``best``) and the lowest (``worst``); of equal ones the first. Where
+    no sample has a reward: the first two, without a title."""
     samples = first_samples(groups, sum(len(group.trajectories) for group in groups))
     scored = sorted((s for s in samples if s.reward is not None), key=lambda s: s.reward or 0.0)
     if not scored:

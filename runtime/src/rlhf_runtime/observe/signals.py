@@ -18,7 +18,7 @@ class StopRequest:
                 if stop.requested:
                     break
 
-    Handlers are installed in the main thread only (Python allows no other) and restored at the end.
+    Handlers are installed only in the main thread, because Python allows no other. They are restored at the end.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -26,9 +26,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.reason = ""
-        """Name of the signal, or what :meth:`request` was told."""
+        """Name of the signal, or the reason given to :meth:`request`."""
         self.signal: signal.Signals | None = None
-        """The first signal that came."""
+        """The first signal that was received."""
         self._previous: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
@@ -52,5 +52,5 @@ class StopRequest:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
         self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
-        # os.write, since a handler may run in the middle of a print or while the progress bar holds its lock
+        # os.write, because a handler may run in the middle of a print or while the progress bar holds its lock
         os.write(2, f"\n{self.reason}: stopping after this step, with a checkpoint (Ctrl-C: at once)\n".encode())

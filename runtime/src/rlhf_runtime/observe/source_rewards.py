@@ -1,4 +1,4 @@
-"""What each source of rewards gave in a step: several of them add up to one number that says little of any."""
+"""Metrics of each reward source by itself. The total reward of several sources does not show what each one gave."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ENV = "env"
 
 
 def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """``reward/SOURCE/mean`` and ``/std`` (population) of the values before their weights, over the samples to which
-    the source applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is
-    1 or 0). Rewards that an environment gave to a sample's turns are added up and stand under ``reward/env``."""
+    """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
+    applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).
+    The source ``env`` stands for the environment; its value is the sum of the rewards of a sample's turns."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     infos: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):

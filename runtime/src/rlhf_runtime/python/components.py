@@ -1,4 +1,4 @@
-"""Classes and instances of this process as plugins of one run: registered by a name, selected like any other."""
+"""Registers classes and instances of this process as plugins of one run. They are selected by name, like any other."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Entry = dict[str, Any]
 
 
 def register(plugins: Plugins, kind: str, cls: type[Any]) -> str:
-    """Offer a class in ``plugins``; the reference that selects it."""
+    """Register a class in ``plugins``. Returns the reference that selects it."""
     plugins.register(kind, cls)
     return f"{IN_PROCESS}/{cls.name}"
 
 
 def plugin_name(text: str) -> str:
-    """``text`` in the letters that names of plugins have."""
+    """``text``, with characters replaced that a plugin's name may not have."""
     return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "unnamed"
 
 
 def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
-    """(a class with a name for a class or an instance of a component, its options).
+    """Turns a component class or instance into (a named class, its options).
 
-    The class of an instance makes components that share the attributes of that instance, in this process.
+    The class made from an instance builds components that share the attributes of that instance, in this process.
 
     Args:
-        name: of the class; where absent its own name, or that of the Python class.
+        name: name of the class; None: the component's own name, or that of the Python class.
     """
     cls: Any = given if isinstance(given, type) else type(given)
     wanted = plugin_name(name or cls.name or cls.__name__)
@@ -49,9 +49,9 @@ def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, 
 
 
 def listed(given: Any, what: str) -> list[tuple[str | None, Any]]:
-    """(name or None, one of them) for each of what was given: one, a list, or {name: one}.
+    """A list of (name or None, item) from what was given: one item, a list, or {name: item}.
 
-    Raises ConfigError: a name that is no text, or nothing in the list.
+    Raises ConfigError where a name is not text, or the list is empty.
     """
     if isinstance(given, Mapping):
         for name in given:
@@ -66,5 +66,5 @@ def listed(given: Any, what: str) -> list[tuple[str | None, Any]]:
 
 
 def is_component(given: Any, interface: type[Component]) -> bool:
-    """Whether this is a class or an instance of the interface."""
+    """Whether ``given`` is a class or an instance of the interface."""
     return issubclass(given, interface) if isinstance(given, type) else isinstance(given, interface)

@@ -1,4 +1,4 @@
-"""Rows and models given as objects: written once to the folder ``given`` of a run, and read from there like any file.
+"""Writes rows and models that are given as objects to the folder ``given`` of a run, which reads them like any file.
 
 Names hold a hash of the content, so a resume that is given the same objects finds the same files.
 """
@@ -21,15 +21,14 @@ from rlhf.errors import ConfigError, DataError, shown
 
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
 from rlhf_runtime.data.tables import content_hash
+from rlhf_runtime.observe.run_directory import GIVEN
 
-GIVEN = "given"
-"""The folder's name, below the run's."""
 DIGITS = 12
-"""Hexadecimal digits of a content's SHA-256 in a name."""
+"""Number of hexadecimal digits of the content's SHA-256 in a file's name."""
 
 
 class GivenFiles:
-    """The objects of one run as files. :meth:`remove` takes back what was written where the run does not start.
+    """The objects of one run as files. :meth:`remove` deletes them if the run does not start.
 
     Args:
         output: the run's folder, which need not exist.
@@ -41,28 +40,28 @@ class GivenFiles:
         self._made_folders = [f for f in (self.output / GIVEN, self.output, *self.output.parents) if not f.exists()]
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
-        """The path of a file with these rows: a ``datasets.Dataset`` as that library saves it, anything else as jsonl.
-        An iterable is read once, to its end.
+        """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, anything else as
+        jsonl. An iterable is read once, to its end.
 
         Args:
             name: ``train`` or ``eval``, for messages and the file's name.
 
-        Raises DataError: no rows, or a row that is no dict of JSON values.
+        Raises DataError where there are no rows, or a row is not a dict of JSON values.
         """
         if is_dataset(data):
             return self._keep(name, "", lambda path: save_dataset(data, path))
         return self._keep(name, ".jsonl", lambda path: save_rows(data, path, name))
 
     def model(self, model: Any, tokenizer: Any) -> str:
-        """The path of a folder with a model and its tokenizer, as transformers saves them.
+        """Saves a model and its tokenizer with transformers and returns the path of the folder.
 
-        Raises ConfigError: no model of transformers, a model with adapters, or no tokenizer.
+        Raises ConfigError where the object is not a transformers model, has adapters, or comes without a tokenizer.
         """
         check_model(model, tokenizer)
         return self._keep("model", "", lambda path: save_model(model, tokenizer, path))
 
     def remove(self) -> None:
-        """Delete what was written, and the folders that were made for it where they are empty."""
+        """Delete the files that were written, and the folders that were made for them if they are empty."""
         for path in self._new:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for folder in self._made_folders:
@@ -70,7 +69,8 @@ class GivenFiles:
                 folder.rmdir()
 
     def _keep(self, name: str, suffix: str, write: Any) -> str:
-        """Let ``write(path)`` make a file or folder, which returns the SHA-256 of its content, and give it its name."""
+        """Call ``write(path)``, which makes a file or folder and returns the SHA-256 of its content, and rename the
+        result to its final name."""
         folder = self.output / GIVEN
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,13 +92,13 @@ class GivenFiles:
 
 
 def is_dataset(data: object) -> bool:
-    """Whether this is a ``datasets.Dataset``; imports nothing."""
+    """Whether ``data`` is a ``datasets.Dataset``. Does not import that library."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(data, library.Dataset)
 
 
 def save_dataset(data: Any, path: Path) -> str:
-    """``save_to_disk``, of the rows that are selected; the SHA-256 of the values."""
+    """Save the selected rows with ``save_to_disk``. Returns the SHA-256 of the values."""
     import datasets
 
     whole = data.flatten_indices(keep_in_memory=True) if data._indices is not None else data
@@ -113,7 +113,7 @@ def save_dataset(data: Any, path: Path) -> str:
 
 
 def save_rows(data: Iterable[Any], path: Path, name: str) -> str:
-    """One row a line; the SHA-256 of the file's bytes."""
+    """Write one row per line. Returns the SHA-256 of the file's bytes."""
     digest, count = hashlib.sha256(), 0
     with path.open("wb") as file:
         for line in lines(data, name):
@@ -126,7 +126,7 @@ def save_rows(data: Iterable[Any], path: Path, name: str) -> str:
 
 
 def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
-    """Each row as a line of JSON. Raises DataError naming the row and the place in it."""
+    """Each row as a line of JSON. Raises DataError, which names the row and the position in it."""
     for number, row in enumerate(data):
         where = f"{name} data, row {number}"
         if not isinstance(row, Mapping):
@@ -142,7 +142,7 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
 
 
 def json_value(value: Any, where: str) -> Any:
-    """The value itself, where JSON reads it back as the same. Raises DataError."""
+    """Returns ``value`` if JSON reads it back unchanged. Raises DataError otherwise."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -185,7 +185,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> str:
-    """The model and its tokenizer as transformers saves them; the SHA-256 of the files."""
+    """Save the model and its tokenizer with transformers. Returns the SHA-256 of the files."""
     from transformers.utils import logging
 
     shows_bars = logging.is_progress_bar_enabled()

@@ -42,7 +42,7 @@ def observer_class(function: Callable[..., Any]) -> type[Observer]:
     """An Observer that calls ``function(step, metrics, control)`` after each step."""
     name = getattr(function, "__name__", type(function).__name__)
     if is_async(function):
-        raise ConfigError(f"observer {name!r} is `async def`, and nobody awaits it: write it as plain `def`. {FORM}")
+        raise ConfigError(f"observer {name!r} is `async def`, which is never awaited: write it as plain `def`. {FORM}")
     if (found := tuple(inspect.signature(function).parameters)) != PARAMETERS:
         raise ConfigError(f"observer {name!r} has the parameters ({', '.join(found)}). {FORM}")
 

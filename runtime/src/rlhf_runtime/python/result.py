@@ -20,13 +20,13 @@ from rlhf_runtime.jobs.inference import evaluate_model
 from rlhf_runtime.observe.progress import HEADLINE
 
 SHOWN_ROWS = 20
-"""Most rows of the table in a notebook."""
+"""Maximum number of rows in a notebook's table."""
 PROMPT_FIELDS = ("template", "chat_template", "template_kwargs", "system", "max_prompt_tokens", "max_tokens")
 """Fields of ``[data]`` that say how a prompt becomes tokens."""
 
 
 class MetricRows(list[dict[str, Any]]):
-    """The lines of ``metrics.jsonl``: one dict a step, with ``step`` and every metric. A notebook shows a table."""
+    """The lines of ``metrics.jsonl``: one dict per step, with ``step`` and every metric. A notebook shows a table."""
 
     def _repr_html_(self) -> str:
         columns = ["step", *self._headline()]
@@ -48,15 +48,16 @@ class Result:
     """A run that is over."""
 
     status: Literal["finished", "stopped"]
-    """``stopped``: before its last step, with a checkpoint. A run that failed raises its error instead."""
+    """``stopped``: the run ended before its last step and saved a checkpoint. A failed run raises its error instead."""
     reason: str
-    """Why it stopped: the signal, what an observer said, or the evaluations that did not improve; else empty."""
+    """Why the run stopped: the signal, an observer's reason, or evaluations without improvement. Empty where it
+    finished."""
     output: Path
     """The run's folder: ``config.toml``, ``manifest.json``, ``metrics.jsonl``, checkpoints, samples and the model."""
     model_path: Path
-    """The trained model with its tokenizer; transformers loads it."""
+    """Folder of the trained model with its tokenizer, in the format of transformers."""
     metrics: MetricRows = field(repr=False)
-    """One dict a step, as in ``metrics.jsonl``."""
+    """One dict per step, as in ``metrics.jsonl``."""
     config: RunFile = field(repr=False)
     """The resolved run file."""
 
@@ -69,13 +70,13 @@ class Result:
     ) -> list[str]:
         """Answers of the trained model, one for each prompt.
 
-        Each call loads the model from :attr:`model_path`, by the run's own generator, and lets it go.
+        Each call loads the model from :attr:`model_path` with the run's own generator and unloads it afterwards.
 
         Args:
-            prompts: texts, or conversations as lists of ``{role, content}``; they go through the template and the
-                system message of the run. (``data.input_template`` makes prompts of columns: here it is not applied.)
-            max_new_tokens: of each answer; as in training where absent.
-            temperature: 0 takes the likeliest token each time.
+            prompts: texts, or conversations as lists of ``{role, content}``. The template and the system message of
+                the run are applied to them. ``data.input_template`` is not applied, because it needs columns.
+            max_new_tokens: maximum tokens of each answer; None: as in training.
+            temperature: 0 always takes the likeliest token.
 
         Raises ConfigError, DataError or RolloutError.
         """
@@ -92,7 +93,7 @@ class Result:
         return [t.completion for t in answers]
 
     def _answering(self, file: Path, max_new_tokens: int | None, temperature: float) -> RunFile:
-        """The run file of the run, with its model, for these prompts."""
+        """The run file, changed to answer the prompts in ``file`` with the trained model."""
         config = self.config
         data = DataSection(
             eval=(SourceSection(path=str(file)),), **{name: getattr(config.data, name) for name in PROMPT_FIELDS}

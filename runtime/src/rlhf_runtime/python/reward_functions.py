@@ -6,10 +6,11 @@ A function has one of two forms, recognised by the names of its parameters:
     called for each sample; ``row`` is a mapping of the data row's columns;
 ``f(completions, **columns) -> list[float]``
     called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
-    data row, are lists with an item for each sample. It gets those that it has parameters for, or all of them where it
-    has ``**``. Where the prompt of the data is a list of messages, each completion is a list with one message.
+    data row, are lists with an item for each sample. The function gets the lists that it has parameters for, or all of
+    them where it has ``**``. Where the prompt of the data is a list of messages, each completion is a list with one
+    message.
 
-Both may be ``async def``; both may return None for a sample that they say nothing about.
+Both may be ``async def``. Both may return None for a sample to which the reward does not apply.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ FORMS = (
     "`def f(completions, **columns)`, which returns a list with a number for each completion."
 )
 OURS = ("prompts", "completions", "completion_ids")
-"""Parameters of the second form that are no columns of the data."""
+"""Parameters of the second form that are not columns of the data."""
 
 
 def reward_entries(plugins: Plugins, given: Any) -> list[Entry]:
-    """The ``[[reward]]`` sections of the run file, for what was given: one reward, a list, or {name: reward}.
+    """The ``[[reward]]`` sections of the run file for ``given``: one reward, a list, or {name: reward}.
 
-    Raises ConfigError: something that is no reward, or two of the same name.
+    Raises ConfigError where an item is not a reward, or two have the same name.
     """
     entries: list[Entry] = []
     for name, one in listed(given, "reward"):
@@ -67,7 +68,7 @@ def _registered(plugins: Plugins, name: str | None, given: Any) -> Entry:
 
 
 def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
-    """A Reward class that calls ``function``. Raises ConfigError where its parameters are of neither form."""
+    """A Reward class that calls ``function``. Raises ConfigError where its parameters match neither form."""
     own = getattr(function, "__name__", type(function).__name__)
     label = f"reward function {own!r}"
     parameters = _parameters(function, label)
@@ -79,7 +80,7 @@ def reward_class(function: Callable[..., Any], name: str | None = None) -> type[
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    """The module whose code a function is."""
+    """Name of the module that defines a function."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or __name__
@@ -133,7 +134,7 @@ def _reward_of_groups(
 
 
 def keyword_arguments(group: Group, label: str) -> dict[str, list[Any]]:
-    """Lists with an item for each sample of a group: what the second form of a function is given."""
+    """The arguments of a function of the second form: lists with an item for each sample of a group."""
     row, samples = group.row, group.trajectories
     if clash := [name for name in OURS if name in row.columns]:
         raise RewardError(
@@ -160,7 +161,7 @@ def _completion_ids(trajectory: Trajectory) -> list[int]:
 
 
 def _results(values: Any, group: Group, label: str) -> list[RewardResult]:
-    """What a function returned, as results: a list (or array) with a number or None for each sample."""
+    """Converts what a function returned, a list or array with a number or None for each sample, to results."""
     samples = group.trajectories
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, list | tuple) or len(listed) != len(samples):

@@ -53,34 +53,34 @@ def train(
         result = rlhf.train(algorithm="NAME", model="path/to/model", data=rows, reward=score, steps=100,
                             options={"trainer.lr": 1e-5, "sampling.samples_per_prompt": 8}, output="runs/first")
 
-    Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once. Nothing is left
-    behind but the run's folder.
+    Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once. Afterwards only the
+    run's folder remains: no process, thread or file elsewhere.
 
     Args:
         algorithm: name of the algorithm's plugin.
         model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``given/`` of the
             run's folder and read from there; the object itself is not trained.
-        tokenizer: of a model that is given as an object.
+        tokenizer: the tokenizer of a model that is given as an object.
         data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, or any iterable of dicts.
-            Objects are written once to ``given/`` of the run's folder, an iterable read to its end, before the run
-            starts. The run reads that file, so the order of rows, a resume and ``rlhf train OUTPUT/config.toml`` are
-            those of a file. Values are those of JSON: text, numbers, booleans, None, lists and dicts.
-        eval_data: held-out rows, likewise.
+            Objects are written once to ``given/`` of the run's folder before the run starts; an iterable is read to its
+            end. The run reads that file, so the order of rows, a resume and ``rlhf train OUTPUT/config.toml`` work as
+            with a file. Allowed values are those of JSON: text, numbers, booleans, None, lists and dicts.
+        eval_data: held-out rows, in the same forms.
         reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
             **columns)`` (:mod:`rlhf_runtime.python.reward_functions`), a Reward class or instance, or a reference
             (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied into worker processes, which are killed at its
-            deadline: what it changes stays there. An ``async def`` is called in this process. Weights are options:
-            ``{"reward.NAME.weight": 0.5}``.
+            deadline, so changes that it makes to variables are not visible in this process. An ``async def`` is called
+            in this process. Weights are options: ``{"reward.NAME.weight": 0.5}``.
         observers: a list of functions ``f(step, metrics, control)``, Observer classes or instances, and names.
-        steps: of the run; where absent ``run.epochs`` passes over the data.
-        output: the run's folder; where absent the next of ``runs/1``, ``runs/2``, ...
-        resume: go on from the newest checkpoint in ``output``, given the same arguments as before.
+        steps: number of steps; None: ``run.epochs`` passes over the data.
+        output: the run's folder; None: the next of ``runs/1``, ``runs/2``, ...
+        resume: continue from the newest checkpoint in ``output``. The other arguments must be the same as before.
         overwrite: delete the run that ``output`` holds.
         options: {dotted name: value} of any option of the run file, named as on the command line.
-        run_file: a TOML file that everything else is laid over.
+        run_file: a TOML file; the other arguments override its options.
 
-    Raises the errors of :mod:`rlhf.errors`: ConfigError and its like before anything starts, the error that ended the
-    run where it failed.
+    Raises the errors of :mod:`rlhf.errors`: errors of the configuration before anything starts; the error that ended
+    the run where it failed.
     """
     plugins = Plugins.discover()
     lists = {
@@ -112,14 +112,14 @@ def train(
 
 
 class Objects:
-    """The data and the model of a run, some of which are objects and become files."""
+    """The data and the model of a run. Those given as objects are written to files."""
 
     def __init__(self, model: Any, tokenizer: Any, data: Any, eval_data: Any) -> None:
         self._tokenizer = tokenizer
         self._model = None if _is_path(model) else model
         self._rows = {"train": data, "eval": eval_data}
         self.paths: dict[str, Any] = {"policy.model": os.fspath(model) if _is_path(model) else model and LATER}
-        """{option: value} of what is given: paths, and :data:`LATER` for objects."""
+        """{option: value}: the path where a path was given, and :data:`LATER` for objects."""
         if tokenizer is not None and self._model is None:
             raise ConfigError(
                 f"tokenizer: given beside {'the path of a model' if model else 'no model'}; a run takes the tokenizer "
@@ -135,7 +135,7 @@ class Objects:
 
     @contextmanager
     def written(self, config: RunFile) -> Iterator[dict[str, Any]]:
-        """The options that name the files, which are written here; they are removed where the run does not start.
+        """Writes the files and yields the options that name them. The files are deleted if the run does not start.
 
         Raises ConfigError (the run's folder is not free), DataError.
         """
@@ -156,14 +156,14 @@ class Objects:
             made |= {f"data.{name}": [_source(name, files.rows(name, given))] for name, given in rows.items()}
             yield made
         except BaseException:
-            started = manifest.exists() and manifest.read_bytes() != before  # it is written when everything is loaded
+            started = manifest.exists() and manifest.read_bytes() != before  # written when everything is loaded
             if not started:
                 files.remove()
             raise
 
 
 def _overrides(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
-    """Arguments and options as flags of the command. Raises ConfigError: one that is given twice, or no text."""
+    """Arguments and options as flags of the command. Raises ConfigError where a name is given twice or is not text."""
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(f"options: a name is text like 'trainer.lr', got {shown(key)}")
@@ -177,7 +177,7 @@ def _is_path(value: object) -> bool:
 
 
 def _paths(name: str, rows: Any) -> list[str]:
-    """The paths of files, where that is what was given; else empty. Raises ConfigError for what holds no rows."""
+    """The paths, where paths were given, else an empty list. Raises ConfigError where the argument cannot hold rows."""
     if _is_path(rows):
         return [os.fspath(rows)]
     if isinstance(rows, Sequence) and rows and all(map(_is_path, rows)):
@@ -199,7 +199,7 @@ def _source(name: str, path: str) -> dict[str, str]:
 
 @contextmanager
 def _threads_restored() -> Iterator[None]:
-    """``run.threads`` is for the run only."""
+    """Restore torch's number of threads afterwards: ``run.threads`` applies to the run only."""
     threads = torch.get_num_threads()
     try:
         yield

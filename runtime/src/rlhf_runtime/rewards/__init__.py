@@ -1,1 +1,1 @@
-"""Rewards: how they are called, and the models that they read."""
+"""Rewards: how they are called, and their access to the run's models."""

@@ -1,4 +1,4 @@
-"""What rewards ask of the models that the run holds for them."""
+"""Gives rewards access to the models that the run holds for them: scores of sequences, and heads at chosen tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rlhf_runtime.models.roles import Role
 
 POSITIONS = "positions"
-"""The mask that stands for a head's own."""
+"""Name of the mask column that replaces the mask of the head itself."""
 
 
 def score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRole:
-    """One score per sequence; the forward pass runs on the main thread."""
+    """A function that returns one score per sequence. Its forward pass runs on the main thread."""
 
     async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
-        batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
+        batch = pack([UnitData([SequenceData(sequence)]) for sequence in ids])
         with waiting():
             outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
         return [float(v) for v in outputs["scores"].tolist()]
@@ -37,7 +37,7 @@ def score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRol
 
 
 def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
-    """A head at given tokens; sequences of which nothing is read are not computed."""
+    """A function that returns a head's values at given positions. Without positions it skips the forward pass."""
 
     async def read(
         role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
@@ -45,9 +45,10 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
         _check(head, ids, positions)
         if not any(positions):
             return [[] for _ in ids]
-        mask_N = torch.tensor([i in read for sequence, read in zip(ids, map(set, positions), strict=True)
-                               for i in range(len(sequence))])  # fmt: skip
-        batch = pack([UnitData([SequenceData(list(sequence))]) for sequence in ids])
+        batch = pack([UnitData([SequenceData(sequence)]) for sequence in ids])
+        mask_N = torch.zeros(batch.tokens, dtype=torch.bool)
+        for start, read in zip(batch.starts_B.tolist(), positions, strict=True):
+            mask_N[[start + i for i in read]] = True
         batch = batch.with_column("tok", POSITIONS, mask_N, over=None)
         asked = replace(head, over=POSITIONS)
         with waiting():
@@ -60,7 +61,7 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
 
 @dataclass(slots=True)
 class _Asked:
-    """What is asked of one role and head in one turn of the event loop."""
+    """The calls for one role and head in one turn of the event loop."""
 
     role: str
     head: Head | None
@@ -71,16 +72,17 @@ class _Asked:
 
 
 def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadRole]:
-    """The same two, but calls that are made in one turn of the event loop are one forward pass, in micro-batches of the
-    role's token budget: groups that are scored at once share it. Values are those of single calls but for rounding.
+    """The same two functions with batching: calls made in one turn of the event loop share one forward pass, in
+    micro-batches of the role's token budget. Groups that are scored at the same time therefore share it. Values equal
+    those of separate calls up to rounding.
 
-    A call that is not allowed fails alone; where the model fails, all calls of the turn do.
+    An invalid call fails alone. Where the model fails, all calls of that turn fail.
     """
     open_: list[_Asked] = []
     tasks: set[asyncio.Task[None]] = set()
 
     def begin(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
-        open_.remove(asked)  # what is asked from now on is another pass
+        open_.remove(asked)  # later calls belong to another forward pass
         task = asyncio.get_running_loop().create_task(_give(asked, answer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -121,7 +123,7 @@ def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadR
 
 
 async def _give(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
-    """To each call its part of the answer, or the error."""
+    """Give each call its part of the answer, or the error."""
     try:
         found = await answer()
     except Exception as error:

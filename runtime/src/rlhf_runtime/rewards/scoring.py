@@ -1,15 +1,15 @@
-"""Scores groups: calls every reward source within its deadline, checks what it returns, adds it up.
+"""Scores groups: calls every reward source within its deadline, checks the results and adds them up.
 
-For a trajectory with sources k (weights w_k) that said something about it::
+For a trajectory with reward sources k (weights w_k) that returned a result for it::
 
     reward = sum_k w_k (value_k + sum of steps_k, where credit_k is "outcome")
              + sum of the environment's turn rewards, where its credit is "outcome"
     score  = sum_k w_k (score_k, where given, else value_k + sum of all steps_k) + sum of the environment's turn rewards
 
-``value`` and ``steps`` of one source are different parts of what it gives: a source whose value already is the sum of
-its steps must leave one of the two out. With ``credit = "step"`` the steps are left out of ``reward``, because they are
-placed at their tokens (times the weight) when the batch is assembled: they count once either way. So it is with the
-environment's; in evaluation no batch is assembled, and they are in ``reward``.
+``value`` and ``steps`` of one source are added, so a source whose value already is the sum of its steps must leave one
+of the two out. With ``credit = "step"`` the steps are not part of ``reward``: they are placed at their tokens (times
+the weight) when the batch is assembled, so they count once in either case. The same holds for the environment's turn
+rewards, except in evaluation: no batch is assembled there, so they are part of ``reward``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ from rlhf.errors import ConfigError, RewardError, RlhfError, boundary
 from rlhf.interfaces import Component, ComponentConfig, ReadRole, Reward, RewardContext, ScoreWithRole
 from rlhf.interfaces.tokens import Tokens
 from rlhf.plugins import Resolved
+from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.workers.returned_values import InvalidResult, check_results, results_from_json
+from rlhf_runtime.workers.worker import reference
 from rlhf_runtime.workers.worker_pool import WorkerPool
 
 CALLS = 64
-"""Calls of an ``async def`` reward under way at once by default. Threads in which one waits are as many
+"""Default number of concurrent calls of an ``async def`` reward. The number of threads for blocking calls is the same
 (:mod:`rlhf_runtime.workers.blocking_calls`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveReward:
-    """One ``[[reward]]`` section, resolved."""
+    """One ``[[reward]]`` section, resolved.
+
+    Raises ConfigError for a plain ``def score`` that needs models or keeps state, RewardError for one that cannot be
+    copied to its worker processes.
+    """
 
     name: str
-    """Of this source in the run; two sources may use one plugin."""
+    """Name of this source in the run; two sources may use one plugin."""
     resolved: Resolved
     instance: Reward
     config: ComponentConfig | None = None
@@ -50,10 +56,27 @@ class ActiveReward:
     deadline: float = 60.0
     """Seconds for one call of ``score``."""
     retries: int = 0
-    """Further attempts after one that raised, expired, or returned something invalid."""
+    """Number of further attempts after a call that raised, exceeded its deadline or returned an invalid result."""
     credit: Literal["outcome", "step"] = "outcome"
     concurrency: int | None = None
-    """Calls of ``score`` at once; None: as many as :data:`CALLS`, or as there are workers by default."""
+    """Maximum concurrent calls of ``score``; None: :data:`CALLS`, or the default number of workers for a plain ``def``.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.in_worker:
+            return
+        if self.instance.roles():
+            raise ConfigError(
+                f"{self} declares roles but its score() is plain `def`, which runs in a worker process without models; "
+                "write `async def score`"
+            )
+        if self.resolved.cls.state_dict is not Component.state_dict:
+            raise ConfigError(
+                f"{self} keeps state but its score() is plain `def`, which runs in several worker processes that do "
+                "not share it; write `async def score`"
+            )
+        if self.resolved.distribution == IN_PROCESS:
+            reference(self.resolved, RewardError)
 
     def __str__(self) -> str:
         return f"reward {self.name!r} ({f'{self.resolved.distribution} {self.resolved.version}'.strip()})"
@@ -64,22 +87,10 @@ class ActiveReward:
         return not inspect.iscoroutinefunction(self.resolved.cls.score)
 
 
-@dataclass(slots=True)
-class ScoreCounts:
-    """What happened over one or more groups."""
-
-    failed: int = 0
-    """Trajectories that failed in scoring."""
-    retried: int = 0
-    """Attempts that were repeated."""
-    not_applicable: int = 0
-    """Trajectories about which no source and no environment said anything."""
-
-
 class Scorer:
-    """``setup`` once, ``score`` per group (any number at once), ``close`` at the end.
+    """Call ``setup`` once, ``score`` for each group (any number concurrently) and ``close`` at the end.
 
-    Raises ConfigError: two sources of one name; a reward that cannot run where its ``score`` would.
+    Raises ConfigError where two sources have the same name.
     """
 
     def __init__(
@@ -93,7 +104,7 @@ class Scorer:
         workers: int | None = None,
         turn_credit: Literal["outcome", "step"] = "outcome",
     ) -> None:
-        self.rewards, self.counts = tuple(rewards), ScoreCounts()
+        self.rewards = tuple(rewards)
         self._score_with_role, self._read_role, self._tokens, self._seed = score_with_role, read_role, tokens, seed
         self._turn_credit = turn_credit
         size = workers or min(4, os.cpu_count() or 1)
@@ -102,8 +113,6 @@ class Scorer:
             raise ConfigError(f"two rewards are called {repeated[0]!r}; give each [[reward]] section its own `name`")
         if "env" in names:
             raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
-        for reward in rewards:
-            _check_place(reward)
         self._pools = {
             r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r))
             for r in rewards
@@ -112,8 +121,8 @@ class Scorer:
         self._turns = {r.name: asyncio.Semaphore(r.concurrency or CALLS) for r in rewards if not r.in_worker}
 
     async def setup(self) -> None:
-        """Set every reward up and start a worker of each that needs one, so that one which cannot start stops the run
-        before anything is generated."""
+        """Set up every reward, and start a worker of each reward that needs one. A reward that cannot start stops the
+        run here, before anything is generated."""
         for reward in self.rewards:
             ask = (self._score_with_role, self._read_role) if reward.instance.roles() else (None, None)
             context = RewardContext(ask[0], self._seed, ask[1], self._tokens, reward.credit)
@@ -121,55 +130,47 @@ class Scorer:
                 await reward.instance.setup(context)
         await asyncio.gather(*(self._start(pool) for pool in self._pools.values()))
 
-    async def score(self, group: Group, trained_on: bool = True) -> ScoreCounts:
+    async def score(self, group: Group, trained_on: bool = True) -> None:
         """Fill ``rewards``, ``reward`` and ``score`` of every trajectory that has not failed already.
 
         Args:
-            trained_on: whether a batch is assembled of the group, which places step rewards.
+            trained_on: whether a batch will be assembled from the group, which places step rewards at their tokens.
 
-        A trajectory that a source fails on gets ``status = "failed"`` and ``error``, and neither reward nor score: what
-        becomes of it is the caller's policy. A source that raises, expires or returns another number of results
-        fails on all trajectories that it was asked about in that call: the group, or one (``Reward.per_sample``).
+        Where a source fails on a trajectory, the trajectory gets ``status = "failed"`` and ``error``, but no reward and
+        no score. The caller decides what to do with it. A source that raises, exceeds its deadline or returns a wrong
+        number of results fails on all trajectories of that call: the group, or one (``Reward.per_sample``).
         """
         live = [t for t in group.trajectories if t.status != "failed"]
         if not live:
-            return ScoreCounts()
-        counts = ScoreCounts()
+            return
         asked = replace(group, trajectories=live)
-        answers = await asyncio.gather(*(self._ask(reward, asked, counts) for reward in self.rewards))
+        answers = await asyncio.gather(*(self._ask(reward, asked) for reward in self.rewards))
         for i, trajectory in enumerate(live):
             given = {r.name: answer[i] for r, answer in zip(self.rewards, answers, strict=True)}
             trajectory.rewards = {name: r for name, r in given.items() if isinstance(r, RewardResult)}
             errors = [e for e in given.values() if isinstance(e, str)]
             if errors:
                 trajectory.status, trajectory.error = "failed", errors[0]
-                counts.failed += 1
                 continue
             placed = trained_on and self._turn_credit == "step"
             trajectory.reward, trajectory.score = combine(self.rewards, trajectory, turns_placed=placed)
-            counts.not_applicable += trajectory.reward is None
-        self.counts.failed += counts.failed
-        self.counts.retried += counts.retried
-        self.counts.not_applicable += counts.not_applicable
-        return counts
 
     def close(self) -> None:
         """End the worker processes."""
         for pool in self._pools.values():
             pool.close()
 
-    async def _ask(self, reward: ActiveReward, group: Group, counts: ScoreCounts) -> list[RewardResult | str]:
+    async def _ask(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         """One result or error text per trajectory."""
         if not reward.instance.per_sample:
-            return await self._call(reward, group, counts)
+            return await self._call(reward, group)
         alone = [replace(group, trajectories=[t]) for t in group.trajectories]
-        return [result for (result,) in await asyncio.gather(*(self._call(reward, one, counts) for one in alone))]
+        return [result for (result,) in await asyncio.gather(*(self._call(reward, one) for one in alone))]
 
-    async def _call(self, reward: ActiveReward, group: Group, counts: ScoreCounts) -> list[RewardResult | str]:
+    async def _call(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         """One result or error text per trajectory, after at most ``retries`` further attempts."""
         results: list[RewardResult | str] = []
-        for attempt in range(1 + reward.retries):
-            counts.retried += attempt > 0
+        for _ in range(1 + reward.retries):
             try:
                 results = [
                     r if isinstance(r, RewardResult) else f"RewardError: {reward}: score() {r}, {_where(group, t)}"
@@ -188,7 +189,7 @@ class Scorer:
 
     async def _attempt(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         if reward.in_worker:
-            with boundary(RewardError, f"{reward}: asking its worker process"):  # a row that cannot be sent, no process
+            with boundary(RewardError, f"{reward}: asking its worker process"):  # an unpicklable row, a failed start
                 async with self._pools[reward.name].worker() as worker:
                     answer = await worker.call("score", group, deadline=reward.deadline)
             try:
@@ -217,13 +218,13 @@ class Scorer:
 def combine(
     rewards: Sequence[ActiveReward], trajectory: Trajectory, turns_placed: bool = False
 ) -> tuple[float | None, float | None]:
-    """(reward, score) of a trajectory from what its sources and its environment gave, as the module says. (None, None)
-    where nothing was given: that is no zero.
+    """(reward, score) of a trajectory from the results of its sources and its environment, by the formulas of this
+    module. (None, None), not zero, where there is no result.
 
     Args:
-        turns_placed: the environment's turn rewards are placed at their tokens elsewhere.
+        turns_placed: whether the environment's turn rewards are placed at their tokens elsewhere.
 
-    Each sum is rounded once: 0.7 + 0.2 + 0.1 of three sources is 1, what thresholds and filters compare with.
+    Each sum is rounded once, so that 0.7 + 0.2 + 0.1 of three sources is exactly 1 for thresholds and filters.
     """
     rewards_given: list[float] = []
     scores_given: list[float] = []
@@ -238,22 +239,6 @@ def combine(
     if not rewards_given and not turns:
         return None, None
     return math.fsum(rewards_given + ([] if turns_placed else turns)), math.fsum(scores_given + turns)
-
-
-def _check_place(reward: ActiveReward) -> None:
-    if not reward.in_worker:
-        return
-    cls = reward.resolved.cls
-    if reward.instance.roles():
-        raise ConfigError(
-            f"{reward} declares roles but its score() is plain `def`, which runs in a worker process without models; "
-            "write `async def score`"
-        )
-    if cls.state_dict is not Component.state_dict:
-        raise ConfigError(
-            f"{reward} keeps state but its score() is plain `def`, which runs in several worker processes that do not "
-            "share it; write `async def score`"
-        )
 
 
 def _where(group: Group, trajectory: Trajectory | None = None) -> str:

@@ -1,1 +1,1 @@
-"""From data rows to scored groups of samples, and from these to training batches."""
+"""Data rows become scored groups of samples, and groups become training batches."""

@@ -1,4 +1,4 @@
-"""Episodes: environments behind deadlines, closed exactly once, each failure that of its own sample only."""
+"""Episodes of environments: every call has a deadline, each episode is closed once, a failure fails only its sample."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlhf_runtime.workers.worker_pool import WorkerPool
 
 METHODS = ("reset", "step", "close")
 PROCESSES = 16
-"""Episodes open at once by default where each has a process."""
+"""Default number of episodes open at once when each has a worker process."""
 ASYNC = 256
-"""Episodes open at once by default where they share the event loop: more than engines usually answer at once, and no
-more connections than a server usually takes."""
+"""Default number of episodes open at once when they share the event loop. Engines rarely answer more requests at once,
+and servers rarely accept more connections."""
 
 
 class Episodes:
@@ -39,15 +39,16 @@ class Episodes:
             plain = [m for m in own if m not in coroutines]
             raise PluginInvalid(
                 f"{resolved}: {', '.join(coroutines)} is `async def` and {', '.join(plain)} is plain `def`; "
-                "an environment's methods are all the one or all the other"
+                "write all of an environment's methods as `async def`, or all as plain `def`"
             )
         self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
-        """Episodes that can be open at once. An episode of a worker process beyond it waits in ``reset`` until another
-        is closed: whoever lets samples wait for each other must not start more than these."""
+        """Episodes that can be open at once. Further episodes in worker processes wait in ``reset`` until another is
+        closed. A caller whose samples wait for each other must not start more than this number, or all of them wait
+        forever."""
         self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, self.limit)
 
     def open(self) -> Episode:
-        """A fresh episode; what it costs is paid in its ``reset``."""
+        """A fresh episode. Its environment or worker process starts in ``reset``."""
         return Episode(self.resolved, self.config, self.section, self._pool)
 
     def close(self) -> None:
@@ -57,10 +58,10 @@ class Episodes:
 
 
 class Episode(Env):
-    """One episode, seen by the rollout. Every failure is an EnvError that names the environment and the call.
+    """One episode, as the rollout sees it. Every failure is an EnvError that names the environment and the call.
 
-    The step number ``max_turns`` ends the episode whatever the environment says; ``info["max_turns"]`` is then True.
-    An environment whose process was killed at a deadline, or died, can no longer be closed: nothing of it is left.
+    Step number ``max_turns`` always ends the episode. If the environment did not end it, ``info["max_turns"]`` is True.
+    An environment whose process died, or was killed at a deadline, is not closed.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Episode(Env):
 
     async def reset(self, row: Row, seed: int) -> str:
         if self._env is not None or self._worker is not None or self._closed:
-            raise EnvError(f"{self._resolved}: reset() was called twice; an episode is opened afresh for every sample")
+            raise EnvError(f"{self._resolved}: reset() was called twice; open a new episode for every sample")
         if self._pool is not None:
             with boundary(EnvError, f"{self._resolved}: starting its worker process"):
                 self._worker = await self._pool.acquire()
@@ -102,8 +103,8 @@ class Episode(Env):
         return step
 
     async def close(self) -> None:
-        """Close the environment, once however often this is called. What close itself raises is an error only where
-        nothing failed before it: the first cause is the one to see."""
+        """Close the environment. Further calls do nothing. An error of the environment's own ``close`` is raised only
+        if no earlier call failed, so that the caller sees the first cause."""
         if self._closed:
             return
         self._closed, failed_before = True, self._failed

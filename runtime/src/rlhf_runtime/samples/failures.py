@@ -1,4 +1,4 @@
-"""Failed samples: the first cause is said at once, and where too many fail, what they are drawn for ends."""
+"""Failed samples: the first failure is reported at once, and too large a share of failures stops the run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from rlhf.errors import RolloutError
 from rlhf.types import Trajectory
 
 WINDOW = 64
-"""The share is of so many samples at least, as soon as there are so many: in a small batch one bad row is a large
-share."""
+"""Minimum number of latest samples that the share of failures is computed over, once this many have been drawn. In a
+small batch one bad row would be a large share."""
 
 
 class Failures:
-    """Counts the samples that are drawn for one purpose. A sample that failed has no reward, and the samples that are
-    left say nothing of those: a server that is down must not look like a policy that learns.
+    """Counts the samples that are drawn for one purpose, and stops the run when too many fail. Failed samples have no
+    reward, so the mean reward of the others hides them: a server that is down could look like a policy that learns.
 
     Args:
-        allowed: share of failed samples (``stream.max_failed``), of the latest samples: those of the call of
-            :meth:`expect`, and with those before it :data:`WINDOW` at least.
-        note: says the first failure.
-        what: is drawn, and what becomes of a failed one, for the note.
+        allowed: largest share of failed samples (``stream.max_failed``). The share is over the samples of the last
+            call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW`.
+        note: reports the first failure.
+        what: name of a sample in messages.
+        then: what happens to a failed sample, in messages.
     """
 
     def __init__(
@@ -28,28 +29,32 @@ class Failures:
     ) -> None:
         self._allowed, self._note, self._what, self._then = allowed, note, what, then
         self.drawn = 0
-        """Samples so far, in this process."""
+        """Samples drawn so far by this process."""
         self.failed = 0
-        """Those of them that failed."""
+        """Samples that failed so far."""
         self.first = ""
         """Which sample failed first, and why."""
         self._recent: list[str] = []
-        """For each of the latest samples why it failed; empty text where it did not."""
+        """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
         self._expected = 0
 
     def forget(self) -> None:
-        """The samples to come are not compared with those before: another evaluation begins."""
+        """Leave earlier samples out of the share from now on. Called when a new evaluation begins."""
         self._recent = []
 
-    def expect(self, samples: int) -> None:
-        """So many are drawn now. All of them count in the share from the first one on, so that whether a run is stopped
-        does not depend on which of them ends first."""
+    def expect(self, samples: int, at_least: int = 0) -> None:
+        """Announce that ``samples`` samples are drawn now. All of them count in the share at once, so that whether the
+        run stops does not depend on which sample ends first.
+
+        Args:
+            at_least: the share is of so many samples at least.
+        """
         earlier = max(0, WINDOW - samples)
         self._recent = self._recent[-earlier:] if earlier else []
-        self._expected = len(self._recent) + samples
+        self._expected = max(len(self._recent) + samples, at_least)
 
     def add(self, trajectory: Trajectory) -> None:
-        """A sample has ended. Raises RolloutError where too many have failed."""
+        """Record a sample that has ended. Raises RolloutError if too many samples have failed."""
         self.drawn += 1
         failed = trajectory.status == "failed"
         self._recent.append(describe(trajectory) if failed else "")
@@ -59,25 +64,25 @@ class Failures:
         if not self.first:
             self.first = describe(trajectory)
             self._note(
-                f"{self._what} {self.first}\nA failed {self._what} {self._then}; where more than "
-                f"{self._allowed:.4g} of them fail (stream.max_failed), the run stops. Later failures are only counted."
+                f"{self._what} {self.first}\nA failed {self._what} {self._then}. The run stops if a share of more than "
+                f"{self._allowed:.4g} fails (stream.max_failed). Later failures are only counted."
             )
         causes = [cause for cause in self._recent if cause]
         if len(causes) > self._allowed * self._expected:
             latest = f"The last of them: {self._what} {causes[-1]}\n" if len(causes) > 1 else ""
             raise RolloutError(
                 f"{len(causes)} of the latest {self._expected} {self._what}s failed, and stream.max_failed = "
-                f"{self._allowed:.4g} allows no larger share.\nThe first of them: {self._what} {causes[0]}\n"
-                f"{latest}Remove the cause, or raise stream.max_failed (1 never stops)."
+                f"{self._allowed:.4g} is the largest share allowed.\nThe first of them: {self._what} {causes[0]}\n"
+                f"{latest}Remove the cause, or raise stream.max_failed (1 never stops the run)."
             )
 
     def __str__(self) -> str:
-        """``3 of 64 samples failed (4.7 %)``; empty where none did."""
+        """``3 of 64 samples failed (4.7 %)``; empty if none failed."""
         share = f"{100 * self.failed / self.drawn:.3g} %" if self.failed else ""
         return f"{self.failed} of {self.drawn} {self._what}s failed ({share})" if self.failed else ""
 
 
 def describe(trajectory: Trajectory) -> str:
-    """Which sample it is and why it failed."""
+    """Which sample failed, and why."""
     row = trajectory.row
     return f"{trajectory.index[1]} of row {row.index} of {row.source!r} failed: {trajectory.error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -16,12 +17,14 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.samples.failures import Failures, describe
+from rlhf_runtime.samples.single_requests import SingleRequests
+from rlhf_runtime.samples.turn_log import TurnLog
 from rlhf_runtime.samples.waves import Waves
 from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_runtime.workers.returned_values import InvalidResult, check_turns
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
-"""What says that the generator or its weights are broken, not this sample: no policy for failed samples goes on."""
+"""Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""
 
 
 TRAINING = "sample"
@@ -49,26 +52,38 @@ class GroupScorer(Protocol):
     async def score(self, group: Group, trained_on: bool = True) -> object: ...
 
 
+class Requests(Protocol):
+    """How samples get their turns: in waves, or each by itself."""
+
+    async def enter(self, order: tuple[int, ...]) -> None: ...
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn: ...
+
+    def leave(self) -> None: ...
+
+    async def settled(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What a batch of rollouts is run with; training and evaluation have one each."""
+    """Settings of a batch of rollouts. Training and evaluation have one object each."""
 
     sampling: Sampling
     samples: int
     purpose: str
-    """Goes into every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
+    """Part of every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
     seed: int
     max_tokens: int
     deadline: float
     """Seconds a sample may spend outside generation."""
     abort_on_failure: bool = True
     given: float = 0.0
-    """Share of the rows whose group is the row's own answer (``Needs.given``)."""
+    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
     failures: Failures | None = None
-    """Counts the samples that fail where that does not abort, and stops where too many do."""
+    """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
 
     def gives(self, number: int) -> bool:
-        """Whether group ``number`` holds its row's own answer."""
+        """Whether group ``number`` holds the answer given in the data."""
         return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
 
 
@@ -85,15 +100,19 @@ class Rollouts:
         open_env: Callable[[], Env] | None = None,
         limit: int | None = None,
         phases: Phases | None = None,
+        single_requests: bool = False,
     ) -> None:
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
         self.phases = phases
         self.limit = limit
-        """Samples that may be live at once, where the environment limits them."""
+        """Largest number of samples under way at once, if the environment has such a limit."""
+        self.single_requests = single_requests
+        """Each sample is answered by itself, in place of waves."""
 
     def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
-        """Blocks until every group is complete and scored. A failed sample raises, or is data, as configured."""
+        """Blocks until every group is complete and scored. A failed sample raises if ``settings.abort_on_failure``;
+        otherwise it is returned with status ``failed``."""
         with self.phases.generating() if self.phases is not None else nullcontext():
             return self.main.run(self._groups(rows, first_number, settings))
 
@@ -103,22 +122,32 @@ class Rollouts:
         samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
         if settings.failures is not None:
             settings.failures.expect(len(samples))
-        waves = Waves(self.generator, self.main, samples, self.limit)
+        requests: Requests = Waves(self.generator, self.main, samples, self.limit)
+        if self.single_requests:
+            requests = SingleRequests(self.generator, self.limit)
         tasks = [
-            asyncio.ensure_future(self._group(row, first_number + i, settings, waves)) for i, row in enumerate(rows)
+            asyncio.ensure_future(self.group(row, first_number + i, settings, requests)) for i, row in enumerate(rows)
         ]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # after a failure: nothing goes on in the background
+        finally:  # after a failure, no task may go on in the background
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await waves.settled()
+            await requests.settled()
 
-    async def _group(self, row: Row, number: int, settings: RolloutSettings, waves: Waves) -> Group:
+    async def group(
+        self, row: Row, number: int, settings: RolloutSettings, requests: Requests, logs: Sequence[TurnLog] = ()
+    ) -> Group:
+        """The scored group of ``row``.
+
+        Args:
+            logs: of each sample the turns that were sampled for it before. They are not sampled again.
+        """
         if settings.gives(number):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
-        samples = [self._sample(row, (number, s), settings, waves) for s in range(settings.samples)]
+        logs = logs or [TurnLog() for _ in range(settings.samples)]
+        samples = [self._sample(row, (number, s), settings, requests, log) for s, log in enumerate(logs)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):
             await self.scorer.score(group, settings.purpose == TRAINING)
@@ -126,19 +155,21 @@ class Rollouts:
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
                 f"sample {describe(failed)}\n"
-                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" and "drop_group" go on.'
+                'The run stops because stream.on_failed_sample is "abort"; "drop_sample" or "drop_group" lets it go on.'
             )
         if settings.failures is not None:
             for trajectory in group.trajectories:
                 settings.failures.add(trajectory)
         return group
 
-    async def _sample(self, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves) -> Trajectory:
-        context = _Context(self, row, index, settings, waves)
-        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # one task for the whole group
+    async def _sample(
+        self, row: Row, index: tuple[int, int], settings: RolloutSettings, requests: Requests, log: TurnLog
+    ) -> Trajectory:
+        context = _Context(self, row, index, settings, requests, log)
+        seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         what = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
-        await waves.enter(index)
+        await requests.enter(index)
         try:
             with boundary(RolloutError, what):
                 async with asyncio.timeout(settings.deadline) as context.clock:
@@ -158,7 +189,7 @@ class Rollouts:
                 await context.close()
             except RlhfError as error:
                 trajectory.status, trajectory.error = "failed", trajectory.error or f"{type(error).__name__}: {error}"
-            waves.leave()
+            requests.leave()
         return trajectory
 
 
@@ -166,9 +197,16 @@ class _Context(RolloutContext):
     """One sample's view of the run."""
 
     def __init__(
-        self, run: Rollouts, row: Row, index: tuple[int, int], settings: RolloutSettings, waves: Waves
+        self,
+        run: Rollouts,
+        row: Row,
+        index: tuple[int, int],
+        settings: RolloutSettings,
+        requests: Requests,
+        log: TurnLog,
     ) -> None:
-        self._run, self._row, self._index, self._settings, self._waves = run, row, index, settings, waves
+        self._run, self._row, self._index, self._settings, self._requests = run, row, index, settings, requests
+        self._log = log
         self._envs: list[Env] = []
         self._closed, self._generating = True, False
         self.clock: asyncio.Timeout | None = None
@@ -181,20 +219,20 @@ class _Context(RolloutContext):
         return self._run.template.encode_opening(row, text)
 
     def encode_observation(self, text: str) -> Turn:
-        """Closes the answer before it first, where that was cut before its end token."""
+        """Also closes the answer before it, if that answer was cut off before its end token."""
         return self._run.template.encode_observation(text, self._closed)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         if self._generating:
             raise RolloutError(
-                "the rollout asks for a turn while another of the same sample is being generated; await one, then ask "
-                "for the next"
+                "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
+                "turn before asking for the next"
             )
-        check_sampling(sampling)  # here, so that it is this sample that fails and not all that are computed with it
+        check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
         if self._settings.purpose == TRAINING:
             _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
-        ids = tuple(i for t in turns[start:] for i in t.ids)
+        ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
         if len(ids) >= self.max_tokens:
             raise RolloutError(
                 f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
@@ -203,17 +241,23 @@ class _Context(RolloutContext):
         sampling = _with_budget(sampling, room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
         request = GenerationRequest(ids, seed, sampling)
-        remaining, self._generating = self._stop_clock(), True
-        try:
-            turn = await self._waves.generate((*self._index, turn_number), request)
-        finally:
-            self._generating = False
-            self._start_clock(remaining)
+        turn = self._log.find(turn_number, request)
+        if turn is None:
+            turn = await self._generate(turn_number, request)
+            self._log.add(turn_number, request, turn)
         self._closed = bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
         return turn
 
+    async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:
+        remaining, self._generating = self._stop_clock(), True
+        try:
+            return await self._requests.generate((*self._index, turn_number), request)
+        finally:
+            self._generating = False
+            self._start_clock(remaining)
+
     def _stop_clock(self) -> float:
-        """Generation does not count towards the sample's deadline: it waits for others."""
+        """Stop the sample's deadline during generation, which waits for other samples."""
         end = self.clock.when() if self.clock is not None else None
         if self.clock is None or end is None:
             return self._settings.deadline
@@ -232,7 +276,7 @@ class _Context(RolloutContext):
         return env
 
     async def close(self) -> None:
-        """Every environment, whatever closing another raises."""
+        """Close every environment, even if closing another one raises."""
         async with AsyncExitStack() as closing:
             for env in reversed(self._envs):
                 closing.push_async_callback(_close, env)
@@ -246,18 +290,19 @@ async def _close(env: Env) -> None:
 
 
 def _check_distribution(asked: Sampling, run: Sampling) -> None:
-    """What is trained on is drawn from the distribution that log-probs are of, or as the run file was checked for."""
+    """Training samples must be drawn from the distribution whose log-probs are trained on. Truncation (top_p, top_k,
+    min_p) may only be off, or as the run file says, which the run's checks have accepted."""
     for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(asked, field) not in (off, getattr(run, field)):
             raise RolloutError(
-                f"a turn is asked for with {field} = {getattr(asked, field)}, and [sampling] has {field} = "
-                f"{getattr(run, field)}: it would be trained on as if all tokens had been allowed. A rollout or an "
-                "environment may change max_new_tokens, temperature and stop"
+                f"a turn is asked for with {field} = {getattr(asked, field)}, but [sampling] has {field} = "
+                f"{getattr(run, field)}. Training would treat the turn as if all tokens had been allowed. A rollout or "
+                "an environment may change max_new_tokens, temperature and stop"
             )
     if not asked.temperature > 0:
         raise RolloutError(
-            f"a turn is asked for at temperature {asked.temperature}: nothing is drawn then, so that it has no "
-            "log-probs to train on. Give a temperature above 0"
+            f"a turn is asked for at temperature {asked.temperature}. Greedy decoding draws nothing at random, so the "
+            "turn has no log-probs to train on. Give a temperature above 0"
         )
 
 

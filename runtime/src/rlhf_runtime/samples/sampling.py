@@ -1,4 +1,4 @@
-"""What draws samples and scores them, and the sampling parameters of the run file."""
+"""The objects that draw and score samples, and the sampling parameters of the run file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
 
 @dataclass(frozen=True)
 class Sampler:
-    """Answers rows with the newest weights of the policy and scores the answers."""
+    """Generates answers to rows with the newest weights of the policy, and scores the answers."""
 
     rollouts: Rollouts
     weights: WeightSync
     """Sends the policy's weights to the generator."""
     phases: Phases
-    """Who has the devices that the generator shares with roles."""
+    """Whether the generator or the roles hold the devices that they share."""
 
 
 class NoGenerator(Generator):
-    """The generator of a rollout that draws nothing (``Rollout.needs_generator`` is false). It has a version and no
-    weights."""
+    """The generator of a run whose rollout generates nothing (``Rollout.needs_generator`` is false). It has a version
+    but no weights."""
 
     name = "none"
     capabilities = frozenset({HOLDS_NOTHING})
@@ -38,23 +38,24 @@ class NoGenerator(Generator):
         self.config = ComponentConfig()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        raise RolloutError("the rollout asked for tokens, but declares needs_generator = False: set it to True")
+        raise RolloutError("the rollout asked for tokens, but it declares needs_generator = False; set it to True")
 
 
 def training_sampling(config: RunFile) -> Sampling:
-    """Sampling parameters of training: ``[sampling]``."""
+    """Sampling parameters of training, from ``[sampling]``."""
     s = config.sampling
     return Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
 
 
 def evaluation_sampling(config: RunFile) -> Sampling:
-    """Sampling parameters of an evaluation: ``[eval]``, with stop strings and token budget of ``[sampling]``."""
+    """Sampling parameters of evaluation, from ``[eval]``; stop strings, and the token budget by default, are those of
+    ``[sampling]``."""
     budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
     return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
 
 
 def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -> RolloutSettings:
-    """How training samples are drawn: ``[sampling]`` and ``[stream]``.
+    """Settings of training rollouts, from ``[sampling]`` and ``[stream]``.
 
     Args:
         given: ``Needs.given`` of the algorithm.
@@ -73,7 +74,7 @@ def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -
 
 
 def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
-    """How held-out rows are answered: ``[eval]``, with the stop strings and the token budget of ``[sampling]``."""
+    """Settings of evaluation rollouts, from ``[eval]`` (see :func:`evaluation_sampling`)."""
     return RolloutSettings(
         evaluation_sampling(config),
         config.eval.samples,
@@ -87,12 +88,12 @@ def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
 
 
 def training_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
-    """Counts the training samples that fail. ``note`` gets the first one."""
+    """A counter of failed training samples. ``note`` receives a message about the first failure."""
     policy = config.stream.on_failed_sample
     then = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
     return Failures(config.stream.max_failed, note, then=then)
 
 
 def evaluation_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
-    """Counts the samples of evaluations that fail. ``note`` gets the first one."""
+    """A counter of failed evaluation samples. ``note`` receives a message about the first failure."""
     return Failures(config.stream.max_failed, note, "evaluation sample", "has no reward")

@@ -1,6 +1,7 @@
-"""Generation in waves: a wave starts when every live sample waits for tokens, and holds their requests in index order.
+"""Generation in waves. A wave starts when every sample under way waits for tokens. It holds all waiting requests, in
+index order.
 
-So the composition of every generated batch is a function of counters, never of the clock: same seed, same run.
+So the composition of every generated batch depends on counters only, never on timing: the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Waves:
     calls :meth:`leave` once.
 
     Args:
-        samples: the order of every sample that will come; they are admitted in this order.
-        limit: samples that may be live at once (an environment's concurrency); the next is admitted when one leaves.
+        samples: index of every sample that will enter; samples are admitted in this order.
+        limit: largest number of samples under way (an environment's concurrency). A further sample is admitted when
+            one leaves.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Waves:
         await self._turnstile[order].wait()
 
     def leave(self) -> None:
-        """A sample has ended, well or not."""
+        """Report that an admitted sample has ended, successfully or not."""
         self._busy -= 1
         if self._queue:
             self._admit_next()
@@ -62,7 +64,7 @@ class Waves:
         self._busy += 1
 
     async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
-        """The sampled turn; waits until all other live samples wait too."""
+        """The sampled turn. Generation starts when all other samples under way wait too."""
         waiting = _Waiting(order, request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._busy -= 1
@@ -70,7 +72,7 @@ class Waves:
         return await waiting.done
 
     async def settled(self) -> None:
-        """Wait until no wave is under way; its samples may all have ended, or failed, before it does."""
+        """Wait until no wave is under way. A wave can end after all of its samples have ended or failed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start_if_all_wait(self) -> None:
@@ -84,7 +86,7 @@ class Waves:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, wave: list[_Waiting]) -> None:
-        """Hand each sample its turn as soon as it is complete, while the rest of the wave goes on."""
+        """Give each sample its turn as soon as the turn is complete, while the rest of the wave goes on."""
 
         def hand_over(waiting: _Waiting, turn: Turn) -> None:
             if not waiting.done.done():
@@ -99,14 +101,14 @@ class Waves:
             await self._main.call(job)
         except RlhfError as error:
             broken = error
-        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+        except Exception as error:  # raised by the generator itself, not by a sample, rollout or environment
             broken = WorkerError(f"generator {self._generator.name!r} raised {cause(error)}")
             broken.__cause__ = error
         left = [waiting for waiting in wave if not waiting.done.done()]
         if left and broken is None:
             broken = WorkerError(
-                f"generator {self._generator.name!r} was asked for {len(wave)} turns and handed out "
-                f"{len(wave) - len(left)}; it must give one for each request"
+                f"generator {self._generator.name!r} was asked for {len(wave)} turns but returned "
+                f"{len(wave) - len(left)}; it must return one for each request"
             )
         for waiting in left:
             assert broken is not None

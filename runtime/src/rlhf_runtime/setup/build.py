@@ -1,4 +1,4 @@
-"""From a prepared run to one that is ready to step: the run directory, the models, the generator, the rewards."""
+"""Builds a prepared run: claims the run directory, loads the models, starts the generator and the rewards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ from rlhf_runtime.observe.numbered_folders import link_latest
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.failures import Failures
+from rlhf_runtime.samples.recorded_stream import RecordedStream
 from rlhf_runtime.samples.sampling import (
     Sampler,
     evaluation_failures,
@@ -44,9 +48,11 @@ from rlhf_runtime.samples.sampling import (
     training_settings,
 )
 from rlhf_runtime.samples.stream import Stream
+from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.plugins import where_trainer
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
+from rlhf_runtime.setup.recorded_run import check_record
 from rlhf_runtime.setup.resume import check_observers, check_resume, restore
 
 
@@ -77,14 +83,14 @@ def build(prepared: Prepared) -> Run:
         if run.sampler is not None:
             run.sync(run.first_step)
         _record_start(run, prepared)
-    except BaseException:  # a checkpoint of another config, for example, which shows after everything was started
+    except BaseException:  # for example a checkpoint of another config, which is found after everything was started
         resources.close()
         raise
     return run
 
 
 def _build(prepared: Prepared, resources: ExitStack) -> Run:
-    """``resources`` gets what releases each part as soon as the part is started."""
+    """Build the run. ``resources`` receives a callback that releases each part as soon as the part is started."""
     config, data, algorithm = prepared.config, prepared.data, prepared.algorithm
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -92,21 +98,20 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     resources.callback(directory.close)
     link_latest(directory.path)
     launcher: Launcher = prepared.parts["launcher"].build()
-    launcher.reports = directory.path
     resources.callback(launcher.shutdown)
     progress = Progress(prepared.total_steps)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in (*prepared.commits.notes, *prepared.notes):
         progress.note(note)
     check_resume(prepared)
+    check_record(prepared)
     check_observers(prepared)
 
     checked = row_check(prepared)
     resources.callback(checked.stop)
     checked.start()
-    roles = launch_roles(
-        prepared, launcher, functools.partial(_precomputed, prepared, directory, store, progress, checked)
-    )
+    precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
+    roles = launch_roles(prepared, launcher, precomputed, directory.path)
     checked.wait()
     stop = StopRequest()
     sampler: Sampler | None = None
@@ -117,6 +122,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     if sampler is not None and prepared.online:
         failures.append(training_failures(config, progress.note))
         stream = _stream(prepared, sampler, failures[0])
+        resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows()[: config.eval.max_rows]:
         if sampler is not None:
@@ -127,7 +133,18 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     best = evaluation.best if evaluation is not None else None
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
     snapshots = prepared.schedule.snapshots
-    state = RunState(algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control)
+    state = RunState(
+        algorithm,
+        roles,
+        snapshots,
+        data,
+        stream,
+        rewards,
+        prepared.observers,
+        best,
+        control,
+        prepared.curriculum,
+    )
     reports = Reports(directory, progress, prepared.observers, store)
     meta = _meta(prepared, roles["policy"])
     saves = Saves(
@@ -166,7 +183,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
 
 
 def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[TrainerOptions]:
-    """The options of each trained role's trainer that may change, named by the section that sets them."""
+    """The trainer options of each trained role that may change during the run, named by the section that sets them."""
     found = []
     for name, role in roles.items():
         if role.spec.role.trained:
@@ -178,7 +195,7 @@ def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[Trai
 
 
 def _meta(prepared: Prepared, policy: Role) -> dict[str, Any]:
-    """Goes into every checkpoint: what must agree for a resume to be the same run."""
+    """The metadata of every checkpoint. A resume compares it, to make sure that it continues the same run."""
     return describe(
         prepared.config.model_dump(mode="json"),
         [plugin.manifest() for plugin in prepared.plugins],
@@ -196,7 +213,7 @@ def _precomputed(
     spec: ModelSpec,
     load: Callable[[], Role],
 ) -> Role:
-    """A role whose annotations of all rows are computed before the first step, or were by the run that is resumed."""
+    """A role whose annotations of all rows are computed before the first step, or read from the run that is resumed."""
     checked.wait()
     path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
     data, size = prepared.data, BATCHES * prepared.config.data.batch_size
@@ -207,25 +224,29 @@ def _precomputed(
 def row_check(prepared: Prepared) -> RowCheck:
     """Checks the rows of the run's first steps. A resumed run checks none, because its first start did."""
     config = prepared.config
-    rows = 0 if config.run.resume else prepared.total_steps * config.data.batch_size
-    return RowCheck(prepared.data, rows)
+    taken = prepared.total_steps * config.data.batch_size
+    if prepared.curriculum is not None:  # the curriculum may choose any row
+        taken = prepared.data.rows_per_epoch
+    return RowCheck(prepared.data, 0 if config.run.resume else taken)
 
 
 def _stream(prepared: Prepared, sampler: Sampler, failures: Failures) -> Stream:
     """The training batches of an online run."""
-    config, needs = prepared.config, prepared.algorithm.needs()
-    return Stream(
-        prepared.data,
-        sampler.rollouts,
-        training_settings(config, failures, needs.given),
-        batch_size=config.data.batch_size,
-        total_steps=prepared.total_steps,
-        staleness=config.stream.staleness,
-        round=config.stream.round,
-        filter=config.stream.filter,
-        on_failed_sample=config.stream.on_failed_sample,
-        group_min=needs.group_min,
-        scored=needs.reward,
+    config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
+    if section.replay is not None:
+        return RecordedStream(functools.partial(RunDirectory.rollouts_of, Path(section.replay)), prepared.data.row)
+    settings = training_settings(config, failures, needs.given)
+    common: dict[str, Any] = {
+        "batch_size": config.data.batch_size,
+        "total_steps": prepared.total_steps,
+        "staleness": section.staleness,
+        "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward),
+    }
+    if section.mode == "waves":
+        chosen = prepared.data.chosen
+        return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, chosen=chosen, **common)
+    return ContinuousStream(
+        prepared.data, sampler.rollouts, settings, order=section.order, oversample=section.oversample, **common
     )
 
 
@@ -237,7 +258,7 @@ def _evaluation(
     stream: Stream | None,
     failures: Sequence[Failures],
 ) -> Evaluation:
-    """What an evaluation computes: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
+    """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
 
     Args:
         failures: the counter of failed samples, where there is a sampler.
@@ -259,13 +280,13 @@ def _evaluation(
 
     best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
-    if not evaluates_average(policy, trainer, config.eval.weights):
+    if not evaluates_average(policy, trainer, config.eval.weights, stream):
         return Evaluation(compute, best)
     return Evaluation(functools.partial(with_average, compute, policy, sampler, stream, prepared.total_steps), best)
 
 
 def _record_start(run: Run, prepared: Prepared) -> None:
-    """Write the resolved run file and the manifest, and tell what a person should know before the first step."""
+    """Write the resolved run file and the manifest, and show the start-up warnings."""
     config, data = run.config, run.data
     with run.store.writing(run.directory.path):
         asked_once = config.run.model_copy(update={"overwrite": False})
@@ -289,7 +310,7 @@ def _record_start(run: Run, prepared: Prepared) -> None:
 
 
 def _measured(prepared: Prepared) -> dict[str, Any]:
-    """What a resume must not measure or look up again."""
+    """Measured and looked-up values that a resume reads instead of determining them again."""
     found = prepared.specs["policy"].on_processor
     measured = {"on_processor": dataclasses.asdict(found)} if found is not None else {}
     return measured | ({"hub": commits} if (commits := prepared.commits.record()) else {})

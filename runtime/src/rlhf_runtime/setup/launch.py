@@ -1,10 +1,11 @@
-"""Loads the models of a run where the launcher puts them, and starts what draws samples and scores them."""
+"""Loads the models of a run on the devices that the launcher assigns, and starts the sampler and the rewards."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from rlhf.interfaces import (
     GENERATOR,
@@ -35,16 +36,18 @@ def launch_roles(
     prepared: Prepared,
     launcher: Launcher,
     precomputed: Callable[[ModelSpec, Callable[[], Role]], Role] | None = None,
+    reports: Path | None = None,
 ) -> dict[str, Role]:
-    """Load every role's model where the launcher puts it.
+    """Load every role's model on the devices that the launcher assigns.
 
     Args:
-        precomputed: (spec, what loads its model) -> the role, for those of which the run file asks it. They come first,
-            so that their models are gone when others are loaded.
+        precomputed: makes a role from (its spec, a function that loads its model), for roles that the run file asks to
+            precompute. They are made first, so that their models are unloaded before the others are loaded.
+        reports: folder for the launcher's reports about failures; None: the working directory.
     """
     config = prepared.config
     found: dict[str, Role] = {}
-    launcher.place(prepared.places, prepared.plugins)
+    launcher.place(prepared.places, prepared.plugins, reports)
     if "generator" in prepared.parts:
         launcher.choose_link(prepared.parts["generator"].resolved.cls, config.sync.transport)
     for name in sorted(prepared.specs, key=lambda name: not prepared.section(name).precompute):
@@ -65,7 +68,8 @@ def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
 
 
 def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
-    """A frozen role that starts as another role's model is that model without its adapters, where it trains some."""
+    """The other role whose model, with its adapters disabled, serves as this frozen role. None where this role needs a
+    model of its own."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
     if source is None or name in prepared.schedule.snapshots or "base" not in source.facts.views:
         return None
@@ -84,8 +88,8 @@ def launch_sampler(
     """Start the generator and set up the rewards.
 
     Args:
-        resources: gets what releases everything that was started.
-        stop: says whether the run was asked to stop.
+        resources: receives the callbacks that release everything that was started.
+        stop: tells whether the run was asked to stop.
     """
     policy, config, template, episodes = roles["policy"], prepared.config, prepared.data.template, prepared.episodes
     spec = GeneratorSpec(
@@ -97,14 +101,16 @@ def launch_sampler(
         config.data.max_tokens,
         config.run.seed,
         config.sync.timeout,
+        config.sync.in_flight,
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
-        generator = launcher.launch_generator(selected.resolved.cls, selected.config, spec)
+        chosen, options = selected.resolved.cls, selected.config
+        # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
+        generator = launcher.launch_generator(chosen, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
-    if selected is not None:
-        launcher.link(policy.group, generator, config.sync.timeout)
+    weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens)
     main = MainThread(stop)
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))
@@ -112,7 +118,7 @@ def launch_sampler(
     if episodes is not None:
         resources.callback(episodes.close)
     main.run(scorer.setup())
-    phases = Phases(generator, roles, prepared.places)
+    phases = Phases(generator, roles, prepared.places, weights.refresh)
     rollouts = Rollouts(
         rollout,
         generator,
@@ -122,8 +128,8 @@ def launch_sampler(
         episodes.open if episodes is not None else None,
         episodes.limit if episodes is not None else None,
         phases,
+        single_requests=config.stream.mode == "continuous" and config.stream.replay is None,
     )
-    weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens)
     return Sampler(rollouts, weights, phases)
 
 
@@ -131,7 +137,7 @@ def make_scorer(prepared: Prepared, score: ScoreWithRole, read: ReadRole) -> Sco
     """The run's rewards.
 
     Args:
-        score, read: how rewards ask the models that the run holds for them (:mod:`rlhf_runtime.rewards.reward_models`).
+        score, read: give rewards access to the run's models (:mod:`rlhf_runtime.rewards.reward_models`).
     """
     return Scorer(
         prepared.rewards,

@@ -1,4 +1,4 @@
-"""What a run is made of, before its data is read: plugins with their options, and the roles that they ask for."""
+"""Resolves the parts of a run before its data is read: plugins with their options, and the roles that they need."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
+from rlhf.ops.trajectories import ENV
 from rlhf.plugins import Plugins, Resolved, check_requirements
-from rlhf.types import RoleSpec
+from rlhf.types import RoleSpec, RunOptions
 from rlhf_hub.hub import Commits
 from rlhf_hub.published import pinned
 
@@ -21,7 +22,7 @@ from rlhf_runtime.config.validation import check
 from rlhf_runtime.rewards.scoring import ActiveReward
 
 _NAMED = ("policy", "critic", "reference")
-"""Roles with a section of their own; others are under ``[roles]``."""
+"""Roles with a top-level section; the others are under ``[roles]``."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,19 @@ class RunPlugins:
     """The plugins of a run and the roles that they declare, checked against each other."""
 
     config: RunFile
-    """With every option of every plugin filled in."""
+    """The run file with every option of every plugin filled in."""
     algorithm: Algorithm
     parts: Mapping[str, Selection]
-    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``; and ``trainer.<role>`` for a role with options of
-    its own."""
+    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``, ``curriculum``; and ``trainer.<role>`` for a role
+    with options of its own."""
     rewards: Sequence[ActiveReward]
     roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
-    """None where nothing is sampled."""
+    """None where the run samples nothing."""
     algorithm_plugins: Sequence[Resolved]
-    """Plugins of the algorithm and its slots."""
+    """The plugins of the algorithm and of its slots."""
     commits: Commits
-    """Which commits the hub names of the run are."""
+    """The commits of the models and data that the run names on the hub."""
 
     @property
     def online(self) -> bool:
@@ -53,12 +54,8 @@ class RunPlugins:
         cls: type[Trainer] = self.parts["trainer"].resolved.cls
         return cls
 
-    def device_here(self) -> str:
-        """``cpu`` | ``cuda``: where this machine would run the trainers."""
-        return self.trainer_class.device_here()
-
     def trainer(self, role: str) -> Selection:
-        """With the role's own options."""
+        """The trainer, with the role's own options."""
         return self.parts.get(f"trainer.{role}", self.parts["trainer"])
 
     def section(self, role: str) -> ModelSection:
@@ -70,7 +67,8 @@ class RunPlugins:
         return model_of(self.config, self.roles, role, self.commits)
 
     def spec(self, role: str, updates: int = 0, ranks: int = 1) -> ModelSpec:
-        """A role whose section names neither model nor precision takes both from the role it is like.
+        """What the trainer loads for a role. A role whose section sets neither model nor precision takes both from the
+        role that it is declared ``like``.
 
         Args:
             updates: optimizer steps of the whole run.
@@ -90,12 +88,12 @@ class RunPlugins:
         )
 
     def places_on(self, device: str) -> dict[str, Place]:
-        """Where every role lives, and the generator where there is one.
+        """The placement of every role, and of the generator where there is one.
 
         Args:
-            device: ``cpu`` | ``cuda``, what the devices are as far as is known here.
+            device: ``cpu`` | ``cuda``, the kind of devices as far as it is known here.
 
-        Raises ConfigError where a section does not fit the others, or an engine its devices.
+        Raises ConfigError where a placement section conflicts with another one, or an engine does not fit its devices.
         """
         places = placement(self.config.placement, list(self.roles), GENERATOR in self.parts)
         if GENERATOR in places and "processes" in self.parts["launcher"].resolved.cls.capabilities:
@@ -109,7 +107,7 @@ class RunPlugins:
         """The role whose model a frozen role starts as. Where that other role trains adapters, the frozen role may be
         the same model without them.
 
-        None where the run file says anything about the role (its place, precision, trainer) that would be ignored.
+        None where the run file sets anything for the role (placement, precision, trainer) that would be ignored.
         Placing the role on the devices of the other one (``share``) is allowed; it avoids reserving devices.
         """
         declared = self.roles[role]
@@ -122,18 +120,25 @@ class RunPlugins:
         return source if self.model(role) == self.model(source) else None
 
 
+def device_here() -> str:
+    """``cpu`` | ``cuda``: the device of this machine on which trainers would run. Loads no model."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
-    """Resolve plugins, check options and what the parts need of each other.
+    """Resolve plugins, and check their options and their requirements of each other.
 
     Args:
         scored: whether answers must get a reward.
-        commits: what a resumed run recorded; None: hub names are looked up now.
+        commits: the commits that a resumed run recorded; None: hub names are looked up now.
 
-    Raises ConfigError or PluginError saying what to change.
+    Raises ConfigError or PluginError, with a message that says what to change.
     """
     check_requirements(config.run.requires)
     config = resolved_run(plugins, config)
-    algorithm, used = build_algorithm(plugins, config.algorithm, config.origins)
+    algorithm, used = build_algorithm(plugins, config.algorithm, config.origins, run_options(config))
     parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
     rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
     roles = declared_roles(algorithm, rewards)
@@ -145,6 +150,8 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
             parts["generator"] = select(plugins, "generator", config.generator, "generator", config.origins)
         if config.env is not None:
             parts["env"] = select(plugins, "env", config.env, "env", config.origins)
+    if config.curriculum is not None:
+        parts["curriculum"] = select(plugins, "curriculum", config.curriculum, "curriculum", config.origins)
     check(
         config,
         algorithm,
@@ -153,6 +160,8 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
         reward_roles=[role for r in rewards for role in r.instance.roles()],
         generator=parts["generator"].resolved.cls if "generator" in parts else None,
         trainer=parts["trainer"].resolved.cls,
+        launcher=parts["launcher"].resolved.cls,
+        curriculum=parts["curriculum"].resolved.cls if "curriculum" in parts else None,
         scored=scored,
     )
     for name in roles:
@@ -163,8 +172,16 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     return RunPlugins(config, algorithm, parts, rewards, roles, rollout, used, commits or Commits())
 
 
+def run_options(config: RunFile) -> RunOptions:
+    """The options of the run file, outside of the algorithm's own section, that the algorithm may read."""
+    step_sources = {section.label: section.weight for section in config.reward if section.credit == "step"}
+    if config.env is not None and config.env.credit == "step":
+        step_sources[ENV] = 1.0
+    return RunOptions(config.data.max_tokens, step_sources)
+
+
 def where_trainer(role: str) -> str:
-    """The section of a role's own trainer options."""
+    """Name of the section with a role's own trainer options."""
     return f"{role}.trainer" if role in _NAMED else f"roles.{role}.trainer"
 
 
@@ -177,8 +194,8 @@ def section_of(config: RunFile, role: str) -> ModelSection:
 
 
 def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits: Commits) -> str:
-    """The model of a role: the one that its own section names, that its declarer names, or that of the role it is like.
-    A hub name becomes ``owner/name@commit``."""
+    """The model of a role: the one that its section sets, else the one that its RoleSpec sets, else the model of the
+    role that it is declared ``like``. A hub name becomes ``owner/name@commit``."""
     role = roles[name]
     own = section_of(config, name).model or role.model
     if own is None and role.like is not None:
@@ -189,7 +206,7 @@ def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits:
 
 
 def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
-    """The section ``[[reward]]`` of that number, resolved."""
+    """The ``[[reward]]`` section with this number, resolved."""
     section = config.reward[number]
     selection = select(plugins, "reward", section, f"reward.{number}", config.origins)
     return ActiveReward(
@@ -220,7 +237,7 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
 
 
 def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
-    """Whether a role is placed on the devices of another one, with as many ranks or none named."""
+    """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
     named = "ranks" in config.placement[name].model_fields_set
     return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)

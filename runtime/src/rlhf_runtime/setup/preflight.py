@@ -1,4 +1,4 @@
-"""What starting a run would refuse, asked of the classes of its parts before anything is started."""
+"""Checks that need no started part: the classes of the parts are asked whether a run would be refused."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rlhf_runtime.config.problems import origin
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
-from rlhf_runtime.setup.plugins import RunPlugins, where_trainer
+from rlhf_runtime.setup.plugins import RunPlugins, device_here, where_trainer
 
 
 def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
     """Raises ConfigError, CapabilityError or PluginError, as the run itself would.
 
     Args:
-        here: whether it would be started on this machine; else it is only planned.
+        here: whether the run would start on this machine. False: it is only planned.
     """
     config, chosen = made.config, made.parts["launcher"]
     launcher, generator = chosen.resolved.cls, made.parts.get(GENERATOR)
     launcher.check(chosen.config, places, generator.resolved.cls if generator else None, config.sync.transport)
-    device = made.device_here() if here and launcher.here(chosen.config) else None
+    device = device_here() if here and launcher.here(chosen.config) else None
     for name, spec in specs.items():
         trainer = made.trainer(name)
         if here:
@@ -42,9 +42,11 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
 
 
 def idle_options(made: RunPlugins) -> list[str]:
-    """Options in the own section of a role that is not trained which only training reads. What such a role takes over
-    from ``[trainer]`` is there for those that are trained; a policy that only answers has its section from its
-    training."""
+    """Problems with training-only options in the trainer section of a frozen role.
+
+    Training-only options that the role inherits from ``[trainer]`` are allowed, because the trained roles read them.
+    The policy is exempt: where it only answers, its section comes from the run that trained it.
+    """
     problems = []
     for name, role in made.roles.items():
         given = made.section(name).trainer
@@ -52,15 +54,15 @@ def idle_options(made: RunPlugins) -> list[str]:
         for key in sorted(trainer.learning & given.keys()) if not role.trained and name != "policy" else ():
             where = f"{where_trainer(name)}.{key}"
             problems.append(
-                f"{where}{origin(where, made.config.origins)}: {name} is not trained, so nothing reads it. Remove it; "
-                "in [trainer] it is for the roles that are."
+                f"{where}{origin(where, made.config.origins)}: {name} is not trained, so nothing reads it. Remove it. "
+                "In [trainer] the option applies to the trained roles."
             )
     return problems
 
 
 def unread_sections(made: RunPlugins, plugins: Plugins) -> list[str]:
-    """``[rollout]`` and ``[generator]`` of a run that has none: options that differ from their plugin's defaults. The
-    generator may be named all the same, as ``--backend`` names one for every run."""
+    """Problems with options of ``[rollout]`` and ``[generator]`` in a run without these parts. Options with their
+    default values are allowed. ``generator.use`` is allowed too, because ``--backend`` sets it in every run."""
     problems = []
     for kind in ("rollout", GENERATOR):
         section, usual = getattr(made.config, kind), RunFile.model_fields[kind].default
@@ -68,7 +70,7 @@ def unread_sections(made: RunPlugins, plugins: Plugins) -> list[str]:
             continue
         try:
             plain = select(plugins, kind, Choice(use=section.use)).config.model_dump()
-        except ConfigError:  # it has options without a default, so all of them were set
+        except ConfigError:  # the plugin has options without a default, so the run file sets them all
             plain = {}
         given = sorted(key for key, value in section.options.items() if key not in plain or plain[key] != value)
         named = [f"{kind}.{key}" for key in given]

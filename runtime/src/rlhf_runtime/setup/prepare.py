@@ -1,4 +1,4 @@
-"""Everything about a run that can be wrong before a model is loaded: plugins, options, needs, data, schedule.
+"""All checks of a run that need no loaded model: plugins, options, needs, data, schedule.
 
 ``--dry-run`` stops after this.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.errors import ConfigError, PluginInvalid
-from rlhf.interfaces import Algorithm, ModelSpec, Observer, Place, Precision, Trainer
-from rlhf.ops.trajectories import ENV
+from rlhf.interfaces import Algorithm, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Update
 from rlhf_hub.hub import Commits
@@ -28,34 +27,37 @@ from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models import shared_heads
+from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.observe.numbered_folders import default_folder
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.setup.plugins import RunPlugins, run_plugins
+from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
 from rlhf_runtime.setup.start_warnings import stream_notes
 
 
 @dataclass(frozen=True)
 class Prepared(RunPlugins):
-    """A run that could start: everything that is decided before a model is loaded."""
+    """A checked run, with everything that is decided before a model is loaded."""
 
     data: TrainData
     tokenizer: Any
     total_steps: int
     specs: Mapping[str, ModelSpec]
-    """By role."""
+    """What the trainer loads, by role."""
     schedule: Schedule
     episodes: Episodes | None
     """None where the run has no environment."""
+    curriculum: Curriculum | None
+    """Chooses the rows of each batch; None: the rows come in the order of the data."""
     observers: Mapping[str, Observer]
     plugins: Sequence[Resolved]
     """Every plugin that the run uses."""
     places: Mapping[str, Place]
-    """Of every role, and of the generator where there is one."""
+    """The placement of every role, and of the generator where there is one."""
     resolve: Callable[[RunFile], RunFile]
-    """Fills in the plugins' options of another run file."""
+    """Fills in the plugins' options of a changed run file."""
 
     @property
     def online(self) -> bool:
@@ -63,12 +65,12 @@ class Prepared(RunPlugins):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the run should say before it starts."""
+        """The start-up warnings."""
         return (*self.data.notes, *stream_notes(self.config, self.algorithm))
 
 
 def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
-    """Resolve and check.
+    """Resolve and check a run.
 
     Args:
         scored: whether answers must get a reward.
@@ -81,10 +83,6 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
     config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
     rollout = made.rollout
-    algorithm.max_tokens = config.data.max_tokens
-    algorithm.step_sources = {r.name: r.weight for r in rewards if r.credit == "step"}
-    if config.env is not None and config.env.credit == "step":
-        algorithm.step_sources[ENV] = 1.0
     observers = {
         choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
         for number, choice in enumerate(config.observer)
@@ -99,10 +97,13 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     steps = total_steps(config, data.rows_per_epoch)
+    curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
+    if curriculum is not None:
+        data.choose_by(curriculum, steps)
     schedule = Schedule.of(algorithm, steps)
     updates = schedule.total()
     _check_roles(made, steps, updates, schedule.snapshots)
-    places = made.places_on(made.device_here())
+    places = made.places_on(device_here())
     specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks) for name in roles}
     specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
     check_parts(made, places, specs, here=True)
@@ -112,10 +113,10 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     env, episodes = parts.get("env"), None
     if env is not None and config.env is not None:
         episodes = Episodes(env.resolved, env.config, config.env)
-    held_out = data.eval_rows()[: config.eval.max_rows]  # they are looked at, whatever they are for
+    held_out = data.eval_rows()[: config.eval.max_rows]  # read in any case, so that invalid rows are refused
     if algorithm.data != "prompts":
         _check_eval_rows(algorithm, len(held_out))
-    elif held_out and not config.run.resume:  # its first start has checked it
+    elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
         check_metric(config.eval, {row.source for row in held_out}, is_scored(made), None)
     selected = [*parts.values(), *observers.values()]
     used = [*made.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
@@ -127,6 +128,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         specs=specs,
         schedule=schedule,
         episodes=episodes,
+        curriculum=curriculum,
         observers={name: selection.build() for name, selection in observers.items()},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
@@ -135,7 +137,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
 
 
 def _with_folder(config: RunFile) -> RunFile:
-    """With ``run.output``, where the run file names none."""
+    """The run file, with ``run.output`` filled in where it is not set."""
     run = config.run
     if run.resume and run.overwrite:
         raise ConfigError("run.resume and run.overwrite: a run is either continued or deleted. Leave one out.")
@@ -146,7 +148,7 @@ def _with_folder(config: RunFile) -> RunFile:
 
 
 def _check_roles(made: RunPlugins, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
-    """Raises ConfigError where a trained role would never be, or a frozen one cannot be precomputed or lend its head.
+    """Raises ConfigError where a trained role would never be updated, or a role cannot be precomputed or lend its head.
 
     Args:
         updates: {role: optimizer steps of the whole run}.
@@ -156,12 +158,12 @@ def _check_roles(made: RunPlugins, steps: int, updates: Mapping[str, int], snaps
     _check_declared(algorithm, roles, snapshots)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
-        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Give the run more "
-        "(--run.steps), or have it trained from an earlier step on."
+        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Raise "
+        "--run.steps, or let the training of this role start at an earlier step."
         for name in trained
         if not updates[name]
     ]
-    raise_problems("this run trains less than it is for", idle)
+    raise_problems("these roles are trained but never updated", idle)
     asked = [name for name in roles if made.section(name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
     raise_problems(
@@ -170,7 +172,7 @@ def _check_roles(made: RunPlugins, steps: int, updates: Mapping[str, int], snaps
 
 
 def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
-    """Raises PluginInvalid where the first step names a role that nobody declares. Later steps are not looked at."""
+    """Raises PluginInvalid where the first step names an undeclared role. Later steps are not checked."""
     updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
     prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
     named = {
@@ -181,27 +183,27 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Col
     for who, names in named.items():
         if unknown := sorted(names - set(roles)):
             raise PluginInvalid(
-                f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nobody declares. The run "
-                f"holds {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
+                f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nothing declares. The run "
+                f"has {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
             )
 
 
 def is_scored(made: RunPlugins) -> bool:
-    """Whether answers can get a reward; what was recorded may hold some."""
+    """Whether answers can get a reward. Recorded samples may contain rewards."""
     recorded = made.rollout is not None and not made.rollout.needs_generator
     return bool(made.rewards) or made.config.env is not None or recorded
 
 
 def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
-    """Raises ConfigError where the loss reads margins and the algorithm does not lay them. Only an algorithm that makes
-    units of rows by itself can leave them out."""
+    """Raises ConfigError where the loss reads margins and the algorithm does not put them into the batch. This happens
+    only where the algorithm builds units from rows by itself."""
     rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
-    batch = algorithm.assemble(rows)[0] if rows else None
+    batch = assemble(algorithm, rows)[0] if rows else None
     if batch is not None and not batch.has("margin"):
         raise ConfigError(
             f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
-            f"{algorithm.name} does not lay it. Remove it. The author of the algorithm uses rlhf.ops.pairs.pack_pairs, "
-            'or lays Example.values["margin"] as a unit column.'
+            f"{algorithm.name} does not create it. Remove data.margin. The author of the algorithm can use "
+            'rlhf.ops.pairs.pack_pairs, or add Example.values["margin"] as a unit column.'
         )
 
 
@@ -218,10 +220,10 @@ def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
 def on_processor(
     specs: Mapping[str, ModelSpec], trainer: type[Trainer], recorded: Mapping[str, Any] | None = None
 ) -> dict[str, ModelSpec]:
-    """The same roles, with what ``dtype = "auto"`` means on a CPU, where a role asks that.
+    """The same roles, with ``dtype = "auto"`` replaced by the precision to use on a CPU.
 
     Args:
-        recorded: what the run's last start found out. It is not measured again.
+        recorded: the precision that the run's last start measured. It is not measured again.
     """
     if recorded:
         precision = Precision(**recorded)
@@ -233,7 +235,7 @@ def on_processor(
 
 
 def total_steps(config: RunFile, rows_per_epoch: int) -> int:
-    """``run.steps``, or as many as ``run.epochs`` passes over the data take (the last step may go over)."""
+    """``run.steps``, or the number of steps for ``run.epochs`` passes over the data, rounded up."""
     if config.run.steps is not None:
         return config.run.steps
     asked = config.run.epochs * rows_per_epoch / config.data.batch_size

@@ -1,7 +1,7 @@
-"""Whether a run may continue what is in its folder, and continuing it.
+"""Resume: checks whether a run may continue the one in its folder, and restores its checkpoint.
 
-A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release that wrote the
-checkpoint, or a plugin of that time, did not have them. At their defaults they change no run, so they are allowed.
+A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release or the plugin
+that wrote the checkpoint did not have them. Such options are allowed at their defaults, which leave the run unchanged.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.setup.prepare import Prepared
+from rlhf_runtime.setup.recorded_run import check_record
 
 
 def check_output(prepared: Prepared) -> None:
-    """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and what writes there,
-    with the same messages. Changes nothing there. Raises ConfigError or CheckpointError."""
+    """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and the observers, with the
+    same messages. Changes nothing in the folder. Raises ConfigError or CheckpointError."""
     run = prepared.config.run
     RunDirectory.check(run.output, run.resume, run.overwrite)
     check_resume(prepared)
+    check_record(prepared)
     check_observers(prepared)
 
 
@@ -40,8 +42,8 @@ def check_observers(prepared: Prepared) -> None:
 
 
 def check_resume(prepared: Prepared) -> None:
-    """Raises CheckpointError where the run resumes and its newest checkpoint is of another run. A change of threads or
-    device is only reported, by :func:`restore`: both are known when the models are loaded."""
+    """Raises CheckpointError where the run resumes and its newest checkpoint belongs to another run. A change of
+    threads or device is only reported, by :func:`restore`, because both are known only when the models are loaded."""
     run = prepared.config.run
     newest = CheckpointStore(run.output).newest() if run.resume else None
     if newest is None:
@@ -65,9 +67,9 @@ def restore(
     meta: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> int:
-    """Put the newest complete checkpoint into ``state``. Returns its step; 0 where none was saved before the run ended.
+    """Load the newest complete checkpoint into ``state``. Returns its step; 0 where the run has no checkpoint.
 
-    Raises CheckpointError where the checkpoint is of another run, or damaged.
+    Raises CheckpointError where the checkpoint belongs to another run, or is damaged.
     """
     store.clean()
     newest = store.newest()
@@ -92,8 +94,8 @@ def restore(
 def allow_defaults(
     differences: Sequence[Difference], config: RunFile, resolve: Callable[[RunFile], RunFile]
 ) -> list[Difference]:
-    """``differences`` between a checkpoint and ``config``, in which options that the checkpoint lacks are ``added`` and
-    no longer refused where ``config`` without them means the same.
+    """Returns ``differences`` between a checkpoint and ``config``. An option that the checkpoint lacks is marked
+    ``added``, and is not refused, where ``config`` has it at its default.
 
     Args:
         config: the run file with every option filled in.
@@ -107,7 +109,7 @@ def allow_defaults(
             return False
         try:
             return resolve(RunFile.model_validate(data)).model_dump(mode="json") == stated
-        except (ValidationError, RlhfError):  # it cannot be left out
+        except (ValidationError, RlhfError):  # the option is required
             return False
 
     return [
@@ -117,7 +119,7 @@ def allow_defaults(
 
 
 def _remove(data: Any, path: list[str]) -> bool:
-    """Take the value at ``path`` out; False where there is none."""
+    """Delete the value at ``path``. Returns False where there is none."""
     *above, last = path
     for part in above:
         if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""What a run says at its start of a combination that is allowed and seldom meant."""
+"""Start-up warnings for settings that are allowed but rarely intended."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from rlhf_runtime.config.runfile import RunFile
 
 
 def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
-    """Samples of an older policy whose credit is taken for the policy's own.
+    """A warning where samples come from an older policy and no importance weight corrects for it.
 
-    Only where there is credit: what learns from given answers and their order alone may learn from anybody's.
+    It applies only to algorithms with an advantage. An algorithm that only compares answers does not assume that they
+    come from the current policy.
     """
     stream, estimates = config.stream, any(isinstance(part, Advantage) for part in algorithm.parts.values())
     if algorithm.data != "prompts" or not estimates or CORRECTION in algorithm.needs().features:
@@ -27,8 +28,8 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
         f"--algorithm.{slot}.{loss.correction_option}" for slot, loss in losses.items() if loss.correction_option
     ]
     return [
-        f"{age} when they are trained on, and no importance weight corrects for it: the loss takes them for samples of "
-        f"the policy that its step begins with. Set {' or '.join([*options, f'--stream.{back}'])}."
+        f"{age} when they are trained on, and no importance weight corrects for it: the loss treats them as samples of "
+        f"the policy at the start of the step. Set {' or '.join([*options, f'--stream.{back}'])}."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The threads in which coroutines of plugins wait for what blocks: ``asyncio.to_thread``, name look-ups."""
+"""Threads for blocking calls of plugins' coroutines: ``asyncio.to_thread``, name look-ups."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 LIMIT = 64
-"""Calls under way at once. They wait more than they compute, so this does not depend on the processors."""
+"""Maximum concurrent calls. They wait more than they compute, so the limit does not depend on the number of CPUs."""
 
 
 class Threads(ThreadPoolExecutor):
-    """As Python's own, which asyncio asks for, but its threads keep no process from ending: a call whose deadline has
-    passed cannot be interrupted, and one that never returns would be waited for at the end of the run, for good."""
+    """A ThreadPoolExecutor (the type that asyncio requires) with daemon threads, which do not keep the process alive.
+    A blocking call cannot be interrupted at its deadline. With Python's own pool, a call that never returns would keep
+    the process from ending."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         super().__init__(limit)
@@ -24,7 +25,7 @@ class Threads(ThreadPoolExecutor):
         self._later: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run it now, or as soon as fewer than the limit are under way."""
+        """Run ``fn`` now, or as soon as fewer calls than the limit are running."""
         future: Future[Any] = Future()
         call = (future, partial(fn, *args, **kwargs))
         with self._guard:
@@ -37,7 +38,7 @@ class Threads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """What has not begun does not begin any more; nothing is waited for."""
+        """Cancel the calls that have not begun. Does not wait for the others."""
         with self._guard:
             left, self._later = self._later, deque()
         for future, _ in left:

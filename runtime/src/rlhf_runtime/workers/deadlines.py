@@ -1,4 +1,4 @@
-"""Calls into plugin code: within a deadline, and with what went wrong said in one line."""
+"""Deadlines for calls into plugin code, and one-line descriptions of plugins' errors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from rlhf.errors import RlhfError
 T = TypeVar("T")
 
 OURS = tuple(str(Path(file).parent) for file in (rlhf.errors.__file__, Path(__file__).parent))
-"""Folders of the contract and of the runtime: a plugin's error that arises there was still made by the plugin."""
+"""Folders of the core and of the code that calls plugins. An error raised in these folders during a call into a plugin
+is the plugin's error, so their frames are not shown."""
 
 GRACE = 1.0
-"""Seconds a cancelled coroutine gets to clean up before it is left behind."""
+"""Seconds that a cancelled coroutine has to clean up before it is abandoned."""
 
 
 class Clock:
-    """What of a call does not count towards its deadline: the time in which it waits for a model of this run, which may
-    be busy with others for as long as they like. Used from the event loop only."""
+    """Measures the time in which a call waits for a model of this run. That time does not count towards the call's
+    deadline, because the model may be busy with other work. Used from the event loop only."""
 
     def __init__(self) -> None:
         self._waits, self._since, self._sum = 0, 0.0, 0.0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Waits may overlap: what the call asks for at once is waited for once."""
+        """Counts the time inside this context as waiting. Waits may overlap: overlapping time is counted once."""
         if self._waits == 0:
             self._since = asyncio.get_running_loop().time()
         self._waits += 1
@@ -43,7 +44,7 @@ class Clock:
                 self._sum += asyncio.get_running_loop().time() - self._since
 
     def waited(self) -> float:
-        """Seconds so far."""
+        """Seconds of waiting so far."""
         return self._sum + (asyncio.get_running_loop().time() - self._since if self._waits else 0.0)
 
 
@@ -51,26 +52,28 @@ _CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Entered by what a plugin calls while it waits for this run: the deadline of the plugin's call stands still."""
+    """A context for functions that a plugin calls, entered while they wait for a model of this run. Time spent inside
+    does not count towards the deadline of the plugin's call."""
     clock = _CLOCK.get()
     return clock.stopped() if clock is not None else nullcontext()
 
 
 class DeadlineExpired(Exception):
-    """A call took longer than it may; the caller turns it into an error that names the plugin."""
+    """A call exceeded its deadline. The caller turns this into an error that names the plugin."""
 
 
 async def within(awaitable: Awaitable[T], seconds: float) -> T:
-    """What ``awaitable`` returns, or :class:`DeadlineExpired` after ``seconds``, :func:`waiting` left out.
+    """Returns the result of ``awaitable``. Raises :class:`DeadlineExpired` after ``seconds``, not counting the time in
+    :func:`waiting`.
 
-    The awaitable is cancelled at its deadline. One that swallows the cancellation is abandoned after
-    :data:`GRACE` seconds instead of waited for. Code that blocks the event loop (``time.sleep``, a long
-    computation) cannot be interrupted here: write it as plain ``def``.
+    The awaitable is cancelled at its deadline. If it ignores the cancellation, it is abandoned after :data:`GRACE`
+    seconds. Code that blocks the event loop (``time.sleep``, a long computation) cannot be interrupted here: write it
+    as plain ``def``.
     """
     clock, loop = Clock(), asyncio.get_running_loop()
     before = _CLOCK.set(clock)
     try:
-        task = asyncio.ensure_future(awaitable)  # takes the clock along
+        task = asyncio.ensure_future(awaitable)  # the task copies the context, and with it the clock
     finally:
         _CLOCK.reset(before)
     begin, left = loop.time(), seconds
@@ -96,7 +99,7 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
 
 def cause(error: BaseException) -> str:
     """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of :data:`OURS`,
-    which is where the author of the plugin looks. Errors of this project name their place themselves."""
+    which is the place that the plugin's author has to look at. Errors of this project name their place themselves."""
     if isinstance(error, RlhfError):
         return f"{type(error).__name__}: {error}"
     frames = list(traceback.extract_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""The event loop of rollouts, rewards and environments, which ends what its coroutines have started."""
+"""The event loop of rollouts, rewards and environments. At its end it kills the processes that coroutines started."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import weakref
 from typing import Any
 
 GRACE = 2.0
-"""Seconds in which a killed process should be gone."""
+"""Maximum seconds to wait for killed processes to end."""
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Knows the processes that coroutines started through asyncio. A coroutine that is cancelled at its deadline leaves
-    its process running, which would still run after the end of the run."""
+    """Records the processes that coroutines start through asyncio. A coroutine that is cancelled at its deadline leaves
+    its process running; without this record the process would outlive the run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     async def end(self) -> None:
-        """Kill the processes that still run, and stop the loop once it has seen their end."""
+        """Kill the processes that still run, wait up to :data:`GRACE` seconds for their end, and stop the loop."""
         for transport in list(self._started):
             if transport.get_returncode() is None:
                 with contextlib.suppress(ProcessLookupError):

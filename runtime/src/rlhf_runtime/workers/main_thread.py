@@ -1,5 +1,5 @@
-"""Two threads: coroutines of rollouts, rewards and environments run beside; everything that computes with the models
-runs on the main thread, one job at a time, so its results do not depend on timing."""
+"""Two threads. One runs the event loop with the coroutines of rollouts, rewards and environments. The main thread runs
+all computation with the models, one job at a time, so that results do not depend on timing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from rlhf_runtime.workers.event_loop import Loop
 T = TypeVar("T")
 
 STANDSTILL = 30.0
-"""Seconds without a turn of the event loop, while the main thread has nothing to do, after which that is said."""
+"""The event loop is reported as blocked after this many seconds without a turn while the main thread has no job."""
 GRACE = 10.0
-"""Seconds without a turn of the event loop after which a run that was asked to stop waits no longer. Schedulers kill
-30 s after they asked, and until then a checkpoint is to be written."""
+"""A run that was asked to stop fails after this many seconds without a turn of the event loop. Schedulers kill a job
+30 s after they ask it to stop, and the run has to end within that time."""
 LOOK = 0.5
-"""Seconds between two looks at the event loop."""
+"""Seconds between two checks of the event loop."""
 
 
 class MainThread:
-    """``run(coroutine)`` blocks the main thread, serving the jobs that coroutines hand it through :meth:`call`.
+    """``run(coroutine)`` blocks the main thread and runs the jobs that coroutines submit with :meth:`call`.
 
     Args:
-        stop: says whether the run was asked to stop; None: nobody asks.
+        stop: tells whether the run was asked to stop; None: the run cannot be asked.
+        standstill: seconds, see :data:`STANDSTILL`.
+        grace: seconds, see :data:`GRACE`.
     """
 
     def __init__(self, stop: StopRequest | None = None, standstill: float = STANDSTILL, grace: float = GRACE) -> None:
@@ -48,9 +50,9 @@ class MainThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on the event loop until it ends, doing its model work here meanwhile.
+        """Run ``coroutine`` on the event loop until it ends. Its jobs with the models run on the calling thread.
 
-        Raises StandstillError: the run was asked to stop, and a coroutine lets no other have a turn.
+        Raises StandstillError where the run was asked to stop and a coroutine blocks the event loop.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         future.add_done_callback(lambda _: self._jobs.put(None))
@@ -89,8 +91,8 @@ class MainThread:
             self.loop.close()
 
     def _next_job(self) -> Callable[[], None] | None:
-        """Wait for a job. Where the event loop itself stands still meanwhile, no deadline can end that: say where, and
-        give it up where the run was asked to stop."""
+        """Wait for a job. No deadline can end a coroutine that blocks the event loop: this method reports where it
+        blocks, and raises StandstillError if the run was asked to stop."""
         said, beat = False, threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         turned = time.monotonic()
@@ -122,7 +124,7 @@ class MainThread:
 
 
 def _standing_still(thread: threading.Thread, seconds: float) -> str:
-    """Where the event loop stands, and what to do."""
+    """The message that names the line which blocks the event loop."""
     return (
         f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {_place(thread)}, an `async "
         "def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which runs in a "
@@ -132,14 +134,14 @@ def _standing_still(thread: threading.Thread, seconds: float) -> str:
 
 def _in_the_way(thread: threading.Thread, reason: str, seconds: float) -> str:
     return (
-        f"{reason} asked the run to stop, and for {seconds:.0f} s {_place(thread)} let nothing else happen: an `async "
-        "def` that computes or waits without `await`. The step it belongs to is given up. Write it as plain `def`, "
-        "which runs in a process of its own that is killed at its deadline."
+        f"{reason} asked the run to stop, but for {seconds:.0f} s {_place(thread)} blocked all rollouts, rewards and "
+        "environments: it is an `async def` that computes or waits without `await`. The current step is abandoned. "
+        "Write it as plain `def`, which runs in a process of its own that is killed at its deadline."
     )
 
 
 def _place(thread: threading.Thread) -> str:
-    """Which line keeps the thread, outside of Python's own library where there is one."""
+    """The line at which the thread is, outside of Python's standard library where there is such a frame."""
     library = sysconfig.get_path("stdlib")
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and (frame.f_code.co_filename.startswith(library) or "<" in frame.f_code.co_filename):

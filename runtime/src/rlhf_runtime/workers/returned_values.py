@@ -1,4 +1,4 @@
-"""What rewards, environments and rollouts return, checked; and as JSON, in which it leaves a worker process."""
+"""Checks what rewards, environments and rollouts return, and converts it to and from the JSON of worker processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rlhf.errors import CheckpointError, shown
 from rlhf.types import EnvStep, RewardResult, Sampling, Trajectory, Turn
 
@@ -19,8 +20,8 @@ class InvalidResult(Exception):
 
 
 def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
-    """One checked result per trajectory, or the text of what is wrong with it. Raises where the list itself is wrong:
-    a shorter or longer one is never broadcast or cut."""
+    """One checked result per trajectory, or a text that says what is wrong with the result. Raises InvalidResult where
+    the list itself is wrong: a shorter or longer list is never broadcast or cut."""
     if not isinstance(results, list | tuple):
         raise InvalidResult(f"returned {shown(results)}; allowed: a list with one RewardResult per trajectory")
     if len(results) != len(trajectories):
@@ -31,7 +32,7 @@ def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[R
 
 
 def check_step(step: object) -> EnvStep:
-    """What an environment's ``step`` returned, if it is allowed."""
+    """Returns the result of an environment's ``step``. Raises InvalidResult where it is not allowed."""
     if not isinstance(step, EnvStep):
         raise InvalidResult(f"returned {shown(step)}; allowed: an EnvStep")
     if not isinstance(step.observation, str):
@@ -46,14 +47,14 @@ def check_step(step: object) -> EnvStep:
 
 
 def check_observation(text: object) -> str:
-    """What an environment's ``reset`` returned, if it is allowed."""
+    """Returns the result of an environment's ``reset``. Raises InvalidResult where it is not allowed."""
     if not isinstance(text, str):
         raise InvalidResult(f'returned {shown(text)}; allowed: text, "" for nothing')
     return text
 
 
 def check_turns(turns: object) -> list[Turn]:
-    """What a rollout's ``run`` returned, if it is allowed."""
+    """Returns the result of a rollout's ``run``. Raises InvalidResult where it is not allowed."""
     if not isinstance(turns, list | tuple):
         raise InvalidResult(f"returned {shown(turns)}; allowed: a list of turns")
     for number, turn in enumerate(turns):
@@ -70,7 +71,7 @@ def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
 
 
 def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
-    """What a worker process answered, checked: it holds code of somebody else's, and this process does not."""
+    """The results in the answer of a worker process. They are checked again, because a worker runs third-party code."""
     if not isinstance(values, list):
         raise InvalidResult(f"was answered by its worker process with {shown(values)}; allowed: a list")
     made: list[object] = []
@@ -91,7 +92,7 @@ def step_to_json(step: EnvStep) -> dict[str, Any]:
 
 
 def step_from_json(value: object) -> EnvStep:
-    """As :func:`results_from_json`."""
+    """The EnvStep in the answer of a worker process, checked as in :func:`results_from_json`."""
     try:
         fields: dict[str, Any] = dict(value)  # type: ignore[call-overload]
         if (sampling := fields.get("sampling")) is not None:
@@ -137,8 +138,8 @@ def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, 
 def _check_turn(what: str, turn: object) -> None:
     if not isinstance(turn, Turn):
         raise InvalidResult(f"returned {shown(turn)} as {what}; allowed: a Turn")
-    if not isinstance(turn.ids, list | tuple) or not all(type(i) is int and i >= 0 for i in turn.ids):
-        raise InvalidResult(f"returned {what} with the tokens {shown(turn.ids)}; allowed: a list of integers >= 0")
+    if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
+        raise InvalidResult(f"returned {what} with the token {lowest}; allowed: integers >= 0")
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
         got = "none" if turn.logprobs is None else str(len(turn.logprobs))
         raise InvalidResult(f"returned sampled {what} with {len(turn.ids)} tokens and {got} log-probs")
@@ -153,7 +154,8 @@ def _check_turn(what: str, turn: object) -> None:
 
 
 def _check_info(what: str, info: object) -> None:
-    """It is written once the step is learnt, and its numbers are averaged: what cannot be, fails now."""
+    """Raises InvalidResult where ``info`` cannot be written as JSON or its numbers cannot be averaged. Both
+    happen after the training step, which is too late for an error."""
     if not isinstance(info, dict):
         raise InvalidResult(f"returned {what}(info={shown(info)}); allowed: a dict")
     try:
@@ -174,7 +176,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _number(what: str, value: object) -> float:
-    """A finite float. A bool or a tensor is refused: what the author meant is not ours to guess."""
+    """A finite float. A bool or a tensor is refused, because its intended meaning is unclear."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = " (write float(...))" if isinstance(value, bool) else ""
         hint = " (write .item())" if hasattr(value, "item") else hint
@@ -188,5 +190,5 @@ def _number(what: str, value: object) -> float:
 def _is_finite(value: numbers.Real | int) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         return False

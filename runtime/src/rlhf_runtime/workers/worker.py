@@ -1,8 +1,9 @@
-"""A worker process, seen from the driver. Plugins written with plain ``def`` run in one: a process can be killed at its
-deadline, a thread cannot.
+"""The driver's side of a worker process. Plugins written with plain ``def`` run in a worker process, because a process
+can be killed at its deadline and a thread cannot.
 
 A worker is a fresh interpreter (the driver, with torch and its threads, is never forked) that imports the one plugin
-it serves. What crosses: the plugin's reference, its config as JSON, rows and trajectories as data, results as JSON.
+it serves. The driver sends the plugin's reference, its config as JSON, and pickled rows and trajectories. The worker
+sends results as JSON.
 """
 
 from __future__ import annotations
@@ -33,36 +34,38 @@ from rlhf_runtime.workers.deadlines import DeadlineExpired, within
 from rlhf_runtime.workers.worker_process import HEADER
 
 START_DEADLINE = 120.0
-"""Seconds a worker may take to import its plugin; not part of a call's deadline."""
+"""Maximum seconds for a worker to import its plugin. This time is not part of a call's deadline."""
 KEPT_LINES = 12
-"""Last lines of a worker's output that the error about its death shows."""
+"""Number of last lines of a worker's output that the error about its death shows."""
 
 MARK = "RLHF_WORKER"
-"""Environment variable that all processes have in common which a worker has started, whatever session they are in."""
+"""Environment variable that marks a worker and all processes that it started, in whatever session they are."""
 MOST_BYTES = 1 << 30
-"""Of one answer. More is a plugin that wrote to the socket itself, or would fill the memory of the run."""
+"""Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
+memory of the run."""
 MOST_COPIED = 64 << 20
-"""Bytes of a class of this process, with all that it uses, that are copied to each of its workers."""
+"""Maximum bytes of a class defined in this process, with everything that it uses, when it is copied to a worker."""
 
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class WorkerDied(Exception):
-    """The process ended without answering, or answered what nobody can read."""
+    """The process ended without an answer, or sent an invalid one."""
 
 
 class Worker:
-    """One process that serves one plugin. After any failure of the process itself it is dead; the pool starts another.
+    """One process that serves one plugin. After a failure of the process itself the worker stays dead, and the pool
+    starts another one.
 
-    ``error`` is the class raised for everything that goes wrong, with ``what`` (by default the plugin and its
-    distribution) in its message.
+    ``error`` is the class of all raised errors. Their messages contain ``what``, by default the plugin and its
+    distribution.
     """
 
     def __init__(
         self, resolved: Resolved, config: ComponentConfig | None, error: type[RlhfError], what: str = ""
     ) -> None:
         self.what, self.error, self.alive = what or str(resolved), error, True
-        self._build = (_reference(resolved, error), None if config is None else config.model_dump_json())
+        self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
         self._socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -75,7 +78,7 @@ class Worker:
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(), lifeline),
             env=environment,
-            start_new_session=True,  # so that a kill of its group reaches what the plugin itself has started
+            start_new_session=True,  # killing its group also kills what the plugin started
         )
         theirs.close()
         os.close(lifeline)
@@ -91,17 +94,17 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process itself is still there."""
+        """Whether the process itself is still running."""
         return self.alive and self._process.poll() is None
 
     async def start(self) -> None:
-        """Import the plugin there and build it with its config."""
+        """Import the plugin in the process and build it with its config."""
         await self.call("path", list(sys.path), deadline=START_DEADLINE)
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
     async def call(self, method: str, *arguments: Any, deadline: float) -> Any:
-        """What ``method`` returns there, as JSON values. Raises ``error``; kills the process where it expired, died or
-        nobody waits for the answer any more."""
+        """Call ``method`` in the process and return its result as JSON values. Raises ``error``. Kills the process
+        where it exceeds the deadline or breaks, or where this call is cancelled."""
         doing = "starting" if method in ("path", "build") else f"{method}()"
         try:
             answer = await within(self._exchange(pickle.dumps((method, arguments))), deadline)
@@ -114,7 +117,7 @@ class Worker:
         except WorkerDied as death:
             self.kill()
             raise self.error(f"{self.what}: its worker process {death} during {doing}{self._output()}") from None
-        except BaseException:  # cancelled: the answer would be taken for that of the next call
+        except BaseException:  # cancelled: the next call would read this call's answer
             self.kill()
             raise
         if "raised" in answer:
@@ -124,7 +127,7 @@ class Worker:
         return answer["reply"]
 
     def kill(self) -> None:
-        """End the process, and what it started, at once. Does nothing the second time."""
+        """Kill the process and everything that it started. A second call does nothing."""
         if not self.alive:
             return
         self.alive = False
@@ -148,10 +151,10 @@ class Worker:
             raise WorkerDied(await self._ending()) from None
         try:
             answer = json.loads(body)
-        except (ValueError, RecursionError):  # no JSON, or a number or a nesting that Python does not read
+        except (ValueError, RecursionError):  # not JSON, or a number or nesting that Python refuses to parse
             answer = None
         if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"reply", "raised", "invalid"}:
-            raise WorkerDied(f"sent what is no answer ({shown(body)}) and was killed")
+            raise WorkerDied(f"sent an invalid answer ({shown(body)}) and was killed")
         return answer
 
     async def _exactly(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
@@ -179,7 +182,7 @@ class Worker:
         return f". Its last output:\n  {lines}" if lines else ""
 
     def _read_output(self) -> None:
-        """Show what the plugin prints, line by line, with its name; a ``print`` there must not be lost."""
+        """Show the plugin's output line by line, with the plugin's name, so that no ``print`` is lost."""
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             while line := stream.readline(8192).decode(errors="replace"):
@@ -189,10 +192,10 @@ class Worker:
 
 
 def kill_marked(mark: bytes) -> None:
-    """End every process of this user whose environment holds ``mark`` (``NAME=VALUE``): what a worker has started in a
-    session of its own (``start_new_session``, ``setsid``) is not in its group. Linux only; elsewhere, and where a
-    process was given an environment of its own, the group is all that ends."""
-    for _ in range(10):  # one that is started meanwhile is found the next time
+    """Kill every process of this user whose environment holds ``mark`` (``NAME=VALUE``). This reaches processes that a
+    worker started in another session (``start_new_session``, ``setsid``), which are not in its group. Linux only: on
+    other systems, and for a process with a replaced environment, only the group is killed."""
+    for _ in range(10):  # the next pass finds processes that are started during this one
         found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in _environment(path)]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -204,13 +207,13 @@ def kill_marked(mark: bytes) -> None:
 def _environment(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is not ours
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 
-def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
-    """What another process makes the plugin's class of: its reference, by which the class is imported again, or, for a
-    class of this process, the class with the code of its module that it uses (cloudpickle)."""
+def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
+    """Bytes from which a worker process obtains the plugin's class: for an installed plugin its reference, by which the
+    worker imports it; for a class defined in this process the class itself with the code that it uses (cloudpickle)."""
     cls = resolved.cls
     if resolved.distribution != IN_PROCESS:
         return pickle.dumps(resolved)
@@ -241,8 +244,9 @@ def _reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
 
 
 def _is_local(module: str) -> bool:
-    """Whether a module's code must travel with what it defines: that of a script, a notebook or a test, which another
-    process may not be able to import. An installed package is imported there. (``__main__`` travels in any case.)"""
+    """Whether a module's code must be copied to worker processes: the code of a script, a notebook or a test, which
+    another process may not be able to import. False for installed packages, which workers import, and for ``__main__``,
+    which cloudpickle always copies."""
     file = getattr(sys.modules.get(module), "__file__", None)
     installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file or "").parts
     return module in sys.modules and module != "__main__" and not installed

@@ -1,4 +1,4 @@
-"""Workers of one plugin, shared by all who call it: at most so many, replaced when they die."""
+"""A pool of workers of one plugin. Its size is limited, and dead workers are replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_runtime.workers.worker import Worker
 
 
 class WorkerPool:
-    """At most ``size`` workers of one plugin; who waits for one is served in order of arrival."""
+    """At most ``size`` workers of one plugin. Callers that wait for a worker are served in order of arrival."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class WorkerPool:
                 worker = self._idle.pop()
                 if worker.running:
                     return worker
-                worker.kill()  # it died while nobody used it, which is no failure of the call to come
+                worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
             worker = Worker(self.resolved, self.config, self.error, self.what)
             self._workers.append(worker)
@@ -64,7 +64,7 @@ class WorkerPool:
             raise
 
     def release(self, worker: Worker) -> None:
-        """Give a worker back; a dead one is replaced when the next is needed."""
+        """Return a worker to the pool. A dead one is replaced when the next one is needed."""
         if worker.alive:
             self._idle.append(worker)
         else:
@@ -88,7 +88,7 @@ class WorkerPool:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._waiting.remove(turn)
-            else:  # cancelled in the moment it was given the permit
+            else:  # cancelled just after it received the permit
                 self._pass_on()
             raise
 

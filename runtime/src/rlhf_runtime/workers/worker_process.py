@@ -1,8 +1,8 @@
-"""What runs inside a worker process: one plugin, asked over a socket. Started by ``worker.py`` as
-``python -m rlhf_runtime.workers.worker_process SOCKET LIFELINE``; imports no torch by itself.
+"""The program of a worker process: it serves one plugin over a socket. ``worker.py`` starts it as
+``python -m rlhf_runtime.workers.worker_process SOCKET LIFELINE``. It does not import torch by itself.
 
-Requests are pickled by the driver, which trusts itself; replies are JSON, so that nothing that plugin code returns is
-executed on the driver. Each frame is its length (8 bytes, big endian) and its body.
+Requests are pickled by the driver. Replies are JSON, so that the driver executes nothing that plugin code returns. Each
+frame is its length (8 bytes, big endian) and its body.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RewardHost:
 
 
 class EnvHost:
-    """One episode at a time, each with an instance of its own."""
+    """Runs one episode at a time, each with a new instance of the environment."""
 
     def __init__(self, cls: type[Any], config: Any) -> None:
         self._cls, self._config = cls, config
@@ -71,7 +71,7 @@ HOSTS: dict[str, type[RewardHost] | type[EnvHost]] = {"reward": RewardHost, "env
 
 
 def main() -> None:
-    """Serve requests until the driver hangs up."""
+    """Serve requests until the driver closes the connection."""
     connection, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     connection.set_inheritable(False)
     die_with_driver(lifeline)
@@ -95,13 +95,13 @@ def main() -> None:
             answer = json.dumps({"invalid": str(error)})
         except Exception as error:
             answer = json.dumps({"raised": cause(error)})
-        if os.getpid() != own:  # a copy that the plugin has forked came back from its code: the answer is not its own
+        if os.getpid() != own:  # a fork made by the plugin returned here and must not answer
             os._exit(0)
         send(connection, answer.encode())
 
 
 def plain(value: object) -> Any:
-    """Numbers of other libraries in ``info`` as JSON; anything else there is refused."""
+    """Converts numbers of other libraries in ``info`` to JSON numbers. Raises InvalidResult for anything else."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -110,8 +110,8 @@ def plain(value: object) -> Any:
 
 
 def die_with_driver(lifeline: int) -> None:
-    """Die, children included, as soon as the driver's end of ``lifeline`` closes, however the driver ended and
-    whatever runs here. On Linux the kernel does it, so code that never lets go of the interpreter dies too."""
+    """Kill this process and its children as soon as the driver's end of ``lifeline`` closes, however the driver ended.
+    On Linux the kernel sends the signal, so code that never releases the interpreter's lock is killed too."""
     if sys.platform == "linux":
         import fcntl
 
@@ -134,7 +134,7 @@ def send(connection: socket.socket, body: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next frame's body; None where the driver has hung up."""
+    """The next frame's body; None where the driver has closed the connection."""
     header = _exactly(connection, HEADER.size)
     return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
 

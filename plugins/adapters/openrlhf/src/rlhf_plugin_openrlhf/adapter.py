@@ -1,4 +1,4 @@
-"""Which files are OpenRLHF's, and what stands for them here."""
+"""Recognises files written for OpenRLHF, and makes rewards and environments of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MULTI_TURN = "MultiTurnAgentExecutor"
 
 
 class OpenRLHF(Adapter):
-    """Files given to OpenRLHF as ``--reward.remote_url FILE`` (a ``reward_func``) become rewards; those given as
-    ``--train.agent_func_path FILE`` become environments where they are an ``AgentInstance`` with a
-    ``MultiTurnAgentExecutor``. The samples of OpenRLHF's own documents are not: the README lists what is refused."""
+    """Files for OpenRLHF's ``--reward.remote_url FILE`` (a ``reward_func``) become rewards. Files for its
+    ``--train.agent_func_path FILE`` become environments if they have an ``AgentInstance`` and a
+    ``MultiTurnAgentExecutor``. The agent files in OpenRLHF's own documents are refused; the README says why."""
 
     name = "openrlhf"
     source = "OpenRLHF 0.11.0, https://github.com/OpenRLHF/OpenRLHF"
@@ -69,7 +69,7 @@ def _function(module: ModuleType, name: str) -> Any:
 
 
 def _instance_class(module: ModuleType, attribute: str | None) -> type[Any]:
-    """The AgentInstance class that the file's executor is made with, or the only one it defines."""
+    """The AgentInstance class that the file's executor uses, or the only one that the file defines."""
     own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
     if attribute is not None:
         own = [v for v in own if v.__name__ == attribute]
@@ -115,5 +115,5 @@ def _checked(module: ModuleType, cls: type[Any]) -> type[Any]:
 
 
 def _derives(cls: type[Any], base: str) -> bool:
-    """By name: the base is OpenRLHF's own where that is installed, the shim's elsewhere."""
+    """Compares names, because the base class is OpenRLHF's own if that is installed, and otherwise the shim's."""
     return any(c.__name__ == base for c in cls.__mro__[1:])

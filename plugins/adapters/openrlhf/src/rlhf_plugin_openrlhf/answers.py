@@ -10,7 +10,7 @@ from rlhf.types import Group, Row, Trajectory, Turn
 
 
 def extract_boxed_answer(solution: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``; None where there is none, or it is never closed."""
+    r"""The content of the last ``\boxed{...}``; None if there is none, or its brace is not closed."""
     start = solution.rfind("\\boxed{")
     if start < 0:
         return None
@@ -23,7 +23,7 @@ def extract_boxed_answer(solution: str) -> str | None:
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Whether the two are the same answer. PluginNotFound where the reward ``math`` is not installed."""
+    """Whether the two answers are equal. Raises PluginNotFound if the reward ``math`` is not installed."""
     if given_answer is None:
         return False
     row = Row({"answer": str(ground_truth)}, "openrlhf", 0)

@@ -1,4 +1,4 @@
-"""``AgentInstance`` as an environment: one instance an episode."""
+"""``AgentInstance`` as an environment: one instance per episode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EnvConfig(ComponentConfig):
     prompt: str = "prompt"
     """Row column with the prompt that ``reset`` gets as ``observation``: text, or messages, which are joined."""
     label: str | None = None
-    """Row column that ``label`` holds. Where absent: ``label``, else ``answer``, else an empty text."""
+    """Row column that ``label`` holds. If absent: ``label``, else ``answer``, else an empty text."""
 
 
 def env_class(module: ModuleType, instance_class: type[Any]) -> type[Env]:
@@ -71,7 +71,7 @@ class _AgentEnv(Env):
         self._observation += action + feedback
         reward = scalar(result["rewards"], "rewards")
         if reward is None:
-            raise EnvError("step() returned rewards = None; return 0.0 where a step has no reward")
+            raise EnvError("step() returned rewards = None; return 0.0 if a step has no reward")
         info = logs(result.get("extra_logs"), "extra_logs")
         if (score := scalar(result.get("scores"), "scores")) is not None:
             info["scores"] = score
@@ -81,7 +81,7 @@ class _AgentEnv(Env):
         return EnvStep(feedback, reward, bool(result["done"]), changed, info)
 
     async def close(self) -> None:
-        """OpenRLHF's instances have no teardown of their own; one that defines ``close`` is closed."""
+        """Calls ``close`` if the instance has it; OpenRLHF's interface has no such method."""
         close = getattr(getattr(self, "_instance", None), "close", None)
         if close is not None:
             closing = close()

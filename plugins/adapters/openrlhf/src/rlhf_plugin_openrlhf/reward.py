@@ -17,12 +17,12 @@ CLASS_NAME = "OpenRLHFReward"
 
 class RewardConfig(ComponentConfig):
     label: str | None = None
-    """Row column that ``labels`` holds. Where absent: ``label``, else ``answer``, else an empty text."""
+    """Row column that ``labels`` holds. If absent: ``label``, else ``answer``, else an empty text."""
 
 
 def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Reward]:
-    """A Reward class in the file's module. It calls the function once per sample, with lists of one element, as
-    OpenRLHF does, all samples at the same time; in worker processes where the function is plain ``def``."""
+    """A Reward class in the file's module. It calls the function once per sample, with lists of one element, like
+    OpenRLHF, for all samples at the same time. A plain ``def`` function runs in worker processes."""
 
     def arguments(self: Any, t: Trajectory) -> tuple[list[str], list[str], list[Any]]:
         return [t.prompt_text + t.completion], [t.prompt_text], [label_of(t.row, self.config.label)]
@@ -44,7 +44,7 @@ def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Rewar
 
 
 def _result(returned: Any) -> RewardResult:
-    """``{rewards, scores, extra_logs}``, or the reward alone, as older files return it."""
+    """Converts ``{rewards, scores, extra_logs}``, or the reward alone, which older files return."""
     if not isinstance(returned, Mapping):
         return RewardResult(scalar(returned, "the reward"))
     if "rewards" not in returned:

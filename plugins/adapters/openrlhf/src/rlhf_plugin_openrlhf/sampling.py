@@ -1,4 +1,4 @@
-"""OpenRLHF hands an environment vLLM's mutable ``SamplingParams``; here it gets its own copy in that shape."""
+"""OpenRLHF gives an environment vLLM's mutable ``SamplingParams``. Here it gets its own copy with the same fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class SamplingParams:
-    """What vLLM calls the parameters; changing it changes this sample's next turns only."""
+    """The parameters with vLLM's names. A change affects the next turns of this sample only."""
 
     max_tokens: int
     temperature: float
@@ -43,10 +43,10 @@ def to_params(sampling: Sampling) -> SamplingParams:
 
 
 def from_params(params: Any, sampling: Sampling) -> Sampling:
-    """``sampling`` with what ``params`` says. ValueError: it asks for something that cannot be honoured here."""
+    """``sampling`` with the values of ``params``. Raises ValueError for values that are not supported here."""
     for name, off in UNSUPPORTED.items():
         if (value := getattr(params, name, None)) not in off:
-            raise ValueError(f"sampling_params.{name} = {value!r} cannot be honoured; leave it at {off[0]!r}")
+            raise ValueError(f"sampling_params.{name} = {value!r} is not supported; leave it at {off[0]!r}")
     max_tokens = getattr(params, "max_tokens", None)
     top_k = getattr(params, "top_k", None)
     wanted: dict[str, Any] = {

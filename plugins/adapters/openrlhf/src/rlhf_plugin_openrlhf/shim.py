@@ -1,7 +1,7 @@
-"""The names that reward and agent files import from ``openrlhf``, for machines where it is not installed.
+"""The names that reward and agent files import from ``openrlhf``, for machines without it.
 
-They exist only while such a file is being imported; nothing else can mistake them for OpenRLHF. Where it is installed,
-files get the real thing.
+They exist only while such a file is imported, so that no other code takes them for OpenRLHF. If OpenRLHF is installed,
+files import the real one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class AgentInstanceBase(ABC):
 
 
 class AgentExecutorBase(ABC):
-    """How a sample is made; adapted only in the form of :class:`MultiTurnAgentExecutor`."""
+    """Makes a sample. Only :class:`MultiTurnAgentExecutor` can be adapted."""
 
     @abstractmethod
     async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Names the class of the episodes; the rollout ``multi_turn`` does what its ``execute`` does in OpenRLHF."""
+    """Names the class of the episodes. The rollout ``multi_turn`` replaces OpenRLHF's ``execute``."""
 
     def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
         self.agent_instance_cls = agent_instance_cls
@@ -69,7 +69,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def provided() -> Iterator[None]:
-    """``import openrlhf...`` works inside, for :data:`NAMES`, where OpenRLHF is not installed."""
+    """A context in which ``import openrlhf...`` works for :data:`NAMES` without OpenRLHF."""
     if "openrlhf" in sys.modules or importlib.util.find_spec("openrlhf") is not None:
         yield
         return

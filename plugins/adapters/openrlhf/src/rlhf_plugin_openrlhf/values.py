@@ -1,4 +1,5 @@
-"""What foreign files return, as plain numbers and texts. Tensors are known by what they can do, without torch."""
+"""Converts values that foreign files return to plain numbers and texts. Tensors are recognised by their methods,
+without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rlhf.types import Row
 
 
 def scalar(value: Any, what: str) -> float | None:
-    """One number: a tensor or list with one element, or the number itself; None stays None. TypeError for all else."""
+    """One number: a tensor or list with one element, or the number itself; None stays None. Raises TypeError for other
+    values."""
     if value is None:
         return None
     if isinstance(value, list | tuple):

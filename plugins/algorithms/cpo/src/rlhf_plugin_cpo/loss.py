@@ -20,7 +20,7 @@ class CPOConfig(ComponentConfig):
     ``simpo``: -log sigma(beta d - gamma). d is the difference of the answers' log-probs: of their sums over tokens for
     ``sigmoid`` and ``hinge``, of their means for ``ipo`` and ``simpo``."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs taken to be the wrong way round (``sigmoid`` and ``simpo`` only)."""
+    """Assumed share of pairs whose labels are swapped (``sigmoid`` and ``simpo`` only)."""
     gamma: float = Field(default=0.5, ge=0)
     """Target margin; read by ``simpo`` only."""
     alpha: float = 0.0
@@ -33,7 +33,7 @@ class CPOConfig(ComponentConfig):
 
     @model_validator(mode="after")
     def _idle(self) -> Self:
-        """No option without an effect."""
+        """Refuse options that have no effect."""
         idle = {
             "label_smoothing": self.loss_type not in ("sigmoid", "simpo") and f"loss_type = {self.loss_type!r}",
             "gamma": self.loss_type != "simpo" and f"loss_type = {self.loss_type!r}",

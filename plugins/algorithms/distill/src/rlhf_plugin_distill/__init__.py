@@ -1,4 +1,4 @@
-"""White-box distillation from a teacher of the same tokenizer: on given answers, and on the student's own."""
+"""White-box distillation from a teacher with the same tokenizer, on given answers or on the student's own samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
-from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, Update
+from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, RunOptions, Update
 
 from rlhf_plugin_distill.divergence import HIDDEN, TEACHER
 from rlhf_plugin_distill.loss import Distill
@@ -45,10 +45,10 @@ class _Distillation(Algorithm):
 
 
 class DistillDemonstrations(_Distillation):
-    """The student learns demonstrations, and at each of their tokens the teacher's whole distribution.
+    """Train the student on demonstrations, and on the teacher's whole next-token distribution at each of their tokens.
 
-    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; size, head and the padding of the
-    vocabulary are its own. It runs over the rows once a step; rows in which no token is trained on are left out.
+    The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer; its size, its head and the padding of
+    its vocabulary may differ. It reads the rows once a step; rows in which no token is trained on are left out.
     """
 
     name = "distill"
@@ -65,13 +65,14 @@ class DistillDemonstrations(_Distillation):
 class DistillOnPolicy(_Distillation):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
-    No reward is needed; where a run has one it is reported and filters, and is not learnt from. No gradient flows
-    through the sampling. The whole vocabulary is compared, at ``loss.temperature``, whatever temperature the answers
-    were sampled at.
+    No reward is needed. If a run has one, it is reported and filters see it, but the loss does not read it. No gradient
+    flows through the sampling. The distributions over the whole vocabulary are compared at ``loss.temperature``,
+    whatever the sampling temperature.
 
-    With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the other rows' own answers are learnt from, as ``distill``
-    with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled; here every row is
-    drawn for itself, by the run's seed and its group's number, so steps are alike in cost and a resume draws the same.
+    With ``sampled`` below 1 (lambda of GKD, Algorithm 1) the student learns from the data's answers in the other rows,
+    as ``distill`` with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled.
+    Here each row is drawn separately, from the run's seed and the number of its group, so steps cost about the same
+    and a resumed run draws the same rows.
     """
 
     name = "distill_on_policy"
@@ -81,10 +82,15 @@ class DistillOnPolicy(_Distillation):
 
     class Config(_Distillation.Config):
         sampled: float = Field(default=1.0, gt=0, le=1)
-        """Share of the rows whose answers the student samples; the others have theirs from the data."""
+        """Share of the rows whose answers the student samples; the data gives the answers of the other rows."""
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config, parts)
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
         alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
         if alpha < 1:
             raise ConfigError(

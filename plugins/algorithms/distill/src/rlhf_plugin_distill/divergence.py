@@ -1,4 +1,4 @@
-"""Divergences of two distributions over the vocabulary, and the head that takes them chunk by chunk.
+"""Divergences between two distributions over the vocabulary, and the head that computes them chunk by chunk.
 
 With the teacher's distribution p, the student's q and m = beta p + (1 - beta) q (arXiv:2306.13649, sections 2 and 3):
 
@@ -37,7 +37,7 @@ def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
 
 
 def divergence(teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: float, temperature: float) -> Tensor:
-    """[C], in nats, of the distributions at ``temperature``.
+    """The divergence of the two distributions at ``temperature``, in nats, [C].
 
     Args:
         teacher_CV, student_CV: logits.
@@ -55,11 +55,11 @@ def divergence(teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: f
 
 
 def divergence_head(kind: Divergence, beta: float, temperature: float) -> Head:
-    """[A, 2]: the divergence where each token is predicted, and 1 where both models hold the same token likeliest.
+    """[A, 2]: the divergence at the position that predicts each token, and 1 where both models have the same argmax.
 
     It reads the teacher's hidden states (column ``teacher_hidden``) and multiplies them by the output head that the
-    teacher lends, so the teacher's logits exist for one chunk of tokens, as the student's do. Where one vocabulary is
-    padded further than the other, tokens that both have are compared, each distribution over these alone.
+    teacher lends, so the teacher's logits, like the student's, exist for one chunk of tokens at a time. If the
+    vocabularies are padded to different sizes, both distributions are restricted to the tokens that both models have.
     """
     constants = {"kind": kind, "beta": beta, "temperature": temperature}
     return Head("divergence", _compared, columns=(HIDDEN,), constants=constants, lent=(TEACHER,))

@@ -1,4 +1,4 @@
-"""The loss of distillation: cross-entropy to the data beside a divergence to the teacher."""
+"""The loss of distillation: cross-entropy on the data plus the divergence from the teacher."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DistillConfig(ComponentConfig):
     beta: float | None = Field(default=None, gt=0, lt=1)
     """``jsd`` only: the teacher's share of the mixture; 0.5 where absent."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of both models before they are compared; the cross-entropy is not tempered."""
+    """Divides the logits of both models before they are compared. The cross-entropy is computed at temperature 1."""
     alpha: float = Field(default=0.5, gt=0, le=1)
-    """(1 - alpha) cross-entropy + alpha divergence; 1 = the teacher alone."""
+    """(1 - alpha) cross-entropy + alpha divergence; 1 = divergence only."""
     reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """``token_mean``: every trained token of the batch counts the same. ``seq_mean_token_mean``: every row does."""
 
@@ -45,13 +45,13 @@ def made_up(suite: Any, name: str, size: int, seed: int) -> Tensor:
 
 
 class Distill(Loss):
-    """(1 - alpha) CE + alpha D(teacher, student) at a temperature, where tokens under the loss mask are predicted.
+    """(1 - alpha) CE + alpha D(teacher, student) at a temperature, at the positions that predict trained tokens.
 
     Deviations: (1) no factor temperature^2 on D (Hinton et al. 2015, arXiv:1503.02531, multiply by it). (2) D(beta) of
     ``jsd`` is as published, not divided by beta or 1 - beta.
 
-    Metrics: ``divergence`` (nats a token), ``agreement`` (share of tokens where both models hold the same token
-    likeliest), ``nll`` where alpha < 1.
+    Metrics: ``divergence`` (nats per token), ``agreement`` (share of tokens where both models have the same argmax),
+    ``nll`` if alpha < 1.
     """
 
     name = "distill"

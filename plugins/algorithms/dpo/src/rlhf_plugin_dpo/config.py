@@ -1,4 +1,4 @@
-"""Options of the loss ``dpo``, and which of them concern which loss type."""
+"""Options of the loss ``dpo``, and the loss types that use them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SORTED = ("aot", "aot_unpaired")
 
 
 class DPOConfig(ComponentConfig):
-    """What is minimised: one type, or several with weights."""
+    """The loss to minimise: one type, or a weighted sum of several."""
 
     loss_type: LossType | tuple[LossType, ...] = "sigmoid"
     """``sigmoid``, ``ipo``, ``hinge``, ``robust``, ``exo_pair``, ``nca_pair``, ``bco_pair``, ``sppo_hard``, ``aot``,
     ``aot_unpaired``, ``apo_zero``, ``apo_down``, ``discopop``, ``sft``, ``sigmoid_norm``; a list adds several."""
     loss_weights: tuple[float, ...] | None = None
-    """One factor per type; 1 each where absent."""
+    """One factor per type. Default: 1 each."""
     beta: float = Field(default=0.1, gt=0)
-    """How much staying near the reference counts; for ``ipo`` the paper's tau."""
+    """Strength of the regularisation towards the reference; for ``ipo`` the paper's tau."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """How often a preference is believed to be wrong: ``sigmoid`` (conservative DPO), ``robust``, ``aot``,
+    """Assumed share of wrong preferences, for ``sigmoid`` (conservative DPO), ``robust``, ``aot``,
     ``aot_unpaired`` and ``exo_pair``, which needs it (e.g. 1e-3)."""
     reference_free: bool = False
-    """The reference counts as uniform: its log-probs are 0 and no reference model is loaded."""
+    """Treat the reference as uniform: its log-probs are 0 and no reference model is loaded."""
     ipo: Literal["mean", "sum"] = "mean"
     """``ipo`` compares log-ratios averaged over an answer's tokens (paper, TRL) or their sums (OpenRLHF)."""
     discopop_tau: float = Field(default=0.05, gt=0, le=1)
@@ -56,17 +56,17 @@ class DPOConfig(ComponentConfig):
     bco_shift: Literal["none", "running"] = "none"
     """What ``bco_pair`` subtracts from rewards: nothing (TRL 1.16), or their running mean over all earlier steps."""
     f_divergence: Divergence = "reverse_kl"
-    """Of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``."""
+    """Divergence of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``."""
     f_alpha: float = 0.5
     """alpha of the alpha-divergence."""
     ld_alpha: float | None = Field(default=None, ge=0, le=1)
-    """LD-DPO: the longer answer's tokens beyond the length of the shorter one count this much; 1 each where absent."""
+    """LD-DPO: weight of the longer answer's tokens beyond the length of the shorter one. Default: 1."""
     wpo: bool = False
-    """WPO: a pair counts as much as the policy itself would write its answers; not with ``aot``, ``aot_unpaired`` and
-    ``sft``."""
+    """WPO: weigh each pair by the probability that the policy generates its answers. Not with ``aot``, ``aot_unpaired``
+    and ``sft``."""
     nll_coef: float = Field(default=0.0, ge=0)
-    """Factor of a further term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
-    ``nll_loss_coef``). TRL's way is the type ``sft``: the mean over all chosen tokens."""
+    """Coefficient of an additional term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
+    ``nll_loss_coef``). The type ``sft`` is TRL's form: the mean over all chosen tokens."""
 
     @field_validator("loss_type", "loss_weights", mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class DPOConfig(ComponentConfig):
         return self
 
     def _refuse_idle(self, names: tuple[str, ...]) -> None:
-        """No option without an effect."""
+        """Refuse options that have no effect."""
         readers = {
             "label_smoothing": SMOOTHED,
             "ipo": ("ipo",),

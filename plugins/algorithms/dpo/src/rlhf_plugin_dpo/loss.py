@@ -46,7 +46,7 @@ class DPOLoss(Loss):
     Deviations from TRL 1.16: (1) statistics of the batch (``aot``, ``aot_unpaired``, ``sft``) are of the whole
     optimizer batch, not of a micro-batch on one rank. (2) ``label_smoothing`` makes ``sigmoid`` conservative DPO; TRL
     ignores it there. (3) An answer's length is its number of trained tokens; where a prompt is empty TRL counts its
-    first token too, which nothing predicts.
+    first token too, which no output predicts.
     """
 
     name = "dpo"

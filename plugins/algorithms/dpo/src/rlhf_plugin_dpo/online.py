@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 class OnlineDPOConfig(PairwiseConfig):
     pairs: PairChoice = "best_worst"
-    """Of each prompt's samples: the best against the worst, or ``all`` that differ (a prompt with many weighs more)."""
+    """Pairs of each prompt's samples: the best and the worst, or ``all`` pairs with different scores (prompts with more
+    pairs have more weight)."""
     min_gap: float = Field(default=0.0, ge=0)
-    """Two samples whose scores differ by no more than this are no pair; 0 leaves out ties only."""
+    """Smallest difference of scores: two samples are a pair only if their scores differ by more. 0 excludes only
+    ties."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each step's pairs."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass; fewer where a step has fewer pairs."""
+    """Optimizer steps per pass; fewer if a step has fewer pairs."""
 
 
 class OnlineDPO(Pairwise):
@@ -36,8 +38,8 @@ class OnlineDPO(Pairwise):
     answers give no pair. Metrics: ``pairs/made``, ``pairs/groups``, ``pairs/tied_groups`` (no two scores differ),
     ``pairs/equal_answers``, ``pairs/chosen_score``, ``pairs/rejected_score``.
 
-    Deviations: (1) log-probs are those of the distribution that was sampled from (``sampling.temperature``), for policy
-    and reference, as in TRL's online DPO. (2) OpenRLHF's iterative DPO keeps one reference for all rounds (leave out
+    Deviations: (1) log-probs are of the sampling distribution (``sampling.temperature``), for policy and reference, as
+    in TRL's online DPO. (2) OpenRLHF's iterative DPO keeps one reference for all rounds (leave out
     ``snapshot_every``) and pairs equal samples too.
     """
 
@@ -50,7 +52,7 @@ class OnlineDPO(Pairwise):
         return replace(super().needs(), group_min=2, features=("correction",))
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        samples = assemble(examples, self.step_sources)
+        samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
         found = pair_samples(samples, self.config.pairs, self.config.min_gap)
@@ -67,6 +69,6 @@ class OnlineDPO(Pairwise):
         }
 
     def update(self, batch: Batch | None) -> Update:
-        """At most one minibatch per pair: how many pairs a step has is not known before its samples are scored."""
+        """At most one minibatch per pair. The number of pairs is not known before the samples are scored."""
         minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
         return Update("policy", "loss", self.config.epochs, minibatches, coef=self.coef())

@@ -1,4 +1,4 @@
-"""Samples of a prompt become pairs: which two, and how a batch of samples is laid out as one of pairs."""
+"""Choose pairs among the samples of a prompt, and make a batch of pairs from a batch of samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Sample:
     """One scored answer of a group."""
 
     unit: int
-    """Its place in the batch of samples."""
+    """Its index in the batch of samples."""
     number: int
-    """Its number in the group: ties are broken by it, so nothing depends on the order of samples."""
+    """Its number in the group. It breaks ties, so the result does not depend on the order of samples."""
     score: float
     answer: tuple[int, ...]
     """The tokens that were sampled."""
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Pairing:
-    """Pairs (chosen, rejected), and what gave none."""
+    """Pairs (chosen, rejected), and counts of groups and pairs that were left out."""
 
     pairs: list[tuple[Sample, Sample]] = field(default_factory=list)
     groups: int = 0
@@ -38,8 +38,8 @@ class Pairing:
     """Pairs left out because both answers are the same tokens."""
 
     def add(self, group: Sequence[Sample], choice: PairChoice, min_gap: float) -> None:
-        """Take the pairs of one group. ``best_worst``: the first of the best and the first of the worst. ``all``: every
-        two samples. In both only where the scores differ by more than ``min_gap``."""
+        """Add the pairs of one group. ``best_worst``: the first of the best and the first of the worst. ``all``: every
+        two samples. In both cases only if the scores differ by more than ``min_gap``."""
         ranked = sorted(group, key=lambda s: (-s.score, s.number))
         worst = min(group, key=lambda s: (s.score, s.number), default=None)
         if choice == "best_worst":
@@ -57,8 +57,7 @@ class Pairing:
 def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
     """The pairs of a batch of samples (:func:`rlhf.ops.trajectories.assemble`), groups in the batch's order.
 
-    A sample's score is its reward and, where some are given step by step, their sum. Samples in which the policy chose
-    no token take part in nothing.
+    A sample's score is its reward plus the sum of its step rewards. Samples without a sampled token are in no pair.
     """
     score_U = scores(batch).tolist()
     mask_N, unit_N = batch.tok["loss_mask"], batch.unit_N

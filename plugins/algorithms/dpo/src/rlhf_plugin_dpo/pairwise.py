@@ -1,4 +1,4 @@
-"""What learning from given pairs and from sampled pairs share: roles, the reference's snapshots, the running shift."""
+"""Common base of learning from given and from sampled pairs: roles, the reference's snapshots, the running shift."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
-from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
+from rlhf.types import Annotation, Needs, RoleSpec, RunOptions, Snapshot, Update
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 class PairwiseConfig(ComponentConfig):
     snapshot_every: int | None = Field(default=None, ge=1)
-    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
     snapshot_share: float = Field(default=1.0, gt=0, le=1)
-    """The policy's share of the new reference, alpha of TR-DPO (arXiv:2404.09656): what is left is the old one's."""
+    """The policy's share in the new reference, alpha of TR-DPO (arXiv:2404.09656); the rest is the old reference's."""
 
     @model_validator(mode="after")
     def _read(self) -> PairwiseConfig:
@@ -33,14 +33,19 @@ class PairwiseConfig(ComponentConfig):
 class Pairwise(Algorithm):
     """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
 
-    Any loss over pairs fits the slot; the reference is there where the loss reads ``ref_logprobs``.
+    Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
     """
 
     Config = PairwiseConfig
     slots = {"loss": Slot("loss", "dpo")}
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config, parts)
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
         self.loss: Loss = self.parts["loss"]
         self._shift, self._rewards = 0.0, 0
         """The running mean of rewards, which ``bco_pair`` subtracts, and the number of rewards in it."""

@@ -1,4 +1,4 @@
-"""Whom ``aot`` and ``aot_unpaired`` compare with: ranks over the whole optimizer batch, taken right before its step.
+"""Partners for ``aot`` and ``aot_unpaired``: ranks over the whole optimizer batch, computed right before its step.
 
 Melnyk et al. 2024, Distributional preference alignment via optimal transport, arXiv:2406.05882: the k-th smallest value
 of one distribution is compared with the k-th smallest of the other. The ranks and the partners' values come from a

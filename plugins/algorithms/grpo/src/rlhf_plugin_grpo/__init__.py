@@ -1,4 +1,4 @@
-"""GRPO and Dr. GRPO: the group is the critic."""
+"""GRPO and Dr. GRPO: policy gradient with a baseline over the group, without a critic."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot
@@ -24,9 +24,10 @@ class GRPO(PolicyGradient):
 class DrGRPO(PolicyGradient):
     """A_i = r_i - mean of its group; the sum over tokens divided by answers x ``loss.max_length``.
 
-    Without the division by the standard deviation no prompt weighs more for being nearly solved; with a constant
-    instead of the answer's length no token weighs more for standing in a short answer. ``loss.max_length`` belongs at
-    ``sampling.max_new_tokens`` (times the turns): less is refused before the run, a larger one only scales the loss.
+    Without the division by the standard deviation, nearly solved prompts do not get a larger weight. With a constant
+    instead of the answer's length, tokens of short answers do not get a larger weight. ``loss.max_length`` should be
+    ``sampling.max_new_tokens`` (times the turns). A smaller value is refused before the run; a larger one only scales
+    the loss.
 
     Deviations from the paper: (1) KL is off unless ``kl.coef`` is set, as the paper recommends.
     """

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 class KTOConfig(ComponentConfig):
     snapshot_every: int | None = Field(default=None, ge=1)
-    """After every so many steps the reference becomes a copy of the policy; never where absent."""
+    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
     snapshot_share: float = Field(default=1.0, gt=0, le=1)
-    """With ``snapshot_every``: the policy's share of the new reference (arXiv:2404.09656); what is left is the old
-    one's."""
+    """With ``snapshot_every``: the policy's share in the new reference (arXiv:2404.09656); the rest is the old
+    reference's."""
 
     @model_validator(mode="after")
     def _read(self) -> KTOConfig:
@@ -38,13 +38,13 @@ class KTO(Algorithm):
     """Make desirable answers likelier and undesirable answers less likely than they are for the reference.
 
     One optimizer step in every step of the run, on all its rows. A unit is a row's answer (role 0, unit column
-    ``label``: whether it is desirable). Where the loss reads the policy's drift on mismatched answers, the unit also
-    has the row's prompt with another row's answer (role 1, under the mask ``twin_mask``). That answer is cut at its end
-    where both are longer than ``data.max_tokens``. Where fewer than two rows are left there is nothing to mismatch, and
-    the step learns nothing.
+    ``label``: whether it is desirable). If the loss reads the policy's drift on mismatched answers, the unit also has
+    the row's prompt with another row's answer (role 1, under the mask ``twin_mask``). That answer is truncated if
+    prompt and answer are longer than ``data.max_tokens``. With fewer than two rows there are no mismatched answers, and
+    the step trains nothing.
 
-    Metrics, where they are not 0: ``labels/left_out`` (answers without a trained token), ``labels/without_twin``
-    (answers without a mismatched one), ``labels/cut_twins`` (mismatched answers that were cut).
+    Metrics, if they are not 0: ``labels/left_out`` (answers without a trained token), ``labels/without_twin`` (answers
+    without a mismatched one), ``labels/cut_twins`` (mismatched answers that were truncated).
     """
 
     name = "kto"
@@ -55,7 +55,7 @@ class KTO(Algorithm):
 
     @property
     def _mismatched(self) -> bool:
-        """Whether the loss reads anything off mismatched answers."""
+        """Whether the loss uses mismatched answers."""
         wanted = self.parts["loss"].prepass()
         return any(isinstance(a.output, Head) and a.output.over == TWIN_MASK for a in wanted)
 
@@ -90,7 +90,7 @@ class KTO(Algorithm):
         units, cut = [], 0
         for row, i in zip(rows, chosen, strict=True):
             twin = None if i is None else rows[i]
-            room = None if self.max_tokens is None else self.max_tokens - len(row.prompt)
+            room = None if self.run.max_tokens is None else self.run.max_tokens - len(row.prompt)
             if twin is not None and room is not None and len(twin.answer) > room:
                 cut += 1
                 twin = replace(twin, answer=twin.answer[:room], mask=twin.mask[:room])

@@ -1,4 +1,4 @@
-"""The KTO loss: an answer's log-ratio to the reference, against where the policy stands in general."""
+"""The KTO loss: an answer's log-ratio to the reference, compared with the policy's average log-ratio."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 class KTOConfig(ComponentConfig):
     loss_type: Literal["kto", "vanilla", "apo_zero_unpaired"] = "kto"
-    """What an answer's log-ratio is held against. ``kto``: the policy's drift on mismatched answers. ``vanilla``: that
-    on the batch's answers of the other kind. ``apo_zero_unpaired``: 0."""
+    """The value z that an answer's log-ratio is compared with. ``kto``: the policy's drift on mismatched answers.
+    ``vanilla``: the drift on the batch's answers with the other label. ``apo_zero_unpaired``: 0."""
     beta: float = Field(default=0.1, gt=0)
-    """Scale of the reward beta x log-ratio: how fast the value of a further gain saturates."""
+    """Scale of the reward beta x log-ratio. A larger beta saturates earlier."""
     desirable_weight: float = Field(default=1.0, ge=0)
     """lambda_D, of desirable answers. With n_D and n_U rows of each kind, the paper advises that the quotient
     (desirable_weight x n_D) / (undesirable_weight x n_U) lie between 1 and 4/3."""
@@ -31,7 +31,8 @@ class KTOConfig(ComponentConfig):
 
 
 def twin_logprobs() -> Head:
-    """Log-probs of the mismatched answers' tokens, under a name of their own: the rows' own are asked for beside it."""
+    """Log-probs of the mismatched answers' tokens. The name differs from that of the rows' own log-probs, which are
+    annotated too."""
     from rlhf.ops.heads import LOGPROBS
 
     return Head("twin_logprobs", LOGPROBS.fn, over=TWIN_MASK)

@@ -1,4 +1,4 @@
-"""Mismatched answers: which answer a prompt gets that is not its own."""
+"""Mismatched answers: choose an answer of another row for each prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER, TWIN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One answer with its label, cut where the answer begins."""
+    """One answer with its label, split at the start of the answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -23,7 +23,7 @@ class Labelled:
     """Of the answer's tokens: which are trained on."""
     desirable: bool
     place: tuple[int, str, int]
-    """Fixed by the row alone, whatever the order in a batch: side of a pair, source, index."""
+    """Position that depends on the row only, not on the order in a batch: side of a pair, source, index."""
 
     @classmethod
     def of(cls, sequence: TokenSequence, desirable: bool, place: tuple[int, str, int]) -> Labelled:
@@ -34,11 +34,10 @@ class Labelled:
 
 
 def twins(rows: Sequence[Labelled]) -> list[int | None]:
-    """For each row the one whose answer its prompt gets: the nearest before it, in the order of their places, with the
-    last before the first. That is a row of another prompt; where all prompts are equal, one with another answer; None
-    where all rows are equal.
+    """For each row, the row whose answer its prompt gets: the nearest earlier row in the order of places (the last row
+    precedes the first) with another prompt; if all prompts are equal, with another answer; None if all rows are equal.
 
-    A function of the set of rows: their order in ``rows`` does not matter.
+    The result depends on the set of rows, not on their order in ``rows``.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].place, rows[i].prompt, rows[i].answer))
     several = len({row.prompt for row in rows}) > 1

@@ -12,28 +12,29 @@ if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
 
 TEXT_MASK = "text_mask"
-"""Token mask of ``nll_on = "all"``: the whole chosen text (but its first token) and the rejected answer."""
+"""Token mask of ``nll_on = "all"``: all tokens of the chosen sequence but its first, and the rejected answer's."""
 
 
 class ORPOConfig(ComponentConfig):
     beta: float = Field(default=0.1, ge=0)
     """Coefficient of the odds ratio: lambda of the paper, ``beta`` of TRL."""
     nll_on: Literal["completion", "all"] = "completion"
-    """Which tokens of the chosen sequence the likelihood is of: the answer's, or the prompt's too (as in TRL)."""
+    """Tokens of the chosen sequence whose likelihood is maximised: the answer's, or with ``all`` the prompt's too (as
+    in TRL)."""
 
 
 class ORPOLoss(Loss):
     """NLL(chosen) + beta x -log sigma(log odds(chosen) - log odds(rejected)) (Hong et al. 2024, eq. 6 and 7).
 
-    odds = P / (1 - P), log P the mean log-prob of an answer's tokens. The likelihood's mean is over tokens, that of the
-    odds ratio over pairs.
+    odds = P / (1 - P), log P the mean log-prob of an answer's tokens. The likelihood is averaged over tokens, the term
+    of the odds over pairs.
 
     Terms: ``nll`` and ``odds`` (times beta). Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
     ``rejected_reward`` of the rewards beta x log P; ``chosen_logprobs`` and ``rejected_logprobs`` (log P);
-    ``log_odds``, of chosen against rejected.
+    ``log_odds``, log odds(chosen) - log odds(rejected).
 
-    Deviations: (1) Log P counts as at most -1e-6, so that no odds are infinite; the gradient passes the bound. (2) The
-    means are over the optimizer batch.
+    Deviations: (1) Log P is bounded to at most -1e-6, so that the odds are finite; the gradient passes through the
+    bound. (2) The means are over the optimizer batch.
     """
 
     name = "orpo"

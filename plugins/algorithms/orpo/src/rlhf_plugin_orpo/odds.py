@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 CLOSEST = -1e-6
-"""Log-probs above it count as it: at 0 the odds are infinite. Its own odds are a million to one."""
+"""Upper bound of log-probs. At 0 the odds are infinite; at the bound they are a million to one."""
 LN_2 = 0.6931471805599453
 
 
@@ -16,7 +16,7 @@ def log1mexp(x: Tensor) -> Tensor:
     log(-expm1(x)) above -log 2 and log1p(-exp(x)) below: each loses digits where the other does not.
     """
     near = x > -LN_2
-    # Each branch sees a harmless value where the other is taken: the gradient of what is not taken may be infinite.
+    # Each branch gets -1 at elements where the other branch is selected: its gradient there could be infinite.
     return torch.where(
         near, torch.log(-torch.expm1(x.where(near, -1.0))), torch.log1p(-torch.exp(x.where(~near, -1.0)))
     )
@@ -25,7 +25,7 @@ def log1mexp(x: Tensor) -> Tensor:
 def log_odds(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) from log p <= 0, same shape; finite, with a finite gradient that is nowhere zero.
 
-    At most that of :data:`CLOSEST`; the bound passes the gradient through.
+    log p is bounded to at most :data:`CLOSEST`; the gradient passes through the bound.
     """
     bounded = logprob.detach().clamp(max=CLOSEST) + (logprob - logprob.detach())
     return bounded - log1mexp(bounded)

@@ -1,7 +1,7 @@
-"""Advantage estimators. What happens around them (shaping, clipping, KL, order) is ``rlhf_algorithms.pipeline``'s.
+"""Advantage estimators. ``rlhf_algorithms.pipeline`` does the rest (shaping, clipping, KL), and sets the order.
 
-Where rewards come only at the end and gamma = 1, every token of an answer gets the same credit; step rewards and KL in
-the reward make it differ from token to token.
+If rewards come only at the end and gamma = 1, every token of an answer gets the same credit. With step rewards, or KL
+in the reward, credit differs from token to token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WhitenConfig(ReturnConfig):
 
 
 class ReturnToGo(Advantage):
-    """Discounted return-to-go as advantage: what every estimator here without a critic does."""
+    """Discounted return-to-go as advantage: the base of all estimators here without a critic."""
 
     Config: ClassVar[type[ComponentConfig]] = ReturnConfig
 
@@ -53,7 +53,7 @@ class GAEConfig(WhitenConfig):
 class GAE(Advantage):
     """Generalised advantage estimation over a critic's values, then whitening.
 
-    Deviations: (1) over action tokens only, so an observation neither discounts nor decays.
+    Deviations: (1) The recursion runs over action tokens only: gamma and lambda do not apply at observation tokens.
     """
 
     name = "gae"
@@ -128,7 +128,8 @@ class GroupNorm(ReturnToGo):
 
 
 class DrGRPO(ReturnToGo):
-    """Reward minus the mean of the group, not divided by anything: a prompt's difficulty does not weigh it."""
+    """Reward minus the mean of the group, without dividing by the standard deviation: nearly solved prompts do not get
+    a larger weight."""
 
     name = "dr_grpo"
     source = "Liu et al. 2025, Understanding R1-Zero-like training, arXiv:2503.20783"

@@ -36,7 +36,7 @@ class PPO(PolicyLoss):
 
 class ReinforceLoss(PolicyLoss):
     """-A log pi per token: the plain policy gradient. Unbiased for one optimizer step per rollout batch; later steps
-    train on samples of an earlier policy, and no ratio says so."""
+    train on samples of an earlier policy without an importance ratio."""
 
     name = "reinforce"
     source = "Williams 1992, Simple statistical gradient-following algorithms"
@@ -51,7 +51,8 @@ class GSPOConfig(PolicyLossConfig):
     """The mean over answers is part of the definition; ``seq_mean_token_sum`` weighs each by its length, which is LUSPO
     (arXiv:2602.05261)."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """Of the sequence ratio, which is a mean over tokens: orders of magnitude below a token clip."""
+    """Clip of the sequence ratio. That ratio averages over tokens, so its clip is orders of magnitude below a token's.
+    """
     clip_high: float = Field(default=4e-4, ge=0)
     """See clip_low."""
 
@@ -88,7 +89,7 @@ class CISPOConfig(PolicyLossConfig):
 
 
 class CISPO(PolicyLoss):
-    """-stop(clip(rho, 1 - low, 1 + high)) A log pi: clipping bounds a token's weight and never silences it."""
+    """-stop(clip(rho, 1 - low, 1 + high)) A log pi: clipping bounds the weight; clipped tokens keep a gradient."""
 
     name = "cispo"
     source = "MiniMax 2025, MiniMax-M1, arXiv:2506.13585"
@@ -110,7 +111,8 @@ class SAPOConfig(PolicyLossConfig):
     tau_positive: float = Field(default=1.0, gt=0)
     """How steeply the gate closes for tokens of a positive advantage; larger is nearer to a clip."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """For all other tokens; above ``tau_positive``, as their gradients also push up tokens that were not sampled."""
+    """The same for all other tokens. Larger than ``tau_positive``, because their gradients also raise the probability
+    of tokens that were not sampled."""
 
 
 class SAPO(PolicyLoss):
@@ -118,7 +120,7 @@ class SAPO(PolicyLoss):
     is that of rho A at rho = 1 and fades on both sides; tau depends on the sign of A.
 
     Deviations: (1) A = 0 takes ``tau_negative``; its loss is 0 in any case. (2) The log-ratio is bounded to +-20, where
-    the gate has long been closed.
+    the gate is closed.
     """
 
     name = "sapo"

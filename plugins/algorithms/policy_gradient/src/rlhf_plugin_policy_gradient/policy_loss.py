@@ -1,4 +1,4 @@
-"""What the policy losses share: aggregation, train-inference correction, which tokens push, entropy, drift."""
+"""Base of the policy losses: aggregation, train-inference correction, token selection, entropy, metrics of drift."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from torch import Tensor
 Metrics = dict[str, tuple[Any, Tensor]]
 
 UNCERTAINTY, PUSHES = "uncertainty", "pushes"
-"""Columns per token: the entropy right before the step, and 1 where the token is among those that push."""
+"""Token columns: the entropy right before the optimizer step, and 1 for tokens that ``top_entropy`` selects."""
 
 
 class PolicyLossConfig(ComponentConfig):
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"] = "token_mean"
-    """How tokens become one number, over the whole optimizer batch; ``seq_sum_constant`` divides by the number of
-    answers times ``max_length``."""
+    """How the losses of tokens are averaged over the whole optimizer batch; ``seq_sum_constant`` divides their sum by
+    the number of answers times ``max_length``."""
     max_length: int | None = Field(default=None, gt=0)
     """For ``seq_sum_constant`` only: the most tokens that an answer may have (``sampling.max_new_tokens``, over all
-    turns). Less is refused; a smaller limit in sampling only scales the loss."""
+    turns). A smaller value is refused; a larger one only scales the loss."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Weights for samples drawn with other numbers than the trainer's (generator precision, staleness)."""
+    """Importance weights for samples whose log-probs differ between generator and trainer (precision, staleness)."""
     entropy_coef: float | None = None
     """Entropy bonus: absent = entropy is not computed, 0 = reported only."""
     top_entropy: float | None = Field(default=None, gt=0, lt=1)
-    """Only this share of the optimizer batch's tokens pushes the policy, those at which it is least certain (Wang et
-    al. 2025, arXiv:2506.01939, there 0.2); one forward pass more. Absent: all tokens."""
+    """Only this share of the optimizer batch's tokens, those with the highest entropy, enters the policy term (Wang et
+    al. 2025, arXiv:2506.01939, there 0.2). Needs one more forward pass. Absent: all tokens."""
     stale_mask: float | None = Field(default=None, gt=0)
-    """Answers of a negative advantage do not push where the mean over their tokens of log-prob when sampled minus now
-    exceeds this: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Absent: all push."""
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): an answer with a negative advantage
+    is masked if the mean over its tokens of (log-prob at sampling - log-prob now) exceeds this. Absent: no mask."""
 
     @model_validator(mode="after")
     def _constant(self) -> Self:
         if (self.aggregation == "seq_sum_constant") != (self.max_length is not None):
             raise ValueError(
                 f"max_length = {self.max_length} with aggregation = {self.aggregation!r}: 'seq_sum_constant' needs "
-                "max_length (the most tokens an answer may have), the other aggregations have no use for it"
+                "max_length (the most tokens an answer may have), the other aggregations do not read it"
             )
         return self
 
@@ -57,8 +57,8 @@ class PolicyLoss(Loss):
     and ``kl_generator`` (trainer against generator), both by k3 and >= 0; ``correction_weight``; ``entropy``;
     ``stale_masked``, the share of tokens that ``stale_mask`` leaves out.
 
-    Tokens that a correction, ``top_entropy`` or ``stale_mask`` leaves out stay in the denominators; entropy bonus and
-    KL are of all tokens.
+    Tokens that a correction, ``top_entropy`` or ``stale_mask`` leaves out stay in the denominators. The entropy bonus
+    and the KL terms cover all tokens.
     """
 
     Config: ClassVar[type[ComponentConfig]] = PolicyLossConfig
@@ -95,8 +95,8 @@ class PolicyLoss(Loss):
         if limit is None or longest <= limit:
             return []
         return [
-            f"algorithm.loss.max_length = {limit}, and an answer can have {longest} own tokens "
-            f"(sampling.max_new_tokens, times the turns): the first longer one would end the run. Set "
+            f"algorithm.loss.max_length = {limit}, but an answer can have {longest} own tokens "
+            f"(sampling.max_new_tokens, times the turns): the run would fail at the first longer answer. Set "
             f"--algorithm.loss.max_length {longest}."
         ]
 
@@ -104,8 +104,8 @@ class PolicyLoss(Loss):
         return () if self.config.top_entropy is None else (Annotation("policy", "entropy", UNCERTAINTY),)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Refuse answers beyond ``max_length``, whose share the constant would get wrong; mark the least certain tokens
-        of the batch."""
+        """Mark the tokens that ``top_entropy`` selects. Raises TrainingError for an answer longer than ``max_length``:
+        the constant of ``seq_sum_constant`` would be too small for it."""
         limit = self.config.max_length
         if limit is not None:
             own_U = batch.tok["loss_mask"].new_zeros(batch.units, dtype=batch.unit_B.dtype)
@@ -150,10 +150,10 @@ class PolicyLoss(Loss):
 
     @staticmethod
     def _stale(x: Any, limit: float) -> Tensor:
-        """bool [A]: tokens of a negative advantage in an answer that the policy has moved away from.
+        """bool [A]: tokens with a negative advantage in answers whose mean log-prob fell by more than ``limit``.
 
         Deviations from the paper: (1) the sign is that of the token's own advantage; the paper has one per answer. (2)
-        Where the generator reports no log-probs, those of the start of the update stand for them.
+        If the generator reports no log-probs, those of the start of the update are used.
         """
         sampled_A = x["gen_logprobs"] if x.has("gen_logprobs") else x["old_logprobs"]
         moved_S = x.mean_per_sequence(sampled_A.float() - x["logprobs"].detach().float())
@@ -161,8 +161,8 @@ class PolicyLoss(Loss):
 
 
 def top_threshold(batch: Batch, share: float) -> float:
-    """The entropy from which on a token is among the ``share`` of the batch's trained tokens with the highest: their
-    1 - share quantile, as ``torch.quantile`` and >= would split them. Equal entropies are in or out together."""
+    """The lowest entropy among the ``share`` of the batch's trained tokens with the highest entropy: the 1 - share
+    quantile, as ``torch.quantile`` and >= would split them. Tokens with equal entropy are selected together."""
     sorted_A = batch.column(UNCERTAINTY)[batch.tok["loss_mask"]].sort().values
     if not sorted_A.numel():
         return math.inf

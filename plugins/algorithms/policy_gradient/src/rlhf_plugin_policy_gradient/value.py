@@ -12,7 +12,7 @@ from rlhf.types import LossOutput, Reduce
 
 class ValueConfig(ComponentConfig):
     clip: float = Field(default=0.5, ge=0)
-    """How far the value may move from where it stood at the start of the update before it stops learning; 0 = off."""
+    """Range around the value at the start of the update, beyond which V_clip no longer follows V; 0 = off."""
 
 
 class Value(Loss):
@@ -39,7 +39,7 @@ class Value(Loss):
             old_A = x["old_values"]
             moved_A = values_A - old_A
             clipped_A = (old_A + moved_A.clamp(-self.config.clip, self.config.clip) - returns_A).square()
-            # old + (v - old) may differ from v in its last bit: only what moved too far is clipped
+            # old + (v - old) may differ from v in its last bit, so count only values that moved out of the range
             outside_A = moved_A.abs() > self.config.clip
             metrics["value_clip_fraction"] = ("token", (outside_A & (clipped_A > error_A)).float())
             error_A = torch.maximum(clipped_A, error_A)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Slot, Tokens
-from rlhf.types import Needs, RoleSpec, Update
+from rlhf.types import Needs, RoleSpec, RunOptions, Update
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, STEP_END, WRONG_TOKEN, step_logits
 from rlhf_plugin_prm.step_labels import LABEL, StepLabels
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ProcessRewardModelConfig(ComponentConfig):
-    """What says that a step is right."""
+    """The outputs that tell whether a step is right."""
 
     head: Literal["classes", "lm"] = "classes"
     """``classes``: two outputs of a classification head. ``lm``: the logits of two label tokens of a language model."""
@@ -43,9 +43,9 @@ class ProcessRewardModelConfig(ComponentConfig):
 class ProcessRewardModel(Algorithm):
     """Train a model to tell, after each step of a solution, whether the step is right.
 
-    The policy is the process reward model: it starts from a causal language model (with a fresh head of two classes, or
-    as it is), or from such a model trained before. One optimizer step per step, over all its solutions; a solution
-    without a step is left out.
+    The policy is the process reward model. It starts from a causal language model (``classes`` adds a new head), or
+    from a process reward model. One optimizer step in every step of the run, on all its solutions; a solution without
+    a step is left out.
     """
 
     name = "prm"
@@ -54,8 +54,13 @@ class ProcessRewardModel(Algorithm):
     slots = {"loss": Slot("loss", "step_labels")}
     Config = ProcessRewardModelConfig
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config, parts)
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
         self._labels: dict[str, int] = {}
 
     def needs(self) -> Needs:
@@ -63,18 +68,18 @@ class ProcessRewardModel(Algorithm):
         return Needs((RoleSpec("policy", head=head, trained=True),))
 
     def use_tokens(self, tokens: Tokens) -> None:
-        """Resolve the label tokens. Raises ConfigError where one is no single token, or both are the same."""
+        """Resolve the label tokens. Raises ConfigError if a text is not a single token, or both are the same token."""
         if self.config.label_tokens is None:
             return
         right, wrong = (tokens.single(text, "algorithm.label_tokens") for text in self.config.label_tokens)
         if right == wrong:
             raise ConfigError(
-                f"algorithm.label_tokens: {list(self.config.label_tokens)} are one token ({right}); right and wrong "
-                "need one each"
+                f"algorithm.label_tokens: {list(self.config.label_tokens)} are the same token ({right}); right and "
+                "wrong need different tokens"
             )
         self._labels = {RIGHT_TOKEN: right, WRONG_TOKEN: wrong}
-        if isinstance(self.parts["loss"], StepLabels):  # another loss declares what it reads itself
-            self.parts["loss"].head = step_logits(right, wrong)
+        if isinstance(self.parts["loss"], StepLabels):  # other losses declare their own heads
+            self.parts["loss"] = StepLabels(self.parts["loss"].config, step_logits(right, wrong))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         """Token columns ``step_end`` (bool) and ``step_label`` (the label there, 0 elsewhere)."""
@@ -97,7 +102,7 @@ class ProcessRewardModel(Algorithm):
         return [Update("policy", "loss")]
 
     def model_config(self) -> dict[str, Any]:
-        """Which label is which, for those who read the exported model."""
+        """The meaning of the labels, written to ``config.json`` of exported models."""
         if self.config.head == "lm":
             return dict(self._labels)
         return {"id2label": {"0": "wrong", "1": "right"}, "label2id": {"wrong": 0, "right": 1}}

@@ -1,7 +1,7 @@
-"""What a process reward model says of a step: the log-odds that it is right, read off after the step's last token.
+"""The output of a process reward model: the log-odds that a step is right, at the step's last token.
 
-Two kinds of model say it: one with two classes (0 wrong, 1 right), and a language model whose logits are restricted to
-two label tokens. Log-odds l give the probability sigma(l), which is the softmax over the two.
+Two kinds of model have this output: a model with two classes (0 wrong, 1 right), and a language model whose logits are
+restricted to two label tokens. Log-odds l give the probability sigma(l), which is the softmax over the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEP_END = "step_end"
 CLASSES = "classes:2"
 """``RoleSpec.head`` of a model with two classes."""
 RIGHT_TOKEN, WRONG_TOKEN = "right_token_id", "wrong_token_id"
-"""Where a language model's ``config.json`` says which tokens its labels are."""
+"""Keys of a language model's ``config.json`` that hold the ids of its label tokens."""
 
 
 def _difference(outputs_CV: Any, ids_C: Any, columns: Mapping[str, Any], constants: Mapping[str, Any]) -> Any:
@@ -28,6 +28,6 @@ def step_logits(right: int = 1, wrong: int = 0) -> Head:
     """Log-odds [A] of the steps that end at the A tokens under the mask :data:`STEP_END`.
 
     Args:
-        right, wrong: which outputs: two classes, or ids of two label tokens.
+        right, wrong: indices of the outputs: two classes, or ids of two label tokens.
     """
     return Head("step_logits", _difference, over=STEP_END, at="at", constants={"outputs": (right, wrong)})

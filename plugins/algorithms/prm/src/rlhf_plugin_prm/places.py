@@ -1,4 +1,4 @@
-"""Where the steps of a trajectory end, in its own tokens."""
+"""Find the tokens at which the steps of a trajectory end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from rlhf.types import Trajectory
 
 @dataclass(slots=True)
 class Context:
-    """One unbroken context of a trajectory, and the steps in it."""
+    """One context of a trajectory, up to the turn that rewrites it, and the steps in it."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    """In ``ids``, of the tokens that end a step."""
+    """Positions in ``ids`` of the tokens that end a step."""
     places: list[tuple[int, int]] = field(default_factory=list)
     """The same tokens as (turn, token in turn)."""
 
 
 def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
-    """The contexts, in order; a turn that starts on a rewritten context begins another. Only sampled turns have steps:
-    each is read by itself, as nothing but the policy's own text is credited. A token that ends two steps is named once.
+    """The contexts, in order. A turn that rewrites the context (``fresh``) starts a new one.
+
+    Steps are found in sampled turns only, in each turn separately, because only the policy's own text gets credit. A
+    token that ends two steps appears once.
     """
     made: list[Context] = []
     for number, turn in enumerate(trajectory.turns):
@@ -37,7 +39,7 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
 
 
 def last_token(trajectory: Trajectory) -> list[Context]:
-    """The context with the last sampled token, as if a single step ended there; none where nothing was sampled."""
+    """The context with the last sampled token, as if a single step ended there; empty if nothing was sampled."""
     sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids]
     if not sampled:
         return []

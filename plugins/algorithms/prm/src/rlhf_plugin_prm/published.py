@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says about how it labels steps."""
+"""Read from a model's ``config.json`` how the model labels steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def head_of(settings: dict[str, Any], model: str) -> str:
     if labels != 2:
         raise ModelError(
             f"reward 'prm': {model!r} has {labels} labels; a process reward model has 2 (0 wrong, 1 right), or is a "
-            "language model with two label tokens. A model with one output is a reward of its own: --reward model:PATH"
+            "language model with two label tokens. For a model with one output use --reward model:PATH"
         )
     return CLASSES
 
 
 def label_ids(settings: dict[str, Any]) -> tuple[int, int] | None:
-    """(right, wrong): the label tokens that training left there."""
+    """(right, wrong): ids of the label tokens, which training wrote there; None if they are absent."""
     right, wrong = settings.get(RIGHT_TOKEN), settings.get(WRONG_TOKEN)
     return (right, wrong) if isinstance(right, int) and isinstance(wrong, int) else None
 
 
 def separator_of(settings: dict[str, Any], model: str, given: str | None) -> str:
-    """The text that ends a step: what training left there, else the one given, else a line break.
+    """The text that ends a step: the one that training wrote there, else ``given``, else a line break.
 
-    Raises ConfigError: both are there and differ, so the model would be read where it never was in training.
+    Raises ConfigError if both exist and differ: the model was not trained to be read after the given text.
     """
     trained = settings.get(STEP_SEPARATOR)
     if not isinstance(trained, str) or not trained:
@@ -40,7 +40,7 @@ def separator_of(settings: dict[str, Any], model: str, given: str | None) -> str
     if given is not None and given != trained:
         raise ConfigError(
             f"reward 'prm': separator = {given!r}, but {model!r} was trained on steps that end with {trained!r} "
-            f"({STEP_SEPARATOR} in its config.json), and was never read behind another text. Leave separator out, or "
-            "train a model on such steps with data.step_separator."
+            f"({STEP_SEPARATOR} in its config.json), and was not trained to be read after other text. Leave separator "
+            "out, or train a model on such steps with data.step_separator."
         )
     return trained

@@ -1,4 +1,4 @@
-"""The reward: how likely each step of an answer is right, at the tokens where the steps end."""
+"""The reward: the probability that each step of an answer is right, at the token that ends the step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from rlhf.errors import ConfigError, RewardError
+from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
-from rlhf.paths import PathText
 from rlhf.steps import StepEnds
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 from rlhf_hub.published import settings_of
@@ -29,7 +29,7 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class ProcessRewardConfig(ComponentConfig):
-    """Which model, where steps end, and what becomes of their values."""
+    """The model, the text that ends a step, and how the values of steps are combined."""
 
     model: PathText = Field(min_length=1)
     """Path or hub name of a process reward model: two classes (0 wrong, 1 right), or a language model with two label
@@ -37,16 +37,17 @@ class ProcessRewardConfig(ComponentConfig):
     role: str = "process_reward_model"
     """Name of the role that holds it (``[roles.NAME]`` configures that). A second such model needs another."""
     label_tokens: tuple[str, str] | None = None
-    """Of a language model: the texts for right and for wrong, one token each; where absent, what training left in its
-    ``config.json``."""
+    """For a language model: the texts for right and for wrong, one token each. Default: those in its ``config.json``,
+    which training wrote."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that ends a step: ``data.step_separator`` of the model's training. Where absent, what training left in its
-    ``config.json``, else a line break."""
+    """Text that ends a step: ``data.step_separator`` of the model's training. Default: the one in its ``config.json``,
+    which training wrote, else a line break."""
     aggregate: Literal["min", "mean", "last", "product", "sum"] = "min"
-    """How the steps' values become the value of an answer. With ``credit = "step"`` it is only a score, which filters
-    and evaluations read."""
+    """How the values of the steps are combined into the value of an answer. With ``credit = "step"`` the result is only
+    a score for filters and evaluations."""
     baseline: float = 0.0
-    """Subtracted from each step's probability, before all else: with 0.5 steps that are likely wrong cost something."""
+    """Subtracted from each step's probability before the aggregate: with 0.5, steps that are probably wrong get a
+    negative value."""
     without_steps: Literal["skip", "last_token"] = "skip"
     """An answer in which no step ends: ``skip`` gives it no value (not applicable), ``last_token`` reads the model
     after its last token, as if a step ended there."""
@@ -60,12 +61,12 @@ class ProcessRewardConfig(ComponentConfig):
 class ProcessReward(Reward):
     """The probability that a step is right, less ``baseline``, for every step that ends in the policy's own tokens.
 
-    With ``credit = "step"`` in its section the values go to their tokens (``RewardResult.steps``); the aggregate is the
-    score that the dynamic filter reads. With ``credit = "outcome"`` the aggregate is the answer's value. So the steps
-    count once either way.
+    With ``credit = "step"`` in its section the values go to their tokens (``RewardResult.steps``), and the aggregate is
+    the score that the dynamic filter reads. With ``credit = "outcome"`` the aggregate is the answer's value. No step
+    counts twice.
 
-    The model is a role of the run and reads the very tokens of the trajectory; of a multi-turn one all that the policy
-    saw up to each step.
+    The model is a role of the run and reads the same tokens as the policy: of a trajectory with several turns, all that
+    the policy saw up to each step.
     """
 
     name = "prm"
@@ -91,8 +92,8 @@ class ProcessReward(Reward):
         return separator_of(self._settings, self.config.model, self.config.separator)
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Raises ConfigError, before a model is loaded, where an option contradicts the model, or nothing says which
-        tokens the labels of a language model are."""
+        """Raises ConfigError, before a model is loaded, if an option contradicts the model, or if neither the options
+        nor ``config.json`` name the label tokens of a language model."""
         assert self._separator
         self._check_labels()
         return (RoleSpec(self.config.role, head=self._head, model=self.config.model),)

@@ -16,7 +16,7 @@ LABEL = "step_label"
 
 
 class StepLabelsConfig(ComponentConfig):
-    """What the mean is over."""
+    """How the losses of steps are averaged."""
 
     reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """``token_mean``: every step of the batch counts the same. ``seq_mean_token_mean``: every solution does."""
@@ -25,20 +25,22 @@ class StepLabelsConfig(ComponentConfig):
 class StepLabels(Loss):
     """-p log sigma(l) - (1 - p) log sigma(-l) for each step: l the model's log-odds that it is right, p its label.
 
-    p = 1 and p = 0 are hard labels; anything between is a soft one, e.g. the share of continuations that end well. The
-    gradient with respect to l is sigma(l) - p, so it is finite everywhere.
+    p = 1 and p = 0 are hard labels. A value between is a soft label, e.g. the share of continuations with a correct
+    result. The gradient with respect to l is sigma(l) - p, so it is finite everywhere.
 
-    Metrics, per step: ``accuracy`` (the model and the label are on the same side of one half; a label of one half
-    counts as right), ``accuracy_right`` and ``accuracy_wrong`` over the steps with such a label, ``label`` and
-    ``probability``, the means of p and of sigma(l).
+    Metrics, per step: ``accuracy`` (sigma(l) and p are on the same side of 0.5; p = 0.5 counts as right),
+    ``accuracy_right`` and ``accuracy_wrong`` (over the steps with such a label), ``label`` and ``probability`` (the
+    means of p and of sigma(l)).
     """
 
     name = "step_labels"
     source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935"
     Config = StepLabelsConfig
 
-    head: Head = step_logits()
-    """What it reads; the algorithm replaces it where label tokens stand for the classes."""
+    def __init__(self, config: ComponentConfig | None = None, head: Head | None = None) -> None:
+        """``head``: the log-odds that a step is right; None reads them from a head of two classes."""
+        super().__init__(config)
+        self.head = step_logits() if head is None else head
 
     def outputs(self) -> tuple[Head, ...]:
         return (self.head,)

@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 class RejectionSamplingConfig(ComponentConfig):
     keep: int = Field(default=1, ge=1)
-    """So many best samples of each prompt are trained on."""
+    """Number of samples with the highest rewards that each prompt gives to training."""
     min_reward: float | None = None
-    """Samples below it are never kept, so a prompt may give fewer than ``keep``, or none; off where absent."""
+    """Samples with a lower reward are never kept, so a prompt may give fewer than ``keep``, or none. Absent: no limit.
+    """
     epochs: int = Field(default=1, ge=1)
     """Passes over each step's kept samples."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass; fewer where a step kept fewer samples."""
+    """Optimizer steps per pass; fewer if a step keeps fewer samples."""
 
 
 class RejectionSampling(Algorithm):
-    """Best of n, then supervised fine-tuning on it: the likelihood of the tokens that were sampled is maximised.
+    """Keep the best of n samples and maximise the likelihood of their tokens (supervised fine-tuning).
 
-    Of each prompt the samples with the highest rewards are kept; of equal rewards those with the lower sample number,
-    so neither chance nor the order in which samples arrive enters. With ``stream.round = R`` the samples of R steps are
-    drawn from one policy, and every round starts from what the last one learnt.
+    For each prompt the samples with the highest rewards are kept. Ties go to the lower sample number, so the choice
+    does not depend on chance or on the order in which samples arrive. With ``stream.round = R`` the samples of R steps
+    are drawn from one policy, and the next round samples from the policy that those steps trained.
 
     Metrics: ``reward/mean`` of all samples and ``reward/best`` of the kept ones, ``rejection/kept`` (samples),
-    ``rejection/empty_groups`` (prompts that gave none), ``rejection/ties`` (prompts where a sample was left out though
-    its reward equals that of a kept one).
+    ``rejection/empty_groups`` (prompts without a kept sample), ``rejection/ties`` (prompts where a sample was left out
+    although its reward equals that of a kept one).
 
-    Deviations from the source: (1) rewards are of any kind; steps' rewards are summed. (2) Only samples of the current
+    Deviations from the source: (1) rewards are of any kind; step rewards are summed. (2) Only samples of the current
     round compete, not those of earlier rounds. (3) The loss is the mean over all kept tokens of the optimizer batch.
-    Samples drawn at another temperature than 1 are trained on at temperature 1, as demonstrations are.
+    Samples drawn at another temperature are trained on at temperature 1, as demonstrations are.
     """
 
     name = "rejection_sampling"
@@ -55,7 +56,7 @@ class RejectionSampling(Algorithm):
 
         from rlhf_plugin_rejection_sampling.best import best_of
 
-        samples = assemble(examples, self.step_sources)
+        samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
         best = best_of(samples, self.config.keep, self.config.min_reward)
@@ -72,7 +73,7 @@ class RejectionSampling(Algorithm):
         }
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
-        """At most one minibatch per kept sample: how many a step keeps is not known before its samples are scored."""
+        """At most one minibatch per kept sample. The number of kept samples is not known before they are scored."""
         minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
         return [Update("policy", "loss", self.config.epochs, minibatches)]
 

@@ -1,4 +1,4 @@
-"""Which samples of a batch are the best of their prompts."""
+"""Choose the best samples of each prompt in a batch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rlhf.ops.batch import Batch
 
 @dataclass(slots=True)
 class Best:
-    """What was kept of a batch of samples, and what was not."""
+    """The kept samples of a batch, and statistics."""
 
     units: list[int] = field(default_factory=list)
-    """Kept samples, by their place in the batch: group by group, the best of each first."""
+    """Indices of the kept samples in the batch: group by group, the best of each first."""
     empty_groups: int = 0
-    """Groups of which none was kept."""
+    """Groups without a kept sample."""
     ties: int = 0
-    """Groups in which a sample was left out whose reward equals the worst kept one."""
+    """Groups in which a sample was left out although its reward equals that of the worst kept one."""
     mean: float = 0.0
-    """Reward of all samples with at least one sampled token."""
+    """Mean reward of all samples with at least one sampled token."""
     mean_kept: float = 0.0
 
 
 def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> Best:
     """The ``keep`` best of each group of a batch of samples (:func:`rlhf.ops.trajectories.assemble`).
 
-    A sample's reward is its own and, where some are given step by step, their sum. Of equal rewards the lower sample
-    number wins. Samples in which the policy chose no token do not take part.
+    A sample's reward is its outcome reward plus the sum of its step rewards. Ties go to the lower sample number.
+    Samples without a sampled token are ignored.
 
     Args:
         min_reward: samples below it are not kept.

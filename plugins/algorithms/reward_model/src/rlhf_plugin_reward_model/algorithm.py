@@ -1,4 +1,4 @@
-"""The algorithm: pairs become units of two sequences, and the scores' mean and deviation go into what is exported."""
+"""The algorithm: pairs become units of two sequences; exports hold the mean and standard deviation of the scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from rlhf.interfaces import Algorithm, ComponentConfig, Slot
-from rlhf.types import Needs, RoleSpec, Update
+from rlhf.types import Needs, RoleSpec, RunOptions, Update
 
 from rlhf_plugin_reward_model.moments import Moments, figures
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class RewardModelConfig(ComponentConfig):
-    """What is remembered of the scores."""
+    """Statistics of the scores."""
 
     moments_decay: float = Field(default=0.9, ge=0, lt=1)
-    """How slowly the running mean and deviation of the training scores forget, per step. They are what an export holds
-    where there was no evaluation."""
+    """Decay per step of the running mean and standard deviation of the training scores. Exports hold these if there was
+    no evaluation."""
 
 
 class RewardModel(Algorithm):
     """Train a scalar head, and the model under it, to score the chosen answer of a pair above the rejected one.
 
-    The policy is the reward model: it starts from a causal language model with a fresh head, or from a reward model.
-    One optimizer step per step, over all its pairs. Every export's ``config.json`` holds ``mean`` and ``std`` of the
-    scores: over the chosen and rejected answers of the last evaluation, or, where there was none, running averages over
-    the training pairs.
+    The policy is the reward model: it starts from a causal language model with a new head, or from a reward model.
+    One optimizer step in every step of the run, on all its pairs. Every export's ``config.json`` holds ``mean`` and
+    ``std`` of the scores: over the chosen and rejected answers of the last evaluation or, if there was none, running
+    averages over the training pairs.
     """
 
     name = "reward_model"
@@ -39,8 +39,13 @@ class RewardModel(Algorithm):
     slots = {"loss": Slot("loss", "pairwise")}
     Config = RewardModelConfig
 
-    def __init__(self, config: ComponentConfig | None = None, parts: Mapping[str, Any] | None = None) -> None:
-        super().__init__(config, parts)
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
         self._training = Moments(self.config.moments_decay)
         self._held_out: dict[str, float] = {}
 
@@ -48,7 +53,7 @@ class RewardModel(Algorithm):
         return Needs((RoleSpec("policy", head="scalar", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` where rows have one."""
+        """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` if rows have one."""
         from rlhf.ops.batch import SequenceData, UnitData, pack
 
         units = [
@@ -57,7 +62,7 @@ class RewardModel(Algorithm):
                 {"margin": float(example.values["margin"])} if "margin" in example.values else {},
             )
             for example in examples
-            if any(any(s.loss_mask[1:]) for s in example.sequences)  # neither answer has a token: two equal prompts
+            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are the bare prompt
         ]
         return pack(units) if units else None, {}
 

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of a reward model's scores, for those who normalise by them."""
+"""Mean and standard deviation of a reward model's scores. The reward that uses the model can normalise by them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 class Moments:
     """Running averages of a score and its square.
 
-    Each step's averages enter with weight 1 - ``decay``, those before fade by ``decay``; divided by the sum of the
-    weights so far, so that the first steps count in full (as Adam corrects its averages).
+    Exponential moving averages: a step's averages have weight 1 - ``decay``, and earlier ones are multiplied by
+    ``decay``. The sums are divided by the sum of the weights, which removes the bias of the first steps, as in Adam.
     """
 
     decay: float
@@ -32,7 +32,7 @@ class Moments:
         return self.weight > 0
 
     def figures(self) -> dict[str, float]:
-        """``mean`` and ``std`` (population); nothing where no step was added."""
+        """``mean`` and ``std`` (population); empty before the first step."""
         return figures(self.first / self.weight, self.second / self.weight) if self.known else {}
 
     def state_dict(self) -> dict[str, float]:

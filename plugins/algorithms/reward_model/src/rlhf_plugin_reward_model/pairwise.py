@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class PairwiseConfig(ComponentConfig):
-    """Form of the loss, and what is added to it."""
+    """Form of the loss, and its additional term."""
 
     loss_type: Literal["sigmoid", "logexp"] = "sigmoid"
-    """``sigmoid``: -log sigma(d); ``logexp``: log(1 + exp(-d)), d the difference of the scores less the margin. Two
-    ways to compute one function."""
+    """``sigmoid``: -log sigma(d); ``logexp``: log(1 + exp(-d)), d the difference of the scores less the margin. Both
+    compute the same function."""
     center_coef: float = Field(default=0.0, ge=0)
     """Coefficient of (chosen score + rejected score)^2, which keeps the scores around zero; 0 = off."""
 
@@ -25,7 +25,7 @@ class PairwiseConfig(ComponentConfig):
 class Pairwise(Loss):
     """-log sigma(r_c - r_r - m), the mean over pairs; r is the score at a sequence's last token.
 
-    m is the unit column ``margin`` where the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any
+    m is the unit column ``margin`` if the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any
     finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also the
     mean over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
 

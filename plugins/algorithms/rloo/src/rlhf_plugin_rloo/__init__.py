@@ -8,10 +8,10 @@ from rlhf_algorithms.policy_gradient import PolicyGradient
 class RLOO(PolicyGradient):
     """A_i = r_i - (sum of the others' rewards) / (G - 1); needs at least two samples per prompt.
 
-    Deviations from the paper: (1) a clipped surrogate, which at one optimizer step per batch equals the paper's plain
-    policy gradient (``[algorithm.loss] use = "reinforce"`` is the paper's loss at any number). (2) Mean over tokens
-    instead of sums per answer. (3) KL is off unless ``kl.coef`` is set, and then added after the baseline;
-    ``kl.before_baseline = true`` is the paper's form.
+    Deviations from the paper: (1) a clipped surrogate, which equals the paper's plain policy gradient with one
+    optimizer step per batch (``[algorithm.loss] use = "reinforce"`` is the paper's loss with any number of steps). (2)
+    Mean over tokens instead of sums per answer. (3) KL is off unless ``kl.coef`` is set, and is added after the
+    baseline; ``kl.before_baseline = true`` is the paper's form.
     """
 
     name = "rloo"

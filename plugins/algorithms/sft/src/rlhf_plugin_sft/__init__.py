@@ -20,7 +20,7 @@ class SFT(Algorithm):
     """Maximise the likelihood of demonstrations: one optimizer step per step, over all its rows.
 
     Which tokens are trained on (the last answer, all answers, everything) is decided by ``data.loss_on`` when rows
-    are tokenised; a row in which no token is trained on is left out, a step without any trains nothing.
+    are tokenised. A row in which no token is trained on is left out; a step without any row trains nothing.
     """
 
     name = "sft"

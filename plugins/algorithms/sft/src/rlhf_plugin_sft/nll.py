@@ -19,7 +19,7 @@ def _mean_logprob(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any
 
 
 MEAN_LOGPROB = Head("mean_logprob", _mean_logprob)
-"""Mean over the vocabulary of the log-probs: what label smoothing pulls towards."""
+"""Mean over the vocabulary of the log-probs: the term that label smoothing adds."""
 
 
 class LikelihoodConfig(ComponentConfig):
@@ -29,8 +29,8 @@ class LikelihoodConfig(ComponentConfig):
 
 class NLLConfig(LikelihoodConfig):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """e: the target is the demonstrated token with 1 - e and any token of the vocabulary alike with e (Szegedy et al.
-    2016, arXiv:1512.00567, section 7)."""
+    """e: the target distribution is 1 - e on the demonstrated token plus e times the uniform distribution over the
+    vocabulary (Szegedy et al. 2016, arXiv:1512.00567, section 7)."""
 
 
 class NLL(Loss):
@@ -58,8 +58,8 @@ class NLL(Loss):
 
 
 class DFT(Loss):
-    """-stop(p) log p per token, p the token's own probability: dynamic fine-tuning. What the model finds unlikely pulls
-    less, which undoes the 1 / p by which the likelihood's gradient weighs a demonstrated token.
+    """-stop(p) log p per token, p the token's own probability: dynamic fine-tuning. The gradient of the likelihood
+    weighs a demonstrated token by 1 / p; the factor p cancels this weight.
 
     Metrics: those of ``nll``.
     """

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 class SimPOConfig(ComponentConfig):
     beta: float = Field(default=2.0, gt=0)
-    """Scale of the reward, beta x the mean log-prob of an answer's tokens. SimPO wants 2 to 10 where losses on sums of
-    log-probs want 0.1."""
+    """Scale of the reward, beta x the mean log-prob of an answer's tokens. SimPO uses 2 to 10; losses on sums of
+    log-probs use about 0.1."""
     gamma: float = Field(default=0.5, ge=0)
     """Target margin between the two rewards, as in the paper: on the scale of beta x log-prob, not divided by beta."""
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
     """``sigmoid``: -log sigma(m), the paper's; ``hinge``: max(0, 1 - m)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs taken to be the wrong way round (``sigmoid`` only)."""
+    """Assumed share of pairs whose labels are swapped (``sigmoid`` only)."""
     nll_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the chosen answers' negative log-likelihood, the mean over their tokens; 0 = off."""
 

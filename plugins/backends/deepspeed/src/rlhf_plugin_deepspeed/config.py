@@ -25,8 +25,8 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     keep_whole: int = Field(100_000, ge=0)
     """Stage 3: parameters of up to this many elements stay whole on every rank."""
     gathered: int = Field(2**27, ge=0)
-    """Stage 3: most elements of parameters that stay whole on a rank from one use to the next, beside the layer at
-    work. More save communication, fewer save memory."""
+    """Stage 3: largest number of elements that a rank keeps whole between two uses, besides those of the current
+    layer. A larger number saves communication, a smaller one saves memory."""
     bucket: int = Field(2**25, gt=0)
     """Elements of the buffers in which gradients are reduced and, in stage 3, weights gathered ahead of use."""
     timeout: float = Field(1800.0, gt=0)
@@ -34,7 +34,7 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     export_shard_bytes: int = Field(2**32, gt=0)
     """Largest safetensors file of an export (one larger tensor is alone in its file)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; ``auto``: on a GPU where there is one."""
+    """Device of the model; ``auto``: a GPU if there is one."""
 
     @model_validator(mode="after")
     def _possible(self) -> DeepSpeedTrainerConfig:
@@ -55,12 +55,12 @@ class DeepSpeedTrainerConfig(TrainingConfig):
                 (
                     "lora.dropout",
                     self.lora is not None and self.lora.dropout > 0,
-                    "would drop the same places of different parts on each rank; set it to 0",
+                    "would draw one mask for different parts of a layer on each rank; set it to 0",
                 ),
                 (
                     "neftune_alpha",
                     self.neftune_alpha is not None,
-                    "would put another noise on each rank's embeddings; leave one out",
+                    "would add different noise to the embeddings of each rank; leave one out",
                 ),
             ):
                 if wrong:

@@ -36,7 +36,7 @@ class ZeroEngine:
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
         elements = sum(_numel(p) for p in model.parameters())
-        with quiet(), second_copies(config.hpz_partition_size, config.timeout), topology.told():
+        with quiet(), second_copies(config.hpz_partition_size, config.timeout), topology.used_by_deepspeed():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -88,7 +88,7 @@ class ZeroEngine:
         if self.reduced:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        with self.topology.told():
+        with self.topology.used_by_deepspeed():
             if self.stage >= 2:
                 self.optimizer.finalize_gradient_accumulation_boundary()
             elif self.stage == 1 or self.topology.replicas > 1:
@@ -100,7 +100,7 @@ class ZeroEngine:
 
     def step(self) -> None:
         """Step with the reduced gradients and forget them."""
-        with self.topology.told():
+        with self.topology.used_by_deepspeed():
             self.engine.step()
         self._fresh()
 

@@ -1,6 +1,6 @@
 """The module that DeepSpeed wraps: one call is one micro-batch, and every rank makes the same calls inside.
 
-ZeRO-3 gathers weights in hooks around modules, and hangs where ranks call different modules. The number of chunks of
+ZeRO-3 gathers weights in hooks around modules, and hangs if ranks call different modules. The number of chunks of
 logits depends on the tokens of a micro-batch, so the head must not be called as a module per chunk. :class:`Outputs` is
 called once, keeps the head's weights for all chunks (also those that the backward pass computes again), and multiplies
 by them itself.

@@ -1,5 +1,5 @@
-"""Reading a model: whole; divided over ranks while it is read, so that no rank ever holds it all (stage 3); or whole in
-host memory, of which a rank keeps its part of every layer (``tensor_parallel``).
+"""Reading a model: whole; divided over ranks while it is read, so that no rank ever holds all of it (stage 3); or whole
+in host memory, after which each rank keeps its part of every layer (``tensor_parallel``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
-    """:func:`rlhf_modeling.model.load_model`, of which this rank keeps its part; ``device`` never holds more."""
+    """Load with :func:`rlhf_modeling.model.load_model` and keep this rank's part. ``device`` never holds more."""
     host = torch.device("cpu")
     loaded = load_model(spec, host, divided=True)
     if loaded.fresh_head:
@@ -76,7 +76,7 @@ def load_part(
     if (lora := _adapters(spec, config)) is not None:  # whole adapters, the same on every rank
         add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
         loaded.module.eval()
-    if config.kernels == "own" or device.type == "cpu":  # on the host "auto" means "own", also for a GPU
+    if config.kernels == "own" or device.type == "cpu":  # "auto" means "own" on a CPU
         use_kernels(loaded, config.kernels if config.kernels != "liger" else "none")
     split = divide(loaded, topology, device)
     if config.kernels == "liger":

@@ -1,4 +1,4 @@
-"""What a rank stores in each ZeRO stage, for ``rlhf plan``. :mod:`rlhf_plugin_deepspeed.engine` makes it so."""
+"""Memory of a rank in each ZeRO stage, for ``rlhf plan``. :mod:`rlhf_plugin_deepspeed.engine` allocates it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_plugin_deepspeed.topology import check_parts
 
 FP32 = 4.0
 COPIES = {"cpu": 3, "cuda": 1}
-"""Copies of a bucket of weights that stage 3 gathers. gloo has one of its own and gathers the next bucket early."""
+"""Copies of a bucket of weights that stage 3 gathers. gloo has a copy of its own and gathers the next bucket early."""
 
 
 def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:

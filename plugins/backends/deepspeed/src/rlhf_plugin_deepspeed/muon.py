@@ -69,7 +69,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         split, replicated = self._split, self._partition.replicated
         whole = torch.zeros(self._shapes[name], device=device)
         everywhere = replicated and split.topology.parts == 1
-        spare = replicated and split.topology.replica > 0  # another replica holds the same elements
+        spare = replicated and split.topology.replica > 0  # another replica sends the same elements
         if own is not None and (everywhere or (split.counts(name) and not spare)):
             _, piece, update = own
             held = split.own(name, whole)

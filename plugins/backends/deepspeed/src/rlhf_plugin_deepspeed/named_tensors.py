@@ -54,14 +54,14 @@ class NamedTensors:
     def stream(
         self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) on ranks where ``first``. Other ranks take part and yield nothing; ``near`` marks the
-        ranks that hold parts of the same tensors.
+        """Yield (name, whole tensor) on ranks with ``first``. Other ranks take part and yield nothing.
 
-        Where weights are divided by their elements (``gather``), about ``elements`` of them are whole at once, and
-        copies are yielded; otherwise they share memory with the model, but for those that are put together from parts,
-        or laid out otherwise in checkpoints.
+        With ``gather`` (weights divided by their elements) about ``elements`` elements are whole at once, and the
+        yielded tensors are copies. Otherwise they share memory with the model, except tensors that are assembled from
+        parts, and those that checkpoints store in another layout.
 
         Args:
+            near: whether this rank holds parts of the same tensors as a rank with ``first``.
             merge: add the adapters to copies of their weights.
         """
         return self._published.stream(self._whole(gather, first, near, elements, merge))
@@ -69,7 +69,7 @@ class NamedTensors:
     def _whole(
         self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """As :meth:`stream`, under the module's names."""
+        """Like :meth:`stream`, under the module's names."""
         if self.split.dims:
             for name in self._model() if near else ():
                 whole = self._put_together(name, merge)
@@ -88,7 +88,7 @@ class NamedTensors:
 
     @torch.no_grad()
     def _put_together(self, name: str, merge: bool) -> Tensor:
-        """A whole tensor from the parts of a replica's ranks. They call it together."""
+        """A whole tensor, assembled from the parts of a replica's ranks. All of them must call this method."""
 
         def whole(of: str) -> Tensor:
             return self.split.whole(of, self.objects[of].detach())
@@ -120,9 +120,9 @@ class NamedTensors:
 
     @torch.no_grad()
     def overwrite(self, given: Mapping[str, Tensor], partition: ZeroPartition, where: str) -> None:
-        """Copy whole tensors into the model, in ``partition`` the pieces that this rank owns.
+        """Copy whole tensors into the model, and the pieces that this rank owns into ``partition``.
 
-        Raises CheckpointError, with nothing changed, where names or shapes differ.
+        Raises CheckpointError, with nothing changed, if names or shapes differ.
         """
         given = self._published.restore(given, where)
         for flat in partition.flats:

@@ -6,7 +6,7 @@ and once in the backward pass, at its input. Hidden states, embedding, norms and
 and so are the gradients of parameters that are not divided. Gradients of the norms of queries and keys are parts of a
 sum.
 
-An adapter B A is cut like its matrix: B by rows for an input matrix, A by columns for an output matrix. The other
+An adapter B A is divided like its matrix: B by rows for an input matrix, A by columns for an output matrix. The other
 factor is whole on every rank, and its gradients are parts of a sum. No further sum of hidden states is needed.
 
 Shape suffixes: N packed tokens, I and O inputs and outputs of a linear layer, P of this rank's part of them.
@@ -98,8 +98,8 @@ class Entrance:
 
 
 class Part(nn.Module):
-    """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. The bias of one
-    with some inputs is not added: it belongs to the sum."""
+    """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. With ``dim`` 1 the
+    bias is not added here, because it must be added once, to the sum over the ranks."""
 
     def __init__(self, whole: nn.Linear, dim: int, topology: Topology) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Divided:
         """Divide the linear layer ``name`` of ``half``, with its adapter if it has one.
 
         Args:
-            entrance: of layers that lead in; None: it leads out.
+            entrance: shared entrance of the input matrices; None for an output matrix.
         """
         layer, dim = getattr(half, name), 1 if entrance is None else 0
         whole, at = layer, f"{where}.{name}"
@@ -185,8 +185,8 @@ def _adapted(layer: Any, topology: Topology, entrance: Entrance | None) -> Calla
 def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> TensorSplit:
     """Keep this rank's part of a whole model, and bring it to ``device``.
 
-    Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (each rank would draw the
-    same mask for other heads), and where the divided model computes something else.
+    Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (the ranks would draw the
+    same mask for different heads), and if the hidden states of the divided model differ.
     """
     named = dict(loaded.module.named_modules())
     layers = {name: m for name, m in named.items() if type(m).__name__ in LAYERS}
@@ -215,7 +215,7 @@ def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> Ten
 
 
 def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
-    """Raises CapabilityError where ``parts`` does not divide sizes in a model's config. ``who``: for the message."""
+    """Raises CapabilityError if ``parts`` does not divide sizes in a model's config. ``who``: for the message."""
     config = settings.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name, 0) for name in names}

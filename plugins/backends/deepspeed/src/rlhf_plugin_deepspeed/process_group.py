@@ -24,20 +24,20 @@ INSTALL = "pip install 'rlhf-kit[deepspeed]'"
 _joined: tuple[str, int, int] | None = None
 """(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
 _node_groups: dict[int, Any] = {}
-"""{ranks: those that hold a second copy of the weights among them, this one included}."""
+"""{number of ranks: the process group of this rank that holds a second copy of the weights}."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
     """The package, with its accelerator set to ``device`` and without its start-up messages.
 
-    Raises: ConfigError where it is not installed or does not import, or serves another kind of device already.
+    Raises ConfigError if it is not installed, cannot be imported, or already uses another kind of device.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         with _not_found("mlflow"):
             import deepspeed
         from deepspeed.accelerator import get_accelerator
-    except Exception as cause:  # its import compiles and probes; anything can come out
+    except Exception as cause:  # the import compiles and probes, so any exception is possible
         raise ConfigError(
             f"trainer 'deepspeed' needs the package deepspeed, which cannot be imported "
             f"({type(cause).__name__}: {cause}). Install it: {INSTALL}"
@@ -49,7 +49,7 @@ def import_deepspeed(device: torch.device) -> Any:
             f"set DS_ACCELERATOR={device.type}, or trainer.device to match"
         )
     _spare_start_up()
-    # torch 2.13 renames what DeepSpeed 0.19 calls in every gather
+    # DeepSpeed 0.19 calls functions that torch 2.13 renamed
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
     )
@@ -58,8 +58,8 @@ def import_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def _not_found(package: str) -> Iterator[None]:
-    """Inside, importing ``package`` fails, if it was not imported before. DeepSpeed's autotuner, which is not used,
-    takes mlflow along where it is installed: most of the import's time, in every rank."""
+    """A context in which importing ``package`` fails, unless it was imported before. DeepSpeed's autotuner, which is
+    not used, imports mlflow if it is installed. That takes most of the import's time, in every rank."""
     if package in sys.modules:
         yield
         return
@@ -71,11 +71,12 @@ def _not_found(package: str) -> Iterator[None]:
 
 
 def _spare_start_up() -> None:
-    """Leave out two things of DeepSpeed's start that training never uses.
+    """Skip two steps of DeepSpeed's start, which training never uses.
 
-    On CPUs it compiles a C++ kernel for inference when it meets a process group (a minute or two, and a compiler),
-    whose shared memory has no name that tells two roles on one machine apart. And it imports its own Muon to look up
-    whether an optimizer is one, which starts torch's compiler for that Muon's sake.
+    1. On CPUs DeepSpeed compiles a C++ kernel for inference when it gets a process group. This takes a minute or two
+       and needs a compiler. The kernel's shared memory has the same name for two roles on one machine.
+    2. DeepSpeed imports its own Muon to find out whether an optimizer is an instance of it. The import starts torch's
+       compiler.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
@@ -89,7 +90,7 @@ def _spare_start_up() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without DeepSpeed's warnings about optimizers that are not its own, and other remarks of its start."""
+    """A context without DeepSpeed's warnings, among them those about optimizers that are not its own."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -102,8 +103,8 @@ def quiet() -> Iterator[None]:
 def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     """Make this process rank ``spec.rank`` of the role's group.
 
-    Roles of one rank share their process's group of one. Roles of several ranks share a group only where a launcher
-    gave them the same rendezvous: it then calls them in one order on all ranks.
+    Roles of one rank share the process's group of one rank. Roles of several ranks share a group only if the launcher
+    gave them the same rendezvous. It must call them in the same order on all ranks.
     """
     global _joined
     who = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
@@ -124,7 +125,7 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     else:
         if not spec.rendezvous.startswith("tcp://"):
             raise ConfigError(
-                f"{who}: no place to meet. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
+                f"{who}: no rendezvous address. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
             )
         limit = timedelta(seconds=seconds)
         try:
@@ -144,7 +145,8 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
 
 
 def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
-    """Where the ranks meet. Rank 0 serves it at that address alone; torch would at all addresses of the machine."""
+    """The store of the rendezvous. Rank 0 listens at the rendezvous address only; torch itself would listen at all
+    addresses of the machine."""
     place = urlsplit(spec.rendezvous)
     host, port = place.hostname or "", place.port or 0
     if spec.rank:
@@ -158,18 +160,19 @@ def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
 
 @contextmanager
 def second_copies(ranks: int, seconds: float) -> Iterator[None]:
-    """Inside, models are divided with a second copy among each ``ranks`` ranks (ZeRO++); 1: without one.
+    """A context in which models are divided with a second copy on each group of ``ranks`` ranks (ZeRO++); 1: without.
 
-    DeepSpeed has room for one such group in a process: it makes it for the first model and stops at an assertion for
-    the second, and a model without second copies would be given that of another. It looks there only while it divides a
-    model, so the group is put there for as long, made once for all roles of the process.
+    DeepSpeed keeps one such group per process, in a global variable. It makes the group for the first model and fails
+    with an assertion for the second, and a model without second copies would use the group of another model. DeepSpeed
+    reads the variable only while it divides a model. So the group is made once for all roles of the process, and the
+    variable is set for the duration of this context.
     """
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if ranks > 1 and ranks not in _node_groups:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._create_zero_param_parallel_group(ranks)
         _node_groups[ranks] = groups._get_zero_param_intra_parallel_group()
-        # it waits no longer than the others
+        # the same timeout as the other groups
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), _node_groups[ranks])
     create = groups._create_zero_param_parallel_group
     groups._create_zero_param_parallel_group = lambda _: None
@@ -181,7 +184,7 @@ def second_copies(ranks: int, seconds: float) -> Iterator[None]:
 
 
 def agree_on_role(spec: ModelSpec, who: str) -> None:
-    """Every rank of the group must hold the same role of the same model."""
+    """Raises ConfigError unless every rank of the group holds the same role of the same model."""
     facts: list[Any] = [None] * spec.world_size
     dist.all_gather_object(facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype))
     if len(set(facts)) > 1:
@@ -190,7 +193,7 @@ def agree_on_role(spec: ModelSpec, who: str) -> None:
 
 @contextmanager
 def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
-    """Say which role and rank waited in vain when a collective inside fails."""
+    """A context that raises WorkerError, naming role, rank and call, if a collective inside loses the other ranks."""
     try:
         yield
     except RlhfError:
@@ -222,7 +225,7 @@ def largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_text(text: str) -> str:
-    """The first text over ranks that is not empty, with its rank."""
+    """The text of the lowest rank whose text is not empty, with that rank."""
     size = dist.get_world_size()
     if size == 1:
         return text
@@ -238,6 +241,6 @@ def reduce_to_first(values: torch.Tensor) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this function."""
     if dist.get_world_size() > 1:
         dist.barrier()

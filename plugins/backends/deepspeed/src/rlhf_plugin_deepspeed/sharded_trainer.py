@@ -43,7 +43,7 @@ class ShardedTrainer(PackedTrainer):
     base: torch.optim.Optimizer | None = None
     """torch's optimizer; None for a frozen role."""
     zero: ZeroEngine | None = None
-    """None where the role is neither trained nor divided by stage 3."""
+    """None if the role is neither trained nor divided by stage 3."""
     average: ShardedEma | None = None
 
     @property
@@ -83,10 +83,10 @@ class ShardedTrainer(PackedTrainer):
         return self.zero.gathered(list(self.loaded.head.parameters()))
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Every rank is given whole tensors and keeps its part."""
+        """Every rank gets whole tensors and keeps its part."""
         if self.has_adapters:
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
-        where = f"what role {self.spec.role.name!r} was sent"
+        where = f"the weight stream for role {self.spec.role.name!r}"
         with self._guard("load_weights"):
             self.tensors.overwrite(dict(weights), self.partition, where)
             self.partition.publish()

@@ -17,8 +17,8 @@ class TensorSplit:
 
     Args:
         dims: {divided parameter: the dimension along which its equal parts lie}, in the order of the replica's ranks.
-        partial: parameters that are whole, but whose gradients on the ranks are parts of a sum. Those of the others
-            that are whole are equal on all ranks of a replica.
+        partial: whole parameters whose gradients on the ranks are parts of a sum. The gradients of the other whole
+            parameters are equal on all ranks of a replica.
     """
 
     def __init__(self, topology: Topology, dims: Mapping[str, int] | None = None, partial: Iterable[str] = ()) -> None:
@@ -28,7 +28,7 @@ class TensorSplit:
         return self.dims.get(name)
 
     def shape(self, name: str, held: torch.Size) -> torch.Size:
-        """Shape of the whole parameter, of which a rank has ``held``."""
+        """Shape of the whole parameter; ``held`` is the shape of a rank's part."""
         if name not in self.dims:
             return held
         sizes = list(held)
@@ -42,14 +42,14 @@ class TensorSplit:
         return whole.chunk(self.topology.parts, self.dims[name])[self.topology.part]
 
     def counts(self, name: str) -> bool:
-        """Whether this rank contributes the parameter to sums over ranks: its own part, or a whole one for its
-        replica."""
+        """Whether this rank contributes the parameter to sums over ranks. A divided parameter counts on every rank, a
+        whole one on one rank of each replica."""
         return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
     def whole(self, name: str, held: Tensor) -> Tensor:
-        """The parameter put together from the ranks of a replica, which call this together. A whole one is returned
-        unchanged."""
+        """The whole parameter, assembled from the parts of a replica's ranks, which all call this method. A parameter
+        that is not divided is returned unchanged."""
         if name not in self.dims:
             return held
         held = held.detach().contiguous()

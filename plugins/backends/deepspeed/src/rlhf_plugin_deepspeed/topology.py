@@ -21,18 +21,18 @@ _groups: dict[int, tuple[Any, Any]] = {}
 
 
 def check_parts(spec: ModelSpec, parts: int) -> None:
-    """Raises CapabilityError where ``parts`` does not divide the role's ranks."""
+    """Raises CapabilityError if ``parts`` does not divide the role's ranks."""
     if spec.world_size % parts:
         raise CapabilityError(
             f"tensor_parallel = {parts} does not divide the {spec.world_size} ranks of role {spec.role.name!r}: set "
             f"placement.{spec.role.name}.ranks = {-(-spec.world_size // parts) * parts}, or another tensor_parallel "
-            "(a role's own trainer section may say 1)"
+            "(a role's own trainer section may set 1)"
         )
 
 
 class Topology:
-    """This rank's place among them. It is made after the role's ranks have met. DeepSpeed calls such an object ``mpu``
-    and reads its ``get_...`` methods: its model-parallel ranks are the parts, its data-parallel ranks the replicas."""
+    """The place of this rank. Constructed after the role's process group was made. DeepSpeed calls such an object
+    ``mpu`` and calls its ``get_...`` methods: model-parallel ranks are the parts, data-parallel ranks the replicas."""
 
     def __init__(self, spec: ModelSpec, parts: int, seconds: float) -> None:
         check_parts(spec, parts)
@@ -41,7 +41,7 @@ class Topology:
         self.first = self.replica * parts
         """The replica's first rank."""
         self.group: Any = None
-        """Process group of the replica's ranks; None where a rank is a whole replica."""
+        """Process group of the replica's ranks; None if every rank is a whole replica."""
         if parts > 1:
             self.group, self._same_part = _groups.get(parts) or self._make_groups(seconds)
 
@@ -59,9 +59,9 @@ class Topology:
         return _groups[self.parts]
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, DeepSpeed uses this topology. It has one such object for all engines of a process and reads it when
-        it starts, reduces and steps."""
+    def used_by_deepspeed(self) -> Iterator[None]:
+        """A context in which DeepSpeed uses this topology. DeepSpeed has one such object for all engines of a process,
+        and reads it when an engine starts, reduces and steps."""
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         before, groups.mpu = groups.mpu, self.mpu
         try:
@@ -73,7 +73,7 @@ class Topology:
     def mpu(self) -> Topology | None:
         return self if self.parts > 1 else None
 
-    # ------------------------------------------------------------------------- what DeepSpeed asks
+    # ------------------------------------------------------------------- methods that DeepSpeed calls
 
     def get_model_parallel_world_size(self) -> int:
         return self.parts

@@ -52,8 +52,8 @@ from rlhf_plugin_deepspeed.zero_partition import ZeroPartition, scale
 
 
 class DeepSpeedTrainer(ShardedTrainer):
-    """fp32 weights under ZeRO 0-3, AdamW; bf16 is autocast on top, as with the trainer ``torch``, whose numbers it
-    gives on any number of ranks. Roles that are not trained hold weights and nothing else, in stage 3 a part each."""
+    """fp32 weights under ZeRO stages 0 to 3, with AdamW or Muon; bf16 is autocast. The numbers are those of the trainer
+    ``torch``, on any number of ranks. Frozen roles hold weights only; in stage 3 each rank holds a part of them."""
 
     name = "deepspeed"
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
@@ -109,7 +109,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         self.prepare(loaded, spec, device)
         self.tensors = NamedTensors(self.module, self.split)
         self.packed = EngineModule(loaded, self.config)
-        self._values: dict[str, Tensor] = {}  # outputs of the micro-batch at work
+        self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
                 self.schedule = Schedule(self.config, spec.total_updates)
@@ -232,7 +232,7 @@ class DeepSpeedTrainer(ShardedTrainer):
             self.zero.discard()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters that got none."""
+        """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters without a gradient."""
         shapes = {name: self.tensors.shapes[name] for name in self.parameters}
         found = {}
         with self._guard("gradients"):

@@ -32,11 +32,11 @@ class Flat:
     """The tensor that the optimizer keeps state for."""
     pieces: list[Piece]
     names: list[str]
-    """Of all parameters of the flats that the ranks step together, the same on every rank, this rank's own or not."""
+    """Names of the parameters in this flat on any rank. The list is the same on every rank."""
 
     @property
     def data(self) -> Tensor:
-        """[n] fp32, sharing memory with what is stepped."""
+        """[n] fp32, a view of :attr:`owner`."""
         return self.owner.detach().view(-1)
 
 
@@ -63,8 +63,8 @@ class ZeroPartition:
         self.flats: list[Flat] = list(make(optimizer, names, rank))
 
     def gradients(self, index: int) -> list[Tensor]:
-        """Tensors that, one after the other, are the reduced gradient of flat ``index``; they may be scaled in place.
-        Empty where there is none."""
+        """The reduced gradient of flat ``index``, as consecutive tensors that may be scaled in place. Empty if there is
+        no gradient."""
         owner = self.flats[index].owner
         if self.replicated or getattr(self.optimizer, "cpu_offload", False) or _offloads(self.optimizer):
             return [] if owner.grad is None else [owner.grad]
@@ -72,14 +72,14 @@ class ZeroPartition:
         return list(found.get(index) or [])
 
     def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
-        """(piece, [numel] its gradient), zeros where there is none."""
+        """(piece, [numel] its gradient); zeros if there is none."""
         flat, parts = self.flats[index], self.gradients(index)
         whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
         for piece in flat.pieces:
             yield piece, whole[piece.offset : piece.offset + piece.numel]
 
     def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
-        """(piece, 1-D views that, one after the other, are its reduced gradient); no views where there is none."""
+        """(piece, its reduced gradient as consecutive 1-D views); no views if there is none."""
         parts = [p.detach().view(-1) for p in self.gradients(index)]
         ends = list(accumulate(p.numel() for p in parts))
         for piece in self.flats[index].pieces:
@@ -90,7 +90,7 @@ class ZeroPartition:
             yield piece, found
 
     def publish(self) -> None:
-        """After a change of the flats: give the new values to every rank."""
+        """Call this after a change of the flats. It sends the new values to every rank."""
         if self.replicated:
             return
         if self.stage < 3:
@@ -116,7 +116,7 @@ def _whole(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iter
 
 
 def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
-    """Stages 1 and 2: each group of parameters is one row of elements, cut into as many equal parts as ranks."""
+    """Stages 1 and 2: each group of parameters is one flat tensor, divided into as many equal parts as ranks."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         pieces = []
         for parameter in group:
@@ -129,7 +129,7 @@ def _flattened(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> 
 
 
 def _partitioned(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Flat]:
-    """Stage 3: each parameter is cut into as many equal parts as ranks, the last padded."""
+    """Stage 3: each parameter is divided into as many equal parts as ranks; the last part is padded."""
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         pieces, offset = [], 0
         for parameter in group:

@@ -9,4 +9,4 @@ from rlhf_modeling.config import TrainingConfig
 
 class TorchTrainerConfig(TrainingConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; ``auto``: on a GPU where there is one."""
+    """Device of the model; ``auto``: a GPU if there is one."""

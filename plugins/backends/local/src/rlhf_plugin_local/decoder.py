@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rlhf.errors import ModelError
+from rlhf.types.arrays import IntArray
 from rlhf_modeling.attention import PackedAttention, attend_with
 from rlhf_modeling.probe import short_lengths
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ class Decoder:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.dtype: torch.dtype | None = None
-        """Autocast to it; None runs the module as it is."""
+        """Dtype of autocast; None: the module runs without autocast."""
         models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
         _check(models)
         self.config = models[0].config.get_text_config()
@@ -35,13 +37,14 @@ class Decoder:
         self.layers = self.config.num_hidden_layers
         self.vocabulary = self.config.vocab_size
         self.positions = _positions(self.config)
-        """Longest sequence, and the config field that says so."""
+        """Longest sequence, and the config field with this limit."""
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Evaluation mode, our attention, no gradient. The module is restored afterwards, also after an error.
+        """A context with evaluation mode, this generator's attention and no gradient. The module is restored
+        afterwards, also after an error.
 
-        Must not be open across a ``yield`` to a consumer, who would see the module in this state.
+        The context must not be open during a ``yield`` to a consumer, who would see the module in this state.
         """
         training = [m for m in self.module.modules() if m.training]
         attention = [c._attn_implementation_internal for c in self._configs]
@@ -58,10 +61,11 @@ class Decoder:
             for c, name in zip(self._configs, attention, strict=True):
                 c._attn_implementation_internal = name
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[LayerKV]]]:
-        """Logits after each prompt [P, V], and per prompt its keys and values by layer; one packed row, no padding."""
+    def prefill(self, prompts: Sequence[IntArray]) -> tuple[Tensor, list[list[LayerKV]]]:
+        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V], and per
+        prompt its keys and values by layer."""
         lens = [len(p) for p in prompts]
-        ids_N = torch.tensor([i for p in prompts for i in p], device=self.device)
+        ids_N = torch.frombuffer(bytearray().join(prompts), dtype=torch.int32).to(self.device, torch.int64)
         position_N = torch.cat([torch.arange(n, device=self.device) for n in lens])
         last_P = torch.tensor(lens, device=self.device).cumsum(0) - 1
         route = PromptAttention(lens, self._windows)
@@ -70,7 +74,8 @@ class Decoder:
         return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))]
 
     def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, length: int) -> Tensor:
-        """Feed one token per row at its position (the largest of a live row is ``length - 1``); logits [S, V]."""
+        """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits
+        [S, V]."""
         return self._forward(StepAttention(cache, position_S, length, self._windows), token_S, position_S, None)
 
     def _forward(self, route: PackedAttention, ids_N: Tensor, position_N: Tensor, keep_P: Tensor | None) -> Tensor:
@@ -83,8 +88,8 @@ class Decoder:
 
 
 def check_model(module: PreTrainedModel) -> tuple[int | None, str]:
-    """Longest sequence of the model, with or without its values, and the config field that says so. Raises ModelError
-    where it cannot be sampled from here."""
+    """Longest sequence of the model (loaded or on the meta device), and the config field with this limit. Raises
+    ModelError if this generator cannot sample from the model."""
     _check([module])
     return _positions(module.config.get_text_config())
 
@@ -121,15 +126,15 @@ def refusal(name: str, why: str) -> ModelError:
 
 
 def require_agreement(module: PreTrainedModel) -> None:
-    """Raises ModelError where a prompt gets other logits here than in the module's own forward pass. For models that
-    trainers do not pack, so that their module has its own attention."""
-    ids = [i % module.config.get_text_config().vocab_size for i in range(11, 25)]
+    """Raises ModelError if a prompt's logits differ from those of the module's own forward pass. For models that
+    trainers do not pack, so that their modules keep their own attention."""
+    ids = array("i", [i % module.config.get_text_config().vocab_size for i in range(11, 25)])
     with short_lengths(module):
         decoder = Decoder(module)
         with decoder.borrowed():
             got_V = decoder.prefill([ids])[0][0]
         with torch.no_grad():
-            want_V = module(input_ids=torch.tensor([ids], device=decoder.device), use_cache=False).logits[0, -1]
+            want_V = module(input_ids=torch.tensor([list(ids)], device=decoder.device), use_cache=False).logits[0, -1]
     if not torch.allclose(got_V, want_V, rtol=1e-3, atol=1e-3):
         raise refusal(type(module).__name__, "gives other log-probs with the attention of this generator")
 

@@ -32,13 +32,14 @@ class TransformersGenerator(Generator):
 
     Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
     its samples; finished rows leave the batch; further requests are admitted in index order as slots
-    become free. The composition of the batch depends on counters only, so a rerun is bit-equal. Other neighbours change
-    log-probs by floating-point rounding (1e-6 in fp32).
+    become free. The composition of the batch depends on counters only, so a rerun is bit-equal. The other rows of the
+    batch change log-probs by floating-point rounding (1e-6 in fp32).
 
     ``Turn.ids`` ends with the end token, or with the token that completed a stop string, and ``Turn.text`` is exactly
-    ``decode(ids)``: a stop string stays in the text, and so does what its last token carries beyond it. Log-probs and
-    temperature 0 are defined in :mod:`rlhf_plugin_local.token_sampling`. A greedy turn reports ``temperature`` 1, which
-    its log-probs belong to. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a turn.
+    ``decode(ids)``: a stop string stays in the text, with all characters of its last token. Log-probs and temperature 0
+    are defined in :mod:`rlhf_plugin_local.token_sampling`. A greedy turn reports ``temperature`` 1, because its
+    log-probs are those of temperature 1. ``ignore_eos`` ignores the model's end tokens; ``stop_token_ids`` still end a
+    turn.
     """
 
     name = "transformers"
@@ -49,12 +50,12 @@ class TransformersGenerator(Generator):
 
     class Config(ComponentConfig):
         dtype: Literal["auto", "fp32", "bf16"] = "auto"
-        """Arithmetic of sampling; ``auto``: as the trainer computes. Weights are shared with it either way."""
+        """Arithmetic of sampling; ``auto``: that of the trainer. Weights are shared with it in any case."""
         max_batch: int = Field(256, ge=1)
         """Rows sampled at once; further requests wait, in order."""
         max_cache_tokens: int | None = Field(None, ge=1)
-        """Bound on rows x positions of the key-value cache; a row is admitted only with room for all it may sample.
-        None: as much as ``max_batch`` rows come to need. The cache grows with need in either case."""
+        """Limit of rows x positions of the key-value cache. A request is admitted only if there is room for everything
+        that it may sample. None: no limit except ``max_batch`` rows. The cache grows as needed in both cases."""
         prefill_tokens: int = Field(8192, ge=1)
         """Prompt tokens per prefill pass; a longer prompt is a pass of its own."""
 
@@ -100,7 +101,7 @@ class TransformersGenerator(Generator):
         and ``peak_cache_tokens``, the largest rows x positions that were allocated."""
 
     def load(self, source: Any, version: int) -> Proof:
-        """Keep a reference to a trainer (its ``module``) or to a causal language model itself. Nothing is copied."""
+        """Keep a reference to a trainer (its ``module``) or to a causal language model. Nothing is copied."""
         module = source if isinstance(source, nn.Module) else getattr(source, "module", None)
         if not isinstance(module, nn.Module):
             raise ModelError(

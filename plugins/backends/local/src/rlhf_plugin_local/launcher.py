@@ -1,8 +1,9 @@
-"""The launcher ``local``: every role in this process, called directly."""
+"""The launcher ``local``: every role is in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhf.errors import CapabilityError, ConfigError
@@ -39,7 +40,7 @@ class LocalLauncher(Launcher):
         super().check(config, places, generator, transport)
         cls._check_places(places)
 
-    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         self._check_places(places)
 
     @staticmethod
@@ -60,5 +61,12 @@ class LocalLauncher(Launcher):
             )
         return LocalGroup(trainer(config, spec))
 
-    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
+    def launch_generator(
+        self,
+        generator: type[Generator],
+        config: Any,
+        spec: GeneratorSpec,
+        policy: WorkerGroup | None = None,
+        refresh: Callable[[], object] | None = None,
+    ) -> Generator:
         return generator(config, spec)

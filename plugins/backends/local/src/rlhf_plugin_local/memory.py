@@ -1,4 +1,4 @@
-"""What sampling from the trainer's module takes, for ``rlhf plan``: the key-value cache and temporaries."""
+"""Memory of sampling from the trainer's module, for ``rlhf plan``: the key-value cache and temporaries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rlhf_modeling.activations import Arithmetic, widest_working
 
 
 def engine_memory(config: Any, bf16: bool, size: ModelSize, work: SamplingWork, device: str) -> EngineMemory:
-    """The cache at its largest, beside the prompts' forward pass (temporaries of a layer, and the prompts' own keys and
-    values) or a decoding step (four fp32 matrices of rows x vocabulary, or one layer's old keys beside the new ones).
+    """The largest cache, plus the larger of two: the prompts' forward pass (temporaries of a layer, and the prompts'
+    keys and values), or a decoding step (four fp32 matrices of rows x vocabulary, or a second copy of one layer's
+    keys).
 
     Args:
         config: the generator's options.

@@ -14,7 +14,7 @@ from rlhf_plugin_local.stop_strings import StopScanner
 from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64
-"""Steps that there is room for at first; doubled when a row needs more."""
+"""Initial number of steps with room in the tensors; doubled when a row needs more."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Rows:
     def __init__(
         self, size: int, stop_ids: int, vocabulary: int, eos: Sequence[int], decode: Callable, device: torch.device
     ) -> None:
-        """``size`` slots at most; ``stop_ids`` is the largest number of end and stop tokens that a request has."""
+        """``size``: largest number of slots. ``stop_ids``: largest number of end and stop tokens of a request."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -69,7 +69,7 @@ class Rows:
         return [slot for slot, row in enumerate(self.rows) if row is None]
 
     def _at(self, slot: int) -> Row:
-        """The row in a slot that is known to have one."""
+        """The row in an occupied slot."""
         row = self.rows[slot]
         assert row is not None
         return row
@@ -158,19 +158,19 @@ class Rows:
             return []
         slots = [slot for slot, _ in ended]
         turns = []
-        tokens_BT, logprobs_BT = self.tokens[slots].tolist(), self.logprobs[slots].tolist()
-        for (slot, reason), ids, logprobs in zip(ended, tokens_BT, logprobs_BT, strict=True):
+        tokens_BT, logprobs_BT = self.tokens[slots].int().cpu().numpy(), self.logprobs[slots].cpu().numpy()
+        for (slot, reason), ids_T, logprobs_T in zip(ended, tokens_BT, logprobs_BT, strict=True):
             row, self.rows[slot] = self._at(slot), None
             n = self.clock - row.born + 1
             turn = Turn(
-                ids=ids[:n],
+                ids=ids_T[:n],
                 sampled=True,
-                logprobs=logprobs[:n],
+                logprobs=logprobs_T[:n],
                 versions=((0, version),),
                 finish=reason,
                 temperature=row.request.sampling.temperature or 1.0,
-                text=self.decode(ids[:n]),
             )
+            turn.text = self.decode(turn.ids)
             turns.append((row.index, turn))
         self.alive[slots] = 0
         self.position[slots] = 0  # a free slot writes inside its own memory, also after a resize
@@ -197,7 +197,7 @@ class Rows:
 
     def _parameters(self) -> Draw:
         if self._draw is None:
-            greedy_hole = self.live[0].request.sampling  # a finished row draws on, unread, with anyone's parameters
+            greedy_hole = self.live[0].request.sampling  # for finished rows, which are ignored
             samplings = [greedy_hole if row is None else row.request.sampling for row in self.rows]
             self._draw = Draw.of(samplings, self.vocabulary, self.device)
         return self._draw

@@ -19,7 +19,7 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 
 NAME = "rlhf_sampling"
 QUERIES = 512
-"""Queries per block where prompt attention is computed here (windows, soft caps, sinks). It bounds the score matrix."""
+"""Queries per block of prompt attention with windows, soft caps or sinks. It limits the size of the score matrix."""
 POSITIONS = 32
 """On a CPU in bf16 a decoding step attends to whole blocks of this many positions, the last ones masked. oneDNN keeps
 compiled code for each shape; with a new shape in every step that fragments the heap."""
@@ -28,8 +28,8 @@ AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args
 
 
 class PromptAttention(PackedAttention):
-    """Each prompt of the packed row attends to itself only. Keys and values are kept by layer, ``kv[layer]``: [N, H,
-    D]."""
+    """Each prompt of the packed row attends to itself only. Keys and values are kept by layer: ``kv[layer]``, each
+    [N, H, D]."""
 
     def __init__(self, lens: list[int], windows: Mapping[int, int]) -> None:
         super().__init__(lens)
@@ -62,11 +62,11 @@ class PromptAttention(PackedAttention):
 
 
 class StepAttention(PackedAttention):
-    """One new token of each of S rows, slot s at ``position_S[s]``: written to the cache, then attending to all
-    positions of its slot up to its own."""
+    """One new token of each of S rows, slot s at ``position_S[s]``. Its key and value are written to the cache, and it
+    attends to all positions of its slot up to its own."""
 
     def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[int, int]) -> None:
-        """``length``: the largest position of a live row + 1; what is attended to at most."""
+        """``length``: the largest position of a live row + 1; positions beyond it are never read."""
         self.cache, self.position_S, self.windows = cache, position_S, windows
         self.length = min(-(-length // POSITIONS) * POSITIONS, cache.capacity) if _compiles_shapes(cache) else length
         # Built once per step for all layers of a kind.

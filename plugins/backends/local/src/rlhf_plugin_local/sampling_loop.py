@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rlhf.types import Finish, GenerationRequest, Turn
+from rlhf.types.arrays import IntArray
 from torch import Tensor
 
 from rlhf_plugin_local.decoder import Decoder
@@ -16,20 +17,21 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 from rlhf_plugin_local.sample_rows import Rows
 
 GROWTH = 64
-"""Positions that the cache gains at least when it grows (or a quarter of its length, if that is more)."""
+"""Smallest growth of the cache in positions (or a quarter of its length, if that is more)."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     """A distinct prompt. Its keys, values and logits are kept while requests for it wait."""
 
+    ids: IntArray
     waiting: int = 0
     kv: list[LayerKV] | None = None
     logits_V: Tensor | None = None
 
 
 def _need(request: GenerationRequest) -> int:
-    """Most cache positions that a request uses (its last token is never fed)."""
+    """Largest number of cache positions of a request (its last token is never an input)."""
     return len(request.ids) + request.sampling.max_new_tokens - 1
 
 
@@ -48,10 +50,12 @@ class SamplingLoop:
     ) -> None:
         self.decoder, self.config, self.version, self.work = decoder, config, version, work
         self.waiting = deque(enumerate(requests))
+        self.keys = [request.ids.tobytes() for request in requests]
+        """Of each request's prompt."""
         self.size = min(config.max_batch, len(requests))
-        self.prompts: dict[tuple[int, ...], _Prompt] = {}
-        for request in requests:
-            self.prompts.setdefault(request.ids, _Prompt()).waiting += 1
+        self.prompts: dict[bytes, _Prompt] = {}
+        for key, request in zip(self.keys, requests, strict=True):
+            self.prompts.setdefault(key, _Prompt(request.ids)).waiting += 1
         stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
         self.rows = Rows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
         self.cache = SlotCache()
@@ -123,22 +127,22 @@ class SamplingLoop:
         taken = [self.waiting.popleft() for _ in range(count)]
         used, holes = self.rows.used, self.rows.holes
         slots = [*holes[:count], *range(used, used + count - len(holes[:count]))]
-        self._prefill([request.ids for _, request in taken])
+        self._prefill([self.keys[index] for index, _ in taken])
         self.rows.admit(slots, taken)
         length = self.rows.length()
         if self.rows.used > self.cache.slots or length > self.cache.capacity:
             self._grow(length, used)
-        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        by_prompt: dict[bytes, list[int]] = {}
         logits: list[Tensor] = []
-        for slot, (_, request) in zip(slots, taken, strict=True):
-            by_prompt.setdefault(request.ids, []).append(slot)
-            logits_V = self.prompts[request.ids].logits_V
+        for slot, (index, _) in zip(slots, taken, strict=True):
+            by_prompt.setdefault(self.keys[index], []).append(slot)
+            logits_V = self.prompts[self.keys[index]].logits_V
             assert logits_V is not None
             logits.append(logits_V)
         logits_BV = torch.stack(logits)
         del logits, logits_V  # they may be views of a whole pack, which is freed here
-        for ids, its in by_prompt.items():
-            prompt = self.prompts[ids]
+        for key, its in by_prompt.items():
+            prompt = self.prompts[key]
             assert prompt.kv is not None
             self.cache.write_prompt(its, prompt.kv)
             prompt.waiting -= len(its)
@@ -148,22 +152,23 @@ class SamplingLoop:
                 prompt.kv = prompt.logits_V = None
         self._take(self.rows.record(slots, logits_BV))
 
-    def _prefill(self, wanted: list[tuple[int, ...]]) -> None:
+    def _prefill(self, wanted: list[bytes]) -> None:
         """Compute keys and values of new prompts, in packs of at most ``prefill_tokens``."""
-        packs: list[list[tuple[int, ...]]] = []
+        packs: list[list[_Prompt]] = []
         room = 0
-        for ids in dict.fromkeys(wanted):
-            if self.prompts[ids].kv is None:
-                if len(ids) > room:
+        for key in dict.fromkeys(wanted):
+            prompt = self.prompts[key]
+            if prompt.kv is None:
+                if len(prompt.ids) > room:
                     packs.append([])
                     room = self.config.prefill_tokens
-                packs[-1].append(ids)
-                room -= len(ids)
+                packs[-1].append(prompt)
+                room -= len(prompt.ids)
         for pack in packs:
-            logits_PV, kv = self.decoder.prefill(pack)
-            for ids, logits_V, layers in zip(pack, logits_PV, kv, strict=True):
-                self.prompts[ids].logits_V, self.prompts[ids].kv = logits_V, layers
-            self.work["prefill_tokens"] += sum(map(len, pack))
+            logits_PV, kv = self.decoder.prefill([prompt.ids for prompt in pack])
+            for prompt, logits_V, layers in zip(pack, logits_PV, kv, strict=True):
+                prompt.logits_V, prompt.kv = logits_V, layers
+            self.work["prefill_tokens"] += sum(len(prompt.ids) for prompt in pack)
 
     def _grow(self, length: int, used: int) -> None:
         """Grow to ``length`` positions for all rows and some more, but never beyond what they may need."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers decode an incomplete UTF-8 sequence to."""
+"""The character that tokenizers return for an incomplete UTF-8 sequence."""
 
 
 class StopScanner:
-    """Watches the text of one sample. ``feed(token)`` is True once the text contains one of ``stops``.
+    """Searches the text of one sample. ``feed(token)`` returns True once the text contains one of ``stops``.
 
-    Text is decoded incrementally: of a few tokens of context with and without the new ones, so the cost per token
-    does not grow with the sample. A stop string is found wherever it lies: inside one token, at its end, or over many.
-    A multi-byte character that is cut by a token's end waits for the tokens that complete it.
+    Text is decoded incrementally: a few tokens of context are decoded with and without the new ones, so the cost per
+    token does not grow with the sample. A stop string is found inside one token, at its end, or over several tokens.
+    If a token ends in the middle of a multi-byte character, its text is searched when the character is complete.
     """
 
     __slots__ = ("_context", "_decode", "_ids", "_keep", "_read", "_stops", "_tail")
@@ -24,7 +24,7 @@ class StopScanner:
         self._keep = max(map(len, stops)) - 1
         self._ids: list[int] = []
         self._context = 0
-        """``ids[context:read]`` is decoded again with new tokens: how a token reads can depend on the one before."""
+        """``ids[context:read]`` is decoded again with new tokens: a token's text can depend on the token before it."""
         self._read = 0
         self._tail = ""
         """The last characters seen, one fewer than the longest stop string."""

@@ -48,7 +48,7 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The parameters of B rows. ``temperature_B`` (fp32) is 1 where greedy; features that no row uses are None."""
+    """The parameters of B rows. ``temperature_B`` (fp32) is 1 for greedy rows; features that no row uses are None."""
 
     temperature_B: Tensor
     greedy_B: Tensor | None = None
@@ -104,7 +104,7 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _threshold(z_BV: Tensor, top_B1: Tensor, weight_BV: Tensor, p: Draw) -> Tensor | None:
-    """The smallest z that stays, [B, 1]; None where no row is truncated."""
+    """The smallest z that stays, [B, 1]; None if no row is truncated."""
     threshold_B1 = None
     if p.log_min_p_B is not None:
         threshold_B1 = top_B1 + p.log_min_p_B[:, None]
@@ -124,7 +124,7 @@ def _threshold(z_BV: Tensor, top_B1: Tensor, weight_BV: Tensor, p: Draw) -> Tens
             last_B = torch.minimum(last_B, reached_B)
         kth_B1 = sorted_BK.gather(1, last_B[:, None])
         threshold_B1 = kth_B1 if threshold_B1 is None else torch.maximum(threshold_B1, kth_B1)
-    # The most likely token always stays, also where rounding puts a threshold above it.
+    # The most likely token always stays, even if rounding puts a threshold above it.
     return None if threshold_B1 is None else torch.minimum(threshold_B1, top_B1)
 
 
@@ -146,7 +146,7 @@ def _inverse_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(cdf_BK: Tensor, target_B: Tensor) -> Tensor:
-    """First index with ``cdf > target``, where a target that rounding lifted to the total counts as just below it."""
+    """First index with ``cdf > target``. A target that rounding raised to the total counts as just below the total."""
     last_B = cdf_BK[:, -1]
     target_B = torch.minimum(target_B, torch.nextafter(last_B, torch.zeros_like(last_B)))
     # The clamps are for rows of NaN, which the caller recognises by their log-prob.

@@ -115,7 +115,7 @@ class TorchTrainer(PackedTrainer):
             p.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Zeros for parameters that got none."""
+        """Zeros for parameters without a gradient."""
         return {
             name: torch.zeros_like(p).cpu() if p.grad is None else p.grad.detach().clone().cpu()
             for name, p in self.parameters.items()
@@ -140,7 +140,7 @@ class TorchTrainer(PackedTrainer):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.has_adapters:
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
-        where = f"what role {self.spec.role.name!r} was sent"
+        where = f"the weight stream for role {self.spec.role.name!r}"
         state.copy_into(state.named_tensors(self.module), self._published.restore(dict(weights), where), where)
 
     def export(self, path: Path, view: str = "live") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlhf_plugin_ray.workers.failures import FailedCall, first_failure, result_o
 from rlhf_plugin_ray.workers.handle import WorkerHandle, slug
 from rlhf_plugin_ray.workers.stall_report import StallReport
 from rlhf_plugin_ray.workers.version_check import check_versions
-from rlhf_plugin_ray.workers.watchdog import Watchdog
+from rlhf_plugin_ray.workers.watchdog import OnStall, Watchdog, ignore_stall
 
 if TYPE_CHECKING:
     from rlhf_transport.link import Kind
@@ -50,11 +50,11 @@ class RayLauncher(Launcher):
     name = "ray"
     capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "nodes:many"})
     Config = RayConfig
-    reports: Path | None = None
-    """The run's folder, for reports about stalls; set by the controller."""
 
     def __init__(self, config: RayConfig | None = None) -> None:
         super().__init__(config)
+        self._reports = Path.cwd()
+        """Folder for reports about stalls."""
         self._cluster: Cluster | None = None
         self._reservation: Reservation | None = None
         self._link: Kind | None = None
@@ -78,9 +78,10 @@ class RayLauncher(Launcher):
 
     # ---------------------------------------------------------------------------------- placement
 
-    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = ()) -> None:
+    def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         if self._cluster is not None:
             raise CapabilityError("launcher 'ray' has placed a run already; make another launcher")
+        self._reports = Path(self.config.reports) if self.config.reports is not None else reports or Path.cwd()
         installed = [p for p in plugins if p.distribution != FILE and p.version]
         with self._or_nothing():
             self._cluster = Cluster(self.config)
@@ -111,7 +112,14 @@ class RayLauncher(Launcher):
         self._launched.append(group)
         return group
 
-    def launch_generator(self, generator: type[Generator], config: Any, spec: GeneratorSpec) -> Generator:
+    def launch_generator(
+        self,
+        generator: type[Generator],
+        config: Any,
+        spec: GeneratorSpec,
+        policy: WorkerGroup | None = None,
+        refresh: Callable[[], object] | None = None,
+    ) -> Generator:
         check_takes_tensors(generator)
         allocations = self._reserved(GENERATOR).allocations[GENERATOR]
 
@@ -126,9 +134,14 @@ class RayLauncher(Launcher):
                 raise
             return members
 
+        link = None
+        if self._link is not None:
+            assert isinstance(policy, RayGroup)
+            link = WeightLink(self._link, policy, self._reserved().cuda, spec.sync_timeout, self._watch)
+        broken = link.drop if link is not None else lambda: None
         with self._or_nothing():
-            pool = EnginePool(start, self._watch, len(allocations), self.config.max_restarts)
-        front = EngineGroup(generator, spec, pool)
+            pool = EnginePool(start, self._watch, len(allocations), self.config.max_restarts, broken)
+        front = EngineGroup(generator, spec, pool, link, refresh)
         self._launched.append(front)
         return front
 
@@ -140,13 +153,6 @@ class RayLauncher(Launcher):
             reserved = self._reserved(POLICY, GENERATOR)
             allocations = reserved.allocations[POLICY], reserved.allocations[GENERATOR]
             self._link = choose_kind(transport, links, *allocations, reserved.cuda, reserved.nodes)
-
-    def link(self, policy: WorkerGroup, generator: Generator, timeout: float) -> None:
-        if self._link is not None:
-            assert isinstance(policy, RayGroup)
-            assert isinstance(generator, EngineGroup)
-            cuda = self._reserved().cuda
-            generator.weight_link = WeightLink(self._link, policy, generator.pool, cuda, timeout, self._watch)
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:  # every callback runs, even if another one raises
@@ -216,7 +222,7 @@ class RayLauncher(Launcher):
             ready, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()), fetch_local=False)
             if not ready:
                 late = list(waiting.values())
-                page = StallReport(late[0], "start", limit, silent=False, waited_for=late).write(self._reports())
+                page = StallReport(late[0], "start", limit, silent=False, waited_for=late).write(self._reports)
                 names = ", ".join(m.name for m in late)
                 raise WorkerError(
                     f"{names}: not ready within {limit:g} s (launcher.start_timeout). What each was doing: {page}"
@@ -228,12 +234,9 @@ class RayLauncher(Launcher):
                     raise first.error("start", WorkerError)
         return [answers[ref] for ref in refs]
 
-    def _watch(self, members: Sequence[WorkerHandle], doing: str) -> Watchdog:
+    def _watch(self, members: Sequence[WorkerHandle], doing: str, stalled: OnStall = ignore_stall) -> Watchdog:
         assert self._cluster is not None
-        return Watchdog(members, doing, self.config, self._reports(), self._cluster.control.check)
-
-    def _reports(self) -> Path:
-        return Path(self.config.reports) if self.config.reports is not None else self.reports or Path.cwd()
+        return Watchdog(members, doing, self.config, self._reports, self._cluster.control.check, stalled)
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from rlhf.interfaces import Check, Examination, Finding, ProbeAnswer
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 TRAP = "torchvision::nms"
-"""An operator that a torchvision for another torch looks for in vain while vLLM is imported."""
+"""The operator that the error names when vLLM is imported with a torchvision that was built for another torch."""
 
 
 class VllmCheck(Check):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -78,8 +79,7 @@ class Sample:
     ) -> None:
         self.position, self.request, self._decode = position, request, decode
         self._versions = [(0, version)]
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._ids, self._logprobs = array("i"), array("f")
         stop = request.sampling.stop
         self._search = StopSearch(stop, decode) if stop else None
 
@@ -93,8 +93,8 @@ class Sample:
         """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must
         abort the request)."""
         part = output.outputs[0]
-        self._ids += part.token_ids
-        self._logprobs += part.logprobs.logprobs
+        self._ids.extend(part.token_ids)
+        self._logprobs.extend(part.logprobs.logprobs)
         end = self._search.end(self._ids) if self._search is not None else None
         if end is not None:
             return self._turn(end, "stop"), not output.finished
@@ -106,10 +106,10 @@ class Sample:
 
     def _turn(self, count: int, finish: Finish) -> Turn:
         ids, logprobs = self._ids[:count], self._logprobs[:count]
-        if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
+        if len(logprobs) != count or not math.isfinite(sum(logprobs)):
             raise ModelError(
-                f"vLLM reports log-probs {logprobs} for {count} tokens of request {self.position}: the weights hold "
-                "NaN, or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
+                f"vLLM reports log-probs {list(logprobs)} for {count} tokens of request {self.position}: the weights "
+                "hold NaN, or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
             )
         return Turn(
             ids=ids,

@@ -152,11 +152,7 @@ class WeightLoading(ReceivesOverLinks, Generator):
         self._asleep = {_WEIGHTS, _CACHE}
 
     def wake(self) -> bool:
-        """Discarded weights are requested by :attr:`refresh` if it is set; otherwise the caller gets True and must send
-        them."""
         self._wake_parts()
-        if self._given_up and self.refresh is not None:
-            self.refresh()
         return self._given_up
 
     def _wake_parts(self, *tags: str) -> None:

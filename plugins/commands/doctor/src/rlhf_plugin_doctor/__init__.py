@@ -1,5 +1,5 @@
-"""``rlhf doctor``: what this installation and this machine can do, found before a run finds it out.
+"""``rlhf doctor``: finds problems of this installation and this machine before a run does.
 
-Whatever is heavy or may crash (torch, plugins, a Ray cluster) is imported in a child process with a deadline
-(``child.py``), so that a broken package is one failed line and the examination goes on.
+Packages that are slow to import or may crash (torch, plugins, a Ray cluster) are imported in a child process with a
+deadline (``child.py``), so that a broken package is one failed line and the other checks continue.
 """

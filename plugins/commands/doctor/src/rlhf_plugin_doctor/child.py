@@ -1,7 +1,7 @@
 """Run a probe in a child process with a deadline.
 
-The child writes one JSON object a line to its standard output; what the libraries in it print goes to standard error.
-Both are files, not pipes: a grandchild that outlives the probe can then not keep the doctor waiting.
+The child writes one JSON object per line to its standard output. Prints of libraries go to standard error. Both are
+files, not pipes, so that the doctor does not wait for a grandchild that outlives the probe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf.interfaces import ProbeAnswer
 from rlhf.interfaces.check import Probe
 
 _TAIL = 64 * 1024
-"""Bytes of standard error that are looked at."""
+"""Bytes of standard error that are read."""
 
 
 def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnswer:
@@ -31,7 +31,7 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
         argument: a JSON value given to the probe.
         timeout: seconds after which the child and the processes that it started are killed.
     """
-    # -P: what lies in the current folder is not imported, as it is not by the program `rlhf`
+    # -P: like the program `rlhf`, do not import files of the current folder
     words = [probe.__module__, probe.__qualname__, json.dumps(argument)]
     command = [sys.executable, "-P", "-m", "rlhf_plugin_doctor.probe_process", *words]
     start = time.monotonic()
@@ -63,7 +63,7 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the probe's process group, also where the doctor itself is interrupted."""
+    """Kill what is left of the probe's process group, also if the doctor itself is interrupted."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

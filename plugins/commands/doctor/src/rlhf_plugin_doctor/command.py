@@ -23,10 +23,10 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
 
 class Doctor(Command):
-    """Check this installation and this machine, and with a run file or flags also what that run needs.
+    """Check this installation and this machine. With a run file or flags, also check what that run needs.
 
-    Each line says what was checked, the result (ok, warn, fail, skipped), what was found and what to do. The exit code
-    is 1 where a check fails. Packages are imported in child processes; only the names of environment variables are
+    Each line shows the name of the check, the result (ok, warn, fail, skipped), what was found and what to do. The exit
+    code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names are
     shown.
     """
 
@@ -36,9 +36,7 @@ class Doctor(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
         parser.add_argument("--json", action="store_true", help="one JSON object: status and checks")
-        parser.add_argument(
-            "--start", action="store_true", help="also start for a moment what can be started, such as a Ray"
-        )
+        parser.add_argument("--start", action="store_true", help="also start and stop services, such as a Ray")
         parser.add_argument(
             "--timeout", type=float, default=120.0, metavar="SECONDS", help="for importing one package (default: 120)"
         )
@@ -60,7 +58,7 @@ class Doctor(Command):
 
 
 def _watched(request: Request) -> list[Finding]:
-    """On a terminal, with the name of what is being looked at: some of it takes seconds."""
+    """The findings. A terminal shows the name of the current check, because some take seconds."""
     from rich.console import Console
 
     from rlhf_plugin_doctor.examine import examine

@@ -1,4 +1,4 @@
-"""All checks in order: the doctor's own, each a function in a file beside this one, and then those of plugins."""
+"""All checks in order: first the doctor's own, which are functions in the other files, and then those of plugins."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from rlhf_plugin_doctor.findings import redacted
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to examine."""
+    """The arguments of one examination."""
 
     run_file: str | None = None
     overrides: Sequence[tuple[str, str | None]] = ()
-    """Flags laid over it, as for :func:`rlhf_runtime.config.load.load`. A flag of the launcher alone makes no run."""
+    """Flags that override the run file, as for :func:`rlhf_runtime.config.load.load`. Flags of the launcher alone do
+    not make a run."""
     start: bool = False
-    """Whether checks may start what they examine for a moment."""
+    """Whether checks may start and stop services."""
     timeout: float = 120.0
     """Seconds for one child process."""
 
@@ -46,9 +47,9 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
     """Every finding, as soon as it is made.
 
     Args:
-        announce: is told the name of the next check, which may take seconds.
+        announce: called with the name of the next check, which may take seconds.
 
-    Nothing that is wrong with what is examined raises. A check that raises is a failed finding.
+    Problems of the installation or the run raise nothing. A check that raises is a failed finding.
     """
     for name, step in _installation(request):
         announce(name)
@@ -128,7 +129,7 @@ def _asked(plugins: Plugins, entry: Entry, examination: Examination) -> Iterable
 
 
 def _examination(request: Request, config: RunFile | None) -> Examination:
-    """What a plugin's check is given. Flags of the launcher count also where there is no run file."""
+    """The argument of a plugin's check. Flags of the launcher apply also without a run file."""
     if config is not None:
         options = {name: plain(value) for name, value in config.launcher.options.items()}
     else:
@@ -149,7 +150,7 @@ def _examination(request: Request, config: RunFile | None) -> Examination:
 
 
 def _shared_paths(config: RunFile) -> list[str]:
-    """What every machine reads or writes: local models, and the folder of the run, or the part of it that exists."""
+    """Paths that every machine reads or writes: local models, and the run's folder or its nearest existing parent."""
     models = [path for path in needs.model_paths(config).values() if needs.is_local(path)]
     paths = [Path(path).expanduser().absolute() for path in models]
     return [str(path) for path in (*paths, needs.existing(Path(config.run.output).expanduser()))]
@@ -160,7 +161,7 @@ def _done(
 ) -> Iterator[Finding]:
     try:
         found = step()
-    except Exception as error:  # the report goes on: the other lines may be what the user needs
+    except Exception as error:  # the other checks continue: the user may need their results
         found = Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", remedy)
     for finding in [found] if isinstance(found, Finding) else found:
         yield redacted(finding)

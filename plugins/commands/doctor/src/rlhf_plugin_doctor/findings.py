@@ -1,4 +1,4 @@
-"""Findings as text: sizes, numbers, lists, and without secrets."""
+"""Formats findings: sizes, numbers and lists, without secrets."""
 
 from __future__ import annotations
 

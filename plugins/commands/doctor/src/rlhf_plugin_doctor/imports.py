@@ -1,4 +1,4 @@
-"""Checks of what has to be imported to be known: in child processes, each with a deadline."""
+"""Checks that import packages: in child processes, each with a deadline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def present(module: str) -> bool:
 
 
 def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
-    """torchvision, torchaudio and torchcodec: right for this torch, or not there at all."""
+    """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
     there = [m for m in modules if present(m)]
     if not there:
         return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
@@ -81,9 +81,9 @@ def torch_device(timeout: float, driver: Sequence[str] | None = None) -> list[Fi
 def _nccl(found: dict[str, object]) -> Finding:
     if not found["gloo"]:
         fix = "install a build of torch with torch.distributed and gloo"
-        return Finding("nccl", "fail", "this torch has no gloo, over which processes talk", fix)
+        return Finding("nccl", "fail", "this torch has no gloo, which processes use to communicate", fix)
     if not found["cuda"]:
-        return Finding("nccl", "skipped", "no CUDA in this torch: processes talk over gloo")
+        return Finding("nccl", "skipped", "no CUDA in this torch: processes communicate over gloo")
     if not found["nccl"]:
         fix = "install a build of torch with NCCL; without it several GPUs cannot work together"
         return Finding("nccl", "warn", "CUDA, but no NCCL in this torch", fix)
@@ -91,7 +91,7 @@ def _nccl(found: dict[str, object]) -> Finding:
 
 
 def driver_gpus() -> list[str]:
-    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty where there is no such program."""
+    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty if there is no such program."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -104,7 +104,7 @@ def driver_gpus() -> list[str]:
 
 
 def plugins(timeout: float) -> Finding:
-    """Every plugin imported, as ``rlhf plugins list --check`` does, but where one crashes the others go on."""
+    """Imports every plugin, like ``rlhf plugins list --check``. If one crashes, the others are still checked."""
     entries = Plugins.discover().list()
     left = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
     status = {(e.kind, f"{e.distribution}/{e.name}"): e.status for e in entries}

@@ -1,6 +1,6 @@
 """Checks of the machine: cores, memory, shared memory, file descriptors, ports, disk, environment variables.
 
-Every function takes the places it reads, so that tests can give others.
+The paths that a function reads are arguments, so that tests can give other paths.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlhf.interfaces import Finding
 from rlhf_plugin_doctor.findings import GIB, gib, listed
 
 SHM_MINIMUM = 2 * GIB
-"""Ray keeps objects there and weights pass through it on their way to the engines."""
+"""Bytes. Ray keeps its objects there, among them the weights on their way to the engines."""
 FILES_MINIMUM = 8192
-"""Sockets, shards and pipes of a Ray node with a few dozen workers."""
+"""Number of open files. A Ray node with a few dozen workers needs this many for sockets, shards and pipes."""
 DISK_WARN, DISK_FAIL = 10 * GIB, 1 * GIB
 PORTS = 32
 
@@ -35,14 +35,14 @@ def cores(
     own: Path = Path("/proc/self/cgroup"),
     environment: Mapping[str, str] = os.environ,
 ) -> Finding:
-    """Cores that this process may use, and whether the threads that torch would start fit them."""
+    """Cores that this process may use, and whether torch would start more threads."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cpu_limit(cgroup, own)
     usable = available if limit is None else min(available, limit)
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
     wanted = environment.get("OMP_NUM_THREADS", "")
     if wanted and not wanted.isdigit():
-        return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is no number", "set OMP_NUM_THREADS to a number")
+        return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is not a number", "set OMP_NUM_THREADS to a number")
     threads = int(wanted) if wanted else available
     text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if wanted else 'not set'})"
     if threads > max(1, usable):
@@ -52,7 +52,7 @@ def cores(
 
 
 def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time that the control group (version 2, or 1) and those above it allow; None: no limit."""
+    """Limit of processor time, in cores, by the control group (version 2, or 1) and its parents; None: no limit."""
     limits = []
     for folder in _folders(cgroup, own):
         words = _words(folder / "cpu.max")
@@ -115,9 +115,9 @@ def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
 
 
 def loopback(ports: int = PORTS) -> Finding:
-    """Whether servers can be opened on the loopback interface and reached, several at once."""
+    """Whether several servers at once can listen on the loopback interface and be reached."""
     opened: list[socket.socket] = []
-    remedy = "roles talk over local ports: bring the interface up (ip link set lo up), or end what holds the ports"
+    remedy = "roles use local ports: bring the interface up (ip link set lo up), or end what holds the ports"
     try:
         for _ in range(ports):
             opened.append(socket.create_server(("127.0.0.1", 0)))
@@ -132,7 +132,7 @@ def loopback(ports: int = PORTS) -> Finding:
 
 
 def disk(path: Path, name: str = "disk", need: int = 0, what: str = "") -> Finding:
-    """Free space for ``path``; ``need``: bytes that ``what`` is estimated to take."""
+    """Free space for ``path``. ``need``: estimated bytes of ``what``."""
     usage = shutil.disk_usage(path)
     found = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
     if need:

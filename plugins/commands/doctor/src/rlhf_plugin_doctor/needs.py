@@ -1,4 +1,4 @@
-"""Checks of what a run file needs from this machine: models, data, a place for its output."""
+"""Checks of a run file on this machine: models, data, output folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_plugin_doctor.findings import counted, gib, listed
 from rlhf_plugin_doctor.machine import disk
 
 BYTES_PER_PARAMETER = 12
-"""Of a trained model in a checkpoint: weights and two moments of the optimizer in fp32."""
+"""Bytes per parameter of a trained model in a checkpoint: weights and two moments of the optimizer in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not is_local(path):
-            found = f"{path} is no folder here, so it is a hub name: loaded from the hub or its cache at the start"
+            found = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
             checks.append(Finding(place, "skipped", found))
             continue
         try:
@@ -62,7 +62,7 @@ def model_paths(config: RunFile) -> dict[str, str]:
 
 
 def is_local(path: str) -> bool:
-    """Whether a model's path is a folder, or looks like one; else it is the name of one on a hub."""
+    """Whether a model's path is a folder or looks like one. Otherwise it is a hub name."""
     return looks_local(path)
 
 
@@ -102,7 +102,7 @@ def _safetensors(path: Path) -> Weights:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
-            raise ValueError(f"{path.name} is no safetensors file, or cut short ({size} bytes)")
+            raise ValueError(f"{path.name} is not a safetensors file, or cut short ({size} bytes)")
         header = json.loads(file.read(length))
     tensors = [value for name, value in header.items() if name != "__metadata__"]
     end = max((t["data_offsets"][1] for t in tensors), default=0)
@@ -132,7 +132,7 @@ def data(config: RunFile) -> Finding:
 
 
 def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
-    """Whether the run directory can be written, is free, and how much room there is for its checkpoints."""
+    """Whether the run directory can be written, holds no other run, and has room for the checkpoints."""
     named = "output" in config.run.model_fields_set
     path = Path(config.run.output).expanduser() if named else default_folder(config.run.resume or config.run.overwrite)
     place = existing(path)

@@ -13,8 +13,8 @@ from rlhf.plugins.registration import first_cause
 
 
 def main(module: str, function: str, argument: str) -> None:
-    """Run a probe. Standard output gets ``{"value": ...}`` for each value that it reports and ``{"error": text}`` for
-    what it raises, one a line, and nothing else: prints of the libraries go to standard error."""
+    """Run a probe. Standard output gets one line for each reported value, ``{"value": ...}``, and one for an exception,
+    ``{"error": text}``. Prints of libraries go to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -33,4 +33,4 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what libraries do at exit is not what was asked
+    os._exit(0)  # skip what libraries do at exit

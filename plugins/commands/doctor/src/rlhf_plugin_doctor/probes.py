@@ -1,6 +1,6 @@
-"""Probes: what the doctor runs in child processes (see ``child.py``).
+"""Probes: functions that the doctor runs in child processes (see ``child.py``).
 
-A probe imports what it is about, and reports JSON values. It catches nothing: what it raises is what the doctor shows.
+A probe imports a package and reports JSON values. It catches no exceptions, because the doctor shows them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Report = Callable[[Any], None]
 
 
 def torch_device(argument: Any, report: Report) -> None:
-    """What torch computes on."""
+    """The devices of torch."""
     import torch
     from rlhf_modeling.precision import bf16_flags, measured_gain
 
@@ -51,7 +51,7 @@ def module(argument: str, report: Report) -> None:
 
 
 def transformers(argument: Any, report: Report) -> None:
-    """The classes that every model is loaded with; transformers imports what they need only when they are named."""
+    """Import the classes that load models: transformers imports their dependencies only when they are accessed."""
     import transformers
 
     found = [transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.PreTrainedModel]
@@ -60,7 +60,7 @@ def transformers(argument: Any, report: Report) -> None:
 
 
 def plugins(argument: list[list[str]], report: Report) -> None:
-    """Import plugins, ``argument`` being (kind, reference) of each; reports what is wrong with it, or ``ok``."""
+    """Import plugins. ``argument``: (kind, reference) of each. Reports the problem of each plugin, or ``ok``."""
     from rlhf.plugins import Plugins
 
     found = Plugins.discover()

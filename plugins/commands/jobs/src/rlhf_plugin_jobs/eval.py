@@ -18,7 +18,7 @@ class Eval(Command):
     """Score a model's answers: `rlhf eval --model PATH --data FILE --reward plugin:math`, or `rlhf eval run.toml`.
 
     A run file's [eval], [sampling], rewards, rollout and environment are used; its algorithm is not. `--data` names the
-    rows. `--eval.samples 8` draws several answers per prompt (pass@k, avg@k); `--eval.temperature 1` samples them.
+    rows. `--eval.samples 8` samples several answers per prompt (pass@k, avg@k), with `--eval.temperature 1`.
     """
 
     name = "eval"

@@ -43,7 +43,7 @@ class Generate(Command):
         if bool(args.prompt) == bool(args.data):
             raise ConfigError("give the prompts either as --prompt TEXT (repeated for several) or as --data FILE")
         if args.prompt and not all(args.prompt):
-            raise ConfigError("--prompt is empty; an answer goes on from one token at least")
+            raise ConfigError("--prompt is empty; an answer needs at least one token before it")
         flags = overrides(args, {"data": "data.eval"})
         with tempfile.TemporaryDirectory() as folder:
             if args.prompt:

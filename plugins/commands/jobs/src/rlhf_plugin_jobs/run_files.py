@@ -1,4 +1,4 @@
-"""The run file of `rlhf eval` and `rlhf generate`: what it must say, and what it may not."""
+"""Loads and checks the run file of `rlhf eval` and `rlhf generate`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ INSTEAD = {
     "min_p": _WHOLE,
     "ignore_eos": "Leave it out: an answer ends where the model ends it.",
 }
-"""{field of [sampling] that answering does not read: what to do}. A run file may hold them: it is for training too."""
+"""{field of [sampling] that these commands do not read: what to do}. Refused as flags; a run file may have them."""
 
 
 def check_folder(save: Path | None) -> None:
-    """Raises ConfigError where a file of answers could not be made: before, not after all are drawn."""
+    """Raises ConfigError if the file of answers cannot be created. Called before anything is sampled."""
     if save is not None and (not save.parent.is_dir() or save.is_dir()):
         what = "is a folder" if save.is_dir() else f"cannot be made: there is no folder {save.parent}"
         raise ConfigError(f"--save {save} {what}. Name a file in a folder that exists.")
@@ -33,10 +33,10 @@ def check_folder(save: Path | None) -> None:
 def load_for_answers(
     run_file: str | None, flags: list[tuple[str, str | None]], scored: bool = True
 ) -> tuple[RunFile, Plugins]:
-    """The run file with flags, and the plugins. Its algorithm is not used; without a file none need be named.
+    """The run file with flags, and the plugins. The algorithm is not used and need not be set.
 
-    Raises ConfigError where a model, data or (``scored``) a reward is missing, and for a flag about drawing training
-    samples, which would do nothing.
+    Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only the sampling
+    of training reads.
     """
     if run_file is None:
         flags = [("algorithm.use", "answer"), *flags]

@@ -1,4 +1,4 @@
-"""Score answers that are given."""
+"""Score given answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Score(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser, without=(*NOT_HERE, "model"))
-        model = "whose tokenizer and chat template are used; where absent those of a reward's model"
+        model = "whose tokenizer and chat template are used; if absent those of a reward's model"
         parser.add_argument("--model", metavar="MODEL", help=model)
         answers = "column with an answer or a list of them; may be given several times"
         parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
@@ -35,7 +35,7 @@ class Score(Command):
         parser.add_argument(
             "-o", "--output", dest="file", type=path_argument, required=True, metavar="FILE.jsonl", help=written
         )
-        parser.add_argument("--force", action="store_true", help="replace the output where it exists, and start anew")
+        parser.add_argument("--force", action="store_true", help="replace an existing output, and start again")
         parser.add_argument("--json", action="store_true", help="print counts and means as one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:

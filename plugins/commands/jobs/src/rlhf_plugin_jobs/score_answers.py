@@ -1,4 +1,4 @@
-"""Answers that the data gives, scored by the rewards of a run file: `rlhf score`. No policy is loaded."""
+"""Scores answers in the data with the rewards of a run file: `rlhf score`. No policy is loaded."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.plugins import active_reward, model_of, run_plugins
+from rlhf_runtime.setup.plugins import active_reward, device_here, model_of, run_plugins
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Prepared, on_processor
 from rlhf_runtime.workers.main_thread import MainThread
 
 _AT_ONCE = 64
-"""Rows whose answers are scored at once; then they are on the disk."""
+"""Rows whose answers are scored together. They are written to the disk before the next rows."""
 
 
 class Score(Algorithm):
@@ -58,7 +58,7 @@ class Score(Algorithm):
 
 @dataclass(slots=True)
 class Scores:
-    """What was scored."""
+    """Counts and sums of the scored answers."""
 
     rows: int = 0
     answers: int = 0
@@ -93,15 +93,15 @@ def score_answers(
     progress: Callable[[int, int], None] = lambda done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Scores:
-    """Score every answer of ``data.eval`` and write the answers with their scores to ``output``, a line each, as
-    `rlhf eval --save` does.
+    """Score every answer of ``data.eval`` and write one line per answer to ``output``, in the format of
+    `rlhf eval --save`.
 
-    After a failure ``output`` is not there (or what it was); what was scored is kept beside it, and the same call goes
-    on from there.
+    After a failure ``output`` does not exist (or is unchanged). The scores so far are kept in a file beside it, and the
+    same call continues from there.
 
     Args:
-        columns: with the answers; where empty they are found by name.
-        force: replace ``output``, and start anew.
+        columns: columns of the answers; if empty, they are found by name.
+        force: replace ``output``, and start again.
 
     Raises ConfigError, PluginError, DataError, ModelError or RewardError saying what to change.
     """
@@ -118,7 +118,7 @@ def score_answers(
     for part in file.resume():
         scores = Scores(part["rows"], part["answers"], part["sums"], Counter(part["left_out"]))
     if scores.rows:
-        note(f"going on after {scores.rows} of {total} rows, from {file.partial}")
+        note(f"continuing after {scores.rows} of {total} rows, from {file.partial}")
     with ExitStack() as closing:
         numbers = iter(range(scores.rows, total))
         if scores.rows < total:
@@ -137,8 +137,8 @@ def score_answers(
 
 
 async def _score(scorer: Scorer, groups: Sequence[Group]) -> None:
-    """All at once: a server or worker processes get them all, a model reads them together, and the time in which a
-    reward waits for a model does not count towards its deadline."""
+    """Score all groups at once: a server or worker processes get all of them, and a model reads them together. The time
+    in which a reward waits for a model does not count towards its deadline."""
     await asyncio.gather(*map(scorer.score, groups))
 
 
@@ -147,8 +147,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
     for trajectory in (t for group in groups for t in group.trajectories if t.status == "failed"):
         raise RewardError(
             f"answer {trajectory.index[1]} of row {trajectory.row.index} of {trajectory.row.source!r} could not be "
-            f"scored: {trajectory.error}\nWhat was scored before is kept in {file.partial}; the same call goes on from "
-            "there."
+            f"scored: {trajectory.error}\nEarlier scores are kept in {file.partial}; the same call continues them."
         )
 
 
@@ -165,7 +164,7 @@ def _scorer(prepared: Prepared, closing: ExitStack) -> tuple[Scorer, MainThread]
 
 
 def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What two calls must have in common to make one file."""
+    """The facts that must be equal for a second call to continue the file of the first."""
     config = prepared.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {
@@ -180,9 +179,9 @@ def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str
 
 
 def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
-    """What can be wrong before a model is loaded; the roles are those of the rewards."""
+    """Check everything that needs no model. The roles are those of the rewards."""
     if config.env is not None:
-        raise ConfigError(f"env {config.env.use!r} is set, but given answers meet no environment. Remove [env].")
+        raise ConfigError(f"env {config.env.use!r} is set, but given answers use no environment. Remove [env].")
     plugins = plugins.extended("algorithm", Score)
     commits = Commits()
     update: dict[str, Any] = {
@@ -217,7 +216,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     made = replace(made, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
     data = TrainData(made.config.data, tokenizer, "prompts", config.run.seed, commits=commits)
-    places = made.places_on(made.device_here())
+    places = made.places_on(device_here())
     specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
     specs = on_processor(specs, made.trainer_class)
     policy = replace(made, roles={"policy": RoleSpec("policy")}).spec("policy")
@@ -232,6 +231,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
         specs=specs,
         schedule=Schedule(),
         episodes=None,
+        curriculum=None,
         observers={},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,

@@ -24,8 +24,8 @@ class PlanCommand(Command):
     """Show which role is on which device, how much memory each phase needs there, and whether the run fits.
 
     The run file and flags are those of `rlhf train`. Of a model only its config.json is read; nothing is loaded or
-    started. Where memory does not suffice, the output shows why, with the arithmetic, and the nearest change that makes
-    the run fit. The exit code is 1 where the run does not fit.
+    started. If the run does not fit, the exit code is 1, and the output shows why, with the arithmetic, and the nearest
+    change that makes the run fit.
     """
 
     name = "plan"
@@ -34,15 +34,15 @@ class PlanCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
         parser.add_argument(
-            "--device", choices=("cpu", "cuda"), help="what to plan for; a GPU where its memory is given"
+            "--device", choices=("cpu", "cuda"), help="default: cuda with --device-memory or a GPU, else cpu"
         )
         parser.add_argument(
             "--device-memory",
             metavar="SIZE",
-            help="of one GPU, or of a CPU's host: 80GiB, 24GB; default: that of this machine",
+            help="memory of one GPU, or of a CPU's host: 80GiB, 24GB; default: that of this machine",
         )
         parser.add_argument(
-            "--host-memory", metavar="SIZE", help="of a node with GPUs, to check what is offloaded there"
+            "--host-memory", metavar="SIZE", help="host memory of a node with GPUs, to check what is offloaded"
         )
         parser.add_argument(
             "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"

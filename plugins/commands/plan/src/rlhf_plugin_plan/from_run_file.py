@@ -25,7 +25,7 @@ MOST_STEPS = 10_000
 """Steps that are searched for snapshots, where the number of steps depends on the data."""
 
 MANY = 2**31
-"""Samples, where nothing bounds their number."""
+"""Number of samples, if no option limits it."""
 
 
 def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
@@ -63,7 +63,7 @@ def _views(made: RunPlugins, places: dict[str, Place], roles: dict[str, RoleLayo
 
 
 def longest_sequence(config: RunFile, online: bool) -> int:
-    """Tokens of the longest sequence: ``data.max_tokens``, or prompt and answer where both are bounded and there is one
+    """Tokens of the longest sequence: ``data.max_tokens``, or prompt and answer if both are limited and there is one
     turn."""
     data = config.data
     if online and config.env is None and data.max_prompt_tokens is not None:
@@ -121,8 +121,8 @@ def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int) -> T
 
 
 def _shared_prefix(made: RunPlugins, longest: int) -> tuple[int, int]:
-    """(tokens of the prompt, sequences that share it): samples of one prompt, or the two answers of a pair. Where the
-    run file bounds no prompt: what ``max_new_tokens`` leaves, or half in pairs and in several turns."""
+    """(tokens of the prompt, sequences that share it): samples of one prompt, or the two answers of a pair. If the run
+    file does not limit the prompt: what ``max_new_tokens`` leaves, or half for pairs and for several turns."""
     config, pairs = made.config, made.algorithm.data == "pairs"
     if not (made.online or pairs):
         return 0, 1

@@ -23,7 +23,7 @@ def target(
         memory: of one device, on CPUs of the host, e.g. ``80GiB``. None: what this machine has.
         host_memory: of the host of ``devices_per_node`` GPUs.
 
-    Raises ConfigError where a size cannot be read or a flag does not fit the device.
+    Raises ConfigError if a size cannot be read or a flag does not fit the device.
     """
     if devices_per_node < 1:
         raise ConfigError(f"--devices-per-node {devices_per_node}: at least 1")
@@ -31,7 +31,7 @@ def target(
     if device is None:
         device = "cuda" if memory is not None or here is not None else "cpu"
     if device == "cpu" and host_memory is not None:
-        raise ConfigError("--host-memory is beside GPUs; on a CPU --device-memory is the host's")
+        raise ConfigError("--host-memory applies to nodes with GPUs; on a CPU --device-memory is the host's")
     given = None if memory is None else parse(memory, "--device-memory")
     found = here if device == "cuda" else cpu_memory()
     host = None if host_memory is None else parse(host_memory, "--host-memory")
@@ -48,7 +48,7 @@ def gpu_memory() -> int | None:
 
 
 def cpu_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of this host, or the limit of this process's cgroup; None where neither is known."""
+    """Bytes of this host, or the limit of this process's cgroup; None if neither is known."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         total = int(lines["MemTotal"].split()[0]) * 1024

@@ -22,7 +22,7 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False) -> M
     Args:
         head: ``lm`` | ``scalar`` | ``classes:N``. A model without language head keeps its body and gets a new head.
 
-    Raises ModelError where there is no config, or transformers makes no causal language model of it.
+    Raises ModelError if there is no config, or transformers makes no causal language model of it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -31,7 +31,7 @@ class Moment:
 
     phase: str
     busy: tuple[str, ...]
-    """Roles that compute; the others rest."""
+    """Roles that compute; the others only hold memory."""
     rows: Mapping[str, Parts]
     """{role: {part: bytes}}."""
     host: int

@@ -15,7 +15,7 @@ from rlhf_plugin_plan.units import text
 
 
 def as_json(plan: Plan, found: Nearest | None) -> dict[str, Any]:
-    """Sizes in bytes."""
+    """The plan as JSON values; sizes are in bytes."""
     machine = plan.layout.machine
     return {
         "fits": plan.fits,

@@ -1,4 +1,4 @@
-"""Whether a layout fits and, where it does not, which memory is missing and how it is made up."""
+"""Whether a layout fits. If it does not: the missing memory, and its parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None where the memory is not known."""
+        """None if the memory is not known."""
         return not self.shortages if self.judged else None
 
     @property

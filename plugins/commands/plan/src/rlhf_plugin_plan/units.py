@@ -16,7 +16,7 @@ GIB = 2**30
 def parse(text: str, what: str) -> int:
     """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
 
-    Raises ConfigError where ``text`` is no positive number with one of :data:`UNITS`.
+    Raises ConfigError if ``text`` is no positive number with one of :data:`UNITS`.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None

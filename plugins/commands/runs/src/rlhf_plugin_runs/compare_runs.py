@@ -1,4 +1,4 @@
-"""What `rlhf show RUN OTHER` prints."""
+"""The output of `rlhf show RUN OTHER`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_plugin_runs.output import has_colour, table, value_text
 from rlhf_plugin_runs.run_record import RunRecord
 
 NOT_COMPARED = ("run.name", "run.output", "run.resume")
-"""Where a run lives and what it is called."""
+"""Options for the folder and the name of a run, which are not compared."""
 ABSENT = "-"
 
 Two = tuple[RunRecord, RunRecord]
@@ -27,7 +27,7 @@ def print_comparison(
     """Print two runs side by side.
 
     Args:
-        metrics: those to show; where empty, those that a run shows while it runs.
+        metrics: metrics to show; if empty, those that a run shows in its progress.
     """
     names = [str(record.path) for record in records]
     shown = table("", *names)
@@ -48,7 +48,7 @@ def print_comparison(
 
 
 def options(config: Mapping[str, Any]) -> dict[str, str]:
-    """{dotted path: value as text} of every option that two runs may differ in; lists of plain values are values."""
+    """{dotted path: value as text} of every option that is compared. A list of plain values is one value."""
     found: dict[str, str] = {}
 
     def walk(value: Any, path: str) -> None:
@@ -65,7 +65,7 @@ def options(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plugins(record: RunRecord) -> dict[str, str]:
-    """{kind and name: distribution with version, or what is known of a file}."""
+    """{kind and name: distribution with version, or the reference of a file}."""
     return {
         f"{p.get('kind')} {p.get('name')}": f"{p.get('distribution')} {p.get('version') or p.get('sha256', '')[:12]}"
         for p in record.plugins

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 WIDTH, HEIGHT = 60, 5
-"""Characters of a curve."""
+"""Width of a picture in characters."""
 STYLES = ("cyan", "magenta")
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a braille character, by column and by row from the top."""
@@ -33,13 +33,13 @@ class Curve:
 
     @property
     def varies(self) -> bool:
-        """Whether there is anything to see in a picture."""
+        """Whether the curve has different values."""
         return len({value for _, value in self.finite}) > 1
 
 
 def draw(curves: Sequence[Curve], colour: bool, width: int = WIDTH, height: int = HEIGHT) -> Text:
-    """At most two curves with their axes. With ``colour`` they share one picture, else they stand one below the other
-    on the same axes. Empty where no curve has a finite value."""
+    """At most two curves with their axes. With ``colour`` both are in one picture; otherwise in two pictures, one below
+    the other, with the same axes. Empty if no curve has a finite value."""
     several, curves = len(curves) > 1, [curve for curve in curves if curve.finite]
     points = [point for curve in curves for point in curve.finite]
     if not points:
@@ -57,7 +57,7 @@ def draw(curves: Sequence[Curve], colour: bool, width: int = WIDTH, height: int 
 
 
 def as_number(value: Any) -> float | None:
-    """``value`` as a float; None where it is no number that a float can hold."""
+    """``value`` as a float; None if it is not a number or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -50,7 +50,7 @@ class Runs(Command):
 
 
 def summary(record: Any, folder: Path) -> dict[str, Any]:
-    """What the list says of a run, as JSON values."""
+    """The facts about a run in the list, as JSON values."""
     from rlhf_runtime.observe.progress import HEADLINE
 
     from rlhf_plugin_runs.curves import as_number

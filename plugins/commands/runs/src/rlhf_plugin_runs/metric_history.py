@@ -18,12 +18,12 @@ from rlhf_plugin_runs.curves import Curve, as_number
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """A metric at its first and last step, and its least and greatest value with their steps."""
+    """First and last value of a metric, and its smallest and largest value with their steps."""
 
     first: float
     last: float
     lowest: tuple[float, int] | None
-    """None where no value is finite."""
+    """None if no value is finite."""
     highest: tuple[float, int] | None
 
 
@@ -43,14 +43,14 @@ class History:
 
     @cached_property
     def names(self) -> dict[str, None]:
-        """Every metric of any step, in the order in which they came."""
+        """The metrics of all steps, in the order of their first appearance."""
         return {name: None for line in self.lines for name in line if name != "step"}
 
     def headline(self, labels: Collection[str] = HEADLINE) -> list[str]:
-        """The metrics that a run shows while it runs, as far as this run has them.
+        """The metrics of this run that a run shows in its progress.
 
         Args:
-            labels: which of them, as the run labels them.
+            labels: labels of the metrics in the progress.
         """
         found = (next((name for name in HEADLINE[label] if name in self.names), None) for label in labels)
         return [name for name in found if name is not None]
@@ -69,7 +69,7 @@ class History:
         return Curve(label or name, [(step, value) for step, value in found if value is not None])
 
     def extremes(self, name: str) -> Extremes | None:
-        """None where no step has the metric."""
+        """None if no step has the metric."""
         points = self.curve(name).points
         finite = [(value, step) for step, value in points if math.isfinite(value)]
         if not points:
@@ -78,6 +78,6 @@ class History:
         return Extremes(points[0][1], points[-1][1], low, high)
 
     def seconds_a_step(self) -> float | None:
-        """The median of ``time/step``; None where no step has it."""
+        """The median of ``time/step``; None if no step has it."""
         times = sorted(value for _, value in self.curve("time/step").finite)
         return times[len(times) // 2] if times else None

@@ -1,4 +1,4 @@
-"""What `rlhf show RUN` prints."""
+"""The output of `rlhf show RUN`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DRAWN = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
 NOTHING = object()
 OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
-"""Options that say where and how one call of `rlhf train` starts."""
+"""Options about the start of one call of `rlhf train`, which are not shown."""
 
 
 def print_run(console: Console, record: RunRecord, history: History, metrics: Sequence[str]) -> None:
     """Print a run.
 
     Args:
-        metrics: those to show; where empty, those that a run shows while it runs.
+        metrics: metrics to show; if empty, those that a run shows in its progress.
     """
     _print_title(console, record)
     _print_options(console, record)
@@ -157,7 +157,7 @@ def _print_end(console: Console, record: RunRecord) -> None:
 
 
 def next_step(record: RunRecord) -> tuple[str, str] | None:
-    """(what can be done with the run now, the command); None where there is nothing to do but to wait."""
+    """(what can be done with the run now, the command); None for a run that is still running."""
     state, model, config = record.state[0], record.path / "model", record.path / "config.toml"
     if state == "finished" and model.is_dir():
         return "Try the model", f"rlhf generate --model {shlex.quote(str(model))} --prompt TEXT"

@@ -1,4 +1,4 @@
-"""What the three commands share on the way to the terminal."""
+"""Output to the terminal, for all three commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 
 STATE_STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "bold red"}
 FILE_WIDTH = 140
-"""Characters of a line where the output goes to a file."""
+"""Characters of a line if the output goes to a file."""
 
 
 def terminal() -> Console:
-    """Standard output; a file is wide enough for a table."""
+    """Standard output. Output to a file is wide enough for a table."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value of the run file, as TOML writes simple ones."""
+    """A value of the run file; simple values as in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

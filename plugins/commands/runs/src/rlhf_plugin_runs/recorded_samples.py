@@ -1,4 +1,4 @@
-"""The samples that a run recorded, and those that are asked for."""
+"""Reads the samples that a run recorded, and selects some of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
-from rlhf_runtime.checkpoint.json_values import loads
+from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.data.recorded_answers import SUCH
 
 from rlhf_plugin_runs.curves import as_number
 
 LENGTH = "length"
-_FILE = re.compile(r"step-(\d{6,})\.jsonl")
+_FILE = re.compile(r"step-(\d{6,})\.arrow")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of tokens after the prompt."""
+    """Consecutive tokens after the prompt, from the policy or from the environment."""
 
     who: str
     """``policy``, or ``environment``."""
     text: str
     tokens: int
     reward: float | None
-    """What an environment gave for it."""
+    """The environment's reward for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,17 @@ class Sample:
     """One recorded sample, as text."""
 
     step: int | None
-    """None in a file that no training step wrote."""
+    """None if no training step wrote the file."""
     group: int
     sample: int
     source: str
     row: int
     prompt: Any
-    """Text, or messages where a chat template was used."""
+    """Text, or messages if a chat template was used."""
     turns: list[Turn]
     reward: float | None
     rewards: dict[str, float | None]
-    """By the name of the reward, before its weight; None where it did not apply."""
+    """By the name of the reward, before its weight; None if it did not apply."""
     status: str
     error: str
     length: int
@@ -55,7 +56,7 @@ class Sample:
     """The mean reward of the samples for the same prompt."""
 
     def value(self, name: str | None) -> float | None:
-        """What samples are sorted by: a reward by its name, the length, or where ``name`` is None the whole reward."""
+        """The value that samples are sorted by: a reward by its name, the length, or for None the total reward."""
         if name is None:
             return self.reward
         return self.rewards.get(name) if name in self.rewards or name != LENGTH else float(self.length)
@@ -69,28 +70,23 @@ def recorded_steps(run: Path) -> list[int]:
 
 
 def read_samples(path: Path, step: int | None) -> list[Sample]:
-    """The samples in a file. Raises DataError naming the line that is none."""
+    """The samples in a file. Raises DataError naming a line that is not a sample."""
+    samples, where = [], str(path)
     try:
-        text = path.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise DataError(f"cannot read {path}: {cause}") from cause
-    samples = []
-    for number, one in enumerate(text.split("\n") if text else [], 1):
-        try:
-            line = loads(one, f"{path}:{number}")
+        for place, line in recorded(path):
+            where = place
             if line["sample"] is not None:  # a group of which no sample is left
                 samples.append(_sample(line, step))
-        except (CheckpointError, KeyError, TypeError, AttributeError) as cause:
-            why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
-            raise DataError(
-                f"{path}:{number} is not a recorded sample: {why}. Such are in a run's rollouts/, and what `rlhf eval "
-                "--save`, `rlhf generate --save` and `rlhf score` write."
-            ) from cause
+    except CheckpointError as cause:
+        raise DataError(f"{cause}. {SUCH}") from cause
+    except (KeyError, TypeError, AttributeError) as cause:
+        why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
+        raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
     return _with_group_means(samples)
 
 
 def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:
-    """Those of one data source and one group. Raises ConfigError where there is none."""
+    """The samples of one data source and one group. Raises ConfigError if there are none."""
     for name, asked in (("source", source), ("group", group)):
         if asked is not None:
             there = sorted({getattr(sample, name) for sample in samples})
@@ -101,14 +97,14 @@ def select(samples: Sequence[Sample], source: str | None, group: int | None) -> 
 
 
 def check_sort(samples: Sequence[Sample], name: str | None) -> None:
-    """Raises ConfigError where no sample has a reward of that name."""
+    """Raises ConfigError if no sample has a reward of that name."""
     names = sorted({reward for sample in samples for reward in sample.rewards} | {LENGTH})
     if name is not None and name not in names:
         raise ConfigError(f"--sort-by {name}: allowed here are {', '.join(names)}.{did_you_mean(name, names)}")
 
 
 def extreme(samples: Sequence[Sample], count: int, by: str | None, best: bool) -> list[Sample]:
-    """The ``count`` best or worst of the samples that have the value; equal ones in the order of the file."""
+    """The ``count`` best or worst of the samples that have the value. Equal samples keep the order of the file."""
     valued = [(value, sample) for sample in samples if (value := sample.value(by)) is not None]
     return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
 
@@ -150,7 +146,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
 
 
 def _reward(value: Any) -> float | None:
-    """A reward. Raises TypeError where it is neither a number nor null."""
+    """The reward as a float or None. Raises TypeError if it is neither a number nor null."""
     number = as_number(value)
     if number is None and value is not None:
         raise TypeError(f"a reward is {shown(value)}, and not a number")

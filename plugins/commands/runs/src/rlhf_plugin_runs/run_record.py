@@ -1,4 +1,4 @@
-"""What a run directory says about its run. Nothing is written, and a run that is at work is not disturbed."""
+"""Reads the facts about a run from its directory. Nothing is written, so this is safe during a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_runtime.observe.best_value import BestTracker
 from rlhf_runtime.observe.folder_lock import FolderLock
 
 DEPTH = 3
-"""Folders below the one that is named in which runs are looked for."""
+"""How many levels of folders below the named one are searched for runs."""
 STATES = ("running", "finished", "stopped", "failed")
 
 
@@ -36,9 +36,9 @@ class RunRecord:
 
     path: Path
     config: Mapping[str, Any]
-    """The tables of ``config.toml``; empty where there is none."""
+    """The tables of ``config.toml``; empty if there is none."""
     starts: Sequence[Mapping[str, Any]]
-    """The entries of ``manifest.json``, one for each start of the run; empty where there is none."""
+    """The entries of ``manifest.json``, one for each start of the run; empty if there is none."""
     is_held: bool
     """Whether a process works in the directory."""
     problems: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """The record of the run in ``path``. Raises ConfigError where there is none."""
+        """The record of the run in ``path``. Raises ConfigError if there is none."""
         if not is_run(path):
             raise ConfigError(_no_run(path))
         problems: list[str] = []
@@ -61,7 +61,7 @@ class RunRecord:
 
     @property
     def ended(self) -> Mapping[str, str]:
-        """How the last start ended: ``time``, ``status``, ``why``; empty where that is not recorded."""
+        """How the last start ended: ``time``, ``status``, ``why``; empty if that is not recorded."""
         found = self.start.get("ended", {})
         return found if isinstance(found, dict) else {}
 
@@ -77,7 +77,7 @@ class RunRecord:
 
     @property
     def options_set(self) -> list[str] | None:
-        """Dotted paths of the options that were set at the first start; None where that is not recorded. A resume may
+        """Dotted paths of the options that were set at the first start; None if that is not recorded. A resume may
         read ``config.toml``, in which every option is set."""
         first = self.starts[0].get("options") if self.starts else None
         return [str(path) for path in first] if isinstance(first, list) else None
@@ -98,13 +98,13 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """None where the run had a number of epochs, and comes from a release that did not record its steps."""
+        """None if the run had a number of epochs, and comes from a release that did not record its steps."""
         found = self.start.get("total_steps") or self.option("run.steps")
         return found if isinstance(found, int) else None
 
     @cached_property
     def lines(self) -> list[bytes]:
-        """The whole lines of ``metrics.jsonl``; the last one may still be in the making, and is left out."""
+        """The complete lines of ``metrics.jsonl``. A last line that is still being written is left out."""
         try:
             return (self.path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
         except OSError:
@@ -112,7 +112,7 @@ class RunRecord:
 
     @cached_property
     def last(self) -> Mapping[str, Any]:
-        """The last line of ``metrics.jsonl``; empty where no step is finished."""
+        """The last line of ``metrics.jsonl``; empty if no step is finished."""
         return self._line(len(self.lines) - 1) if self.lines else {}
 
     @property
@@ -123,7 +123,7 @@ class RunRecord:
 
     @cached_property
     def best(self) -> Best | None:
-        """The best evaluation by ``eval.metric`` and ``eval.mode``; None where there is none yet."""
+        """The best evaluation by ``eval.metric`` and ``eval.mode``; None if there is none yet."""
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
         for number, raw in enumerate(self.lines):
             line = self._line(number) if b'"eval/' in raw else {}
@@ -138,7 +138,7 @@ class RunRecord:
 
     @property
     def state(self) -> tuple[str, str]:
-        """(one of :data:`STATES`, why; empty where nothing is known)."""
+        """(one of :data:`STATES`, why; empty if nothing is known)."""
         if self.is_held:
             return "running", _text(self.path / ".lock")
         status = str(self.ended.get("status", ""))
@@ -209,7 +209,7 @@ def _no_run(path: Path) -> str:
 
 
 def _tolerant(read: Callable[[Path], Any], path: Path, absent: Any, problems: list[str]) -> Any:
-    """What ``read`` finds, or ``absent`` and a sentence in ``problems``."""
+    """The result of ``read``; after an error ``absent``, with a sentence in ``problems``."""
     if not path.exists():
         problems.append(f"{path.name} is missing: it is written when the models are loaded.")
         return absent
@@ -236,7 +236,7 @@ def _read_starts(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _time(text: Any) -> datetime.datetime | None:
-    """In the local zone; None where ``text`` is no time."""
+    """In the local zone; None if ``text`` is no time."""
     try:
         return datetime.datetime.fromisoformat(text).astimezone()
     except (ValueError, TypeError):

@@ -11,7 +11,7 @@ from rlhf_plugin_runs.curves import number
 from rlhf_plugin_runs.recorded_samples import Sample
 
 LONG = 1200
-"""Characters of one text that are shown of a longer one."""
+"""Number of characters that are shown of a long text."""
 INDENT = "  "
 
 
@@ -19,8 +19,8 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
     """The sample with its prompt and its turns.
 
     Args:
-        heading: stands before the sample's number.
-        full: show long texts whole.
+        heading: text before the sample's number.
+        full: do not shorten long texts.
     """
     limit = None if full else LONG
     where = f"group {sample.group}, sample {sample.sample}, row {sample.row} of {sample.source!r}"

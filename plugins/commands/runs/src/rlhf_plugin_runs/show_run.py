@@ -1,4 +1,4 @@
-"""Show what a run is and how it went, or compare two."""
+"""Show one run, or compare two."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhf.interfaces import Command
 class Show(Command):
     """Show a run: `rlhf show runs/3`, or two of them side by side: `rlhf show runs/3 runs/4`.
 
-    Of one run: the options that were set, plugins with their versions, progress, metrics with curves, checkpoints and
-    exports, how it ended, and the command that goes on with it. Of two runs: the options and plugins that differ, and
-    their metrics and curves. A run that is at work may be looked at, too.
+    For one run it shows the options that were set, plugins with their versions, progress, metrics with curves,
+    checkpoints and exports, how the run ended, and the command that continues it. For two runs it shows the options and
+    plugins that differ, and the metrics and curves of both. It can also be used during a run.
     """
 
     name = "show"

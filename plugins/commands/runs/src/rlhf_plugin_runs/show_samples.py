@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from rlhf_plugin_runs.recorded_samples import Sample
 
 FIRST = 5
-"""Samples that are shown where nothing says which."""
+"""Number of samples that are shown by default."""
 
 
 class Samples(Command):
     """Show samples of a step of a run: `rlhf samples runs/latest --step 12 --worst 5`.
 
     Each sample is shown with its prompt, its completion (or the turns of the policy and of the environment), the reward
-    in all and by name, its length and its status. Where nothing says which samples: the first 5, and with --group all
-    of that group. A file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score` may be named in place of a run.
+    in total and by name, its length and its status. By default the first 5 samples are shown, and with --group all
+    samples of that group. RUN may also be a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`.
     """
 
     name = "samples"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or a file of samples")
-        parser.add_argument("--step", type=_count, metavar="N", help="of this step (default: the last that is there)")
+        parser.add_argument("--step", type=_count, metavar="N", help="samples of this step (default: the last one)")
         parser.add_argument("--worst", type=_count, metavar="N", help="the N with the lowest reward")
         parser.add_argument("--best", type=_count, metavar="N", help="the N with the highest reward")
         parser.add_argument("--random", type=_count, metavar="N", help="N drawn at random; the same ones at every call")
@@ -58,7 +58,7 @@ class Samples(Command):
 
 
 def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
-    """The file of samples, and the step that it is of. Raises ConfigError saying what is there instead."""
+    """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
     from rlhf_plugin_runs.recorded_samples import recorded_steps
     from rlhf_plugin_runs.run_record import RunRecord
 
@@ -75,7 +75,7 @@ def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
         there = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
         raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of the steps {there}.")
     step = steps[-1] if step is None else step
-    return run / "rollouts" / f"step-{step:06d}.jsonl", step
+    return run / "rollouts" / f"step-{step:06d}.arrow", step
 
 
 def _why_no_samples(record: Any) -> str:

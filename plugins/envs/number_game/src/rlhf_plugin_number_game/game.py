@@ -14,22 +14,22 @@ QUESTION = re.compile(r"([0-9]{1,9})\s*\??")
 
 
 class NumberGameConfig(ComponentConfig):
-    """The range, and what a question costs."""
+    """The range, and the rewards."""
 
     low: int = 1
     """Smallest number that can be hidden, >= 0."""
     high: int = 15
     """Largest number that can be hidden."""
     column: str = "hidden"
-    """Column of the data row with the hidden number. Rows without it get one drawn from the sample's seed."""
+    """Column of the data row with the hidden number. Rows without it get a number from the sample's seed."""
     found: float = 1.0
     """Reward for naming the number."""
     cost: float = 0.1
-    """Taken off for every question, the last one included."""
+    """Subtracted for every question, the last one included."""
     invalid_cost: float = 0.2
-    """Taken off, on top of ``cost``, for an answer that is no number of the range."""
+    """Subtracted, in addition to ``cost``, for a question that is not a number of the range."""
     show_range: bool = True
-    """Open with the range, e.g. ``1-15:``; otherwise the row's prompt has to say it."""
+    """Start with the range, e.g. ``1-15:``. Otherwise the row's prompt must contain it."""
 
     @model_validator(mode="after")
     def _range(self) -> NumberGameConfig:
@@ -39,10 +39,10 @@ class NumberGameConfig(ComponentConfig):
 
 
 class NumberGame(Env):
-    """A question is a number, with or without ``?``. The answers, one character each and followed by nothing:
+    """A question is a number, with or without ``?``. Each answer is one character:
 
     ``<`` the hidden number is smaller, ``>`` it is larger, ``=`` found, which ends the episode, ``!`` not a number of
-    the range. ``[env] max_turns`` ends an episode that finds nothing.
+    the range. ``[env] max_turns`` ends an episode in which the number is not found.
     """
 
     name = "number_game"

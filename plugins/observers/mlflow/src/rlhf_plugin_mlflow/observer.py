@@ -1,4 +1,4 @@
-"""Metrics, parameters and a few samples to MLflow, on a server or in a folder; a resumed run continues the same run."""
+"""Logs metrics, parameters and a few samples to MLflow, on a server or in a folder. A resumed run continues its run."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from rlhf.secrets import redact
 from rlhf.types import Group
 
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _PARAM_LENGTH = 100, 1000, 6000
-"""What MLflow takes in one call, and of one parameter."""
+"""MLflow's limits for one call, and for one parameter."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MLflowConfig(ComponentConfig):
-    """Names and passwords are no options: they come from the environment (``MLFLOW_TRACKING_USERNAME``,
+    """Names and passwords are not options. They come from the environment (``MLFLOW_TRACKING_USERNAME``,
     ``MLFLOW_TRACKING_PASSWORD``, ``MLFLOW_TRACKING_TOKEN``)."""
 
     experiment: str = "rlhf"
-    """Where the run is listed; made where it does not exist."""
+    """Experiment that lists the run; created if it does not exist."""
     tracking_uri: str | None = None
-    """A server (``http://host:5000``) or a folder. Where absent: ``MLFLOW_TRACKING_URI`` of the environment, else the
+    """A server (``http://host:5000``) or a folder. If absent: ``MLFLOW_TRACKING_URI`` of the environment, else the
     folder ``mlruns`` in the run directory."""
     tags: Mapping[str, str] = {}
     """Labels to filter runs by."""
     samples: int = 4
-    """Samples kept at a time; 0 = none."""
+    """Samples logged each time; 0 = none."""
     samples_every: int = 10
     """Steps between samples."""
 
@@ -59,18 +59,17 @@ class MLflowConfig(ComponentConfig):
 
 
 class MLflowObserver(Observer):
-    """Logs the line of every step as it is in ``metrics.jsonl``, over ``step``, before the step's event returns.
+    """Logs the line of every step in ``metrics.jsonl``, over ``step``, before the step's event returns.
 
-    Nothing but the run's own numbers leaves the machine: the config is redacted, MLflow's usage statistics are off, and
-    the client that is used records no source, command line or git state. MLflow's names know no ``@``: ``pass@1`` is
-    ``pass_at_1``; any other character that it refuses becomes ``_``.
+    The config is redacted, MLflow's usage statistics are off, and its client records no source, command line or git
+    state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``.
     """
 
     name = "mlflow"
     source = "https://mlflow.org/docs/latest/ml/tracking"
     Config = MLflowConfig
     conformance = {"configs": (MLflowConfig(),), "environment": {"MLFLOW_TRACKING_URI": ""}}
-    """What ``rlhf plugins check`` runs: a folder, whatever server the environment names."""
+    """Config for ``rlhf plugins check``: a folder, even if the environment names a server."""
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
@@ -92,7 +91,7 @@ class MLflowObserver(Observer):
         place = self._place(info.output)
         uri = place if "://" in place or place == "databricks" else Path(place).absolute().as_uri()
         if uri.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow writes folders where it is told to only
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow writes folders only with this setting
         try:
             client = MlflowClient(tracking_uri=uri)
             if self._run_id:
@@ -132,7 +131,7 @@ class MLflowObserver(Observer):
         return self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(output / "mlruns")
 
     def _new_run(self, client: Any, info: RunInfo) -> str:
-        """Make it, with the config: as parameters, and whole as an artifact."""
+        """Create the run. The config is logged as parameters, and as an artifact."""
         found = client.get_experiment_by_name(self.config.experiment)
         experiment = found.experiment_id if found is not None else client.create_experiment(self.config.experiment)
         run_id: str = client.create_run(experiment, run_name=info.name).info.run_id
@@ -150,7 +149,7 @@ def _name(text: str) -> str:
 
 
 def _flat(value: Any, front: str = "") -> Iterator[tuple[str, str]]:
-    """(``section.field``, value as text) of everything that a config sets; list entries by their index."""
+    """(``section.field``, value as text) of every option in a config; list entries by their index."""
     if isinstance(value, Mapping | list | tuple) and value:
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _flat(item, f"{front}.{key}" if front else str(key))

@@ -1,4 +1,4 @@
-"""Event files written with TensorBoard's own writer: no torch, no TensorFlow."""
+"""Writes event files with TensorBoard's own writer. It needs neither torch nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TensorBoardConfig(ComponentConfig):
 class TensorBoardObserver(Observer):
     """Every metric of a step as a scalar, a few samples as a text table, the config (redacted) as text.
 
-    A resumed run marks its first step as a restart, at which TensorBoard forgets the steps that the killed process had
-    logged after its last checkpoint: none shows twice.
+    A resumed run marks its first step as a restart. TensorBoard then removes the steps that the killed process had
+    logged after its last checkpoint, so no step is shown twice.
     """
 
     name = "tensorboard"
@@ -52,7 +52,7 @@ class TensorBoardObserver(Observer):
 
     def run_started(self, info: RunInfo) -> None:
         self._writer = EventFileWriter(str(info.output / self.config.folder))
-        # Of a run that starts over without a checkpoint everything is forgotten, the evaluation at step 0 included.
+        # A run that starts again without a checkpoint removes all earlier steps, also the evaluation at step 0.
         restart = info.first_step + 1 if info.first_step else 0
         self._add(Event(step=restart, session_log=SessionLog(status=SessionLog.START)))
         config = json.dumps(redact(info.config), indent=1, default=str)
@@ -69,7 +69,7 @@ class TensorBoardObserver(Observer):
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
         assert self._writer is not None
-        self._writer.flush()  # a killed process loses nothing that metrics.jsonl has
+        self._writer.flush()  # so a killed process has every step that metrics.jsonl has
 
     def run_ended(self, status: str) -> None:
         if self._writer is not None:
@@ -100,5 +100,5 @@ def _table(samples: Sequence[Sample]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A model's text shown as text: no HTML, no Markdown table breaks."""
+    """Escapes a model's text, so that it contains no HTML and no Markdown."""
     return html.escape(text).replace("|", "\\|").replace("\r", "").replace("\n", " ⏎ ")

@@ -1,4 +1,4 @@
-"""Metrics, a table of samples and the resolved config, to Weights & Biases; a resumed run continues the same run."""
+"""Logs metrics, a table of samples and the resolved config to Weights & Biases. A resumed run continues its run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _KEY = "WANDB_API_KEY"
 
 
 class WandbConfig(ComponentConfig):
-    """The API key is no option: it comes from the environment (``WANDB_API_KEY``) or ``wandb login``."""
+    """The API key is not an option: it comes from the environment (``WANDB_API_KEY``) or ``wandb login``."""
 
     project: str = "rlhf"
-    """Where the run is listed."""
+    """Project that lists the run."""
     entity: str | None = None
-    """User or team; the account's default where empty."""
+    """User or team; if empty, the account's default."""
     group: str | None = None
     """Runs of one group are shown together."""
     tags: tuple[str, ...] = ()
     """Labels to filter runs by."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """Where absent: ``WANDB_MODE`` of the environment, else online. ``wandb sync`` uploads offline runs."""
+    """If absent: ``WANDB_MODE`` of the environment, else online. ``wandb sync`` uploads offline runs."""
     samples: int = 4
     """Samples shown per table; 0 = no tables."""
     samples_every: int = 10
@@ -39,17 +39,17 @@ class WandbConfig(ComponentConfig):
 
 
 class WandbObserver(Observer):
-    """Logs the line of every step as it is in ``metrics.jsonl``, plotted over ``step``.
+    """Logs the line of every step in ``metrics.jsonl``, plotted over ``step``.
 
-    Nothing but the run's own numbers leaves the machine: the config is redacted, and W&B's capture of the command line,
-    the terminal, the source code and the git remote is off.
+    The config is redacted, and W&B's capture of the command line, the terminal, the source code and the git remote is
+    off.
     """
 
     name = "wandb"
     source = "https://docs.wandb.ai/ref/python/"
     Config = WandbConfig
     conformance = {"configs": (WandbConfig(mode="offline"),), "environment": {"WANDB_SILENT": "true"}}
-    """What ``rlhf plugins check`` runs, as the default wants an account."""
+    """Config for ``rlhf plugins check``, because the default needs an account."""
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         super().__init__(config)
@@ -64,7 +64,7 @@ class WandbObserver(Observer):
         self._run_id = str(state.get("run_id", ""))
 
     def check(self, output: Path) -> None:
-        """In a terminal W&B asks for the key itself, when the run starts."""
+        """Raises ConfigError if no key is configured, except in a terminal: there W&B asks for it at the start."""
         mode = self.config.mode or os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not sys.stdin.isatty() and not wandb.login(prompt=False, verify=False):
             raise _not_started("no API key is configured.")
@@ -91,7 +91,7 @@ class WandbObserver(Observer):
                 settings=settings,
             )
         except wandb.errors.Error as cause:
-            raise _not_started(_without_key(str(cause))) from None  # the cause's traceback may hold the key
+            raise _not_started(_without_key(str(cause))) from None  # the traceback may contain the key
         self._run_id = self._run.id
         self._run.define_metric("*", step_metric="step")
 

@@ -1,4 +1,4 @@
-"""The reward: one value where the answer has the form asked for, another where it has not."""
+"""The reward: one value if the answer has the required form, another if it does not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class FormatConfig(ComponentConfig):
     """Exactly one of ``template`` and ``pattern``."""
 
     template: str | None = None
-    """Text with gaps, e.g. ``<think>{...}</think><answer>{...}</answer>``: each gap ``{...}`` holds something, each
-    piece of text occurs exactly as often as here, white space between tags is free. Matched in linear time."""
+    """Text with gaps, e.g. ``<think>{...}</think><answer>{...}</answer>``. No gap ``{...}`` may be empty, each piece of
+    text must occur exactly as often as in the template, and white space between tags is allowed. Matched in linear
+    time."""
     pattern: str | None = None
     """A Python regular expression; ``.`` matches line ends too."""
     mode: Literal["fullmatch", "search"] = "fullmatch"
-    """For ``pattern``: the whole text, or anywhere in it."""
+    """For ``pattern``: match the whole text, or search anywhere in it."""
     on: Literal["answer", "completion"] = "answer"
     """The last sampled turn, or everything after the prompt with the environment's observations."""
     match: float = 1.0
@@ -39,18 +40,18 @@ class FormatConfig(ComponentConfig):
             try:
                 re.compile(self.pattern, re.DOTALL)
             except re.error as error:
-                raise ValueError(f"`pattern` {self.pattern!r} is no regular expression: {error}") from None
+                raise ValueError(f"`pattern` {self.pattern!r} is not a regular expression: {error}") from None
         return self
 
 
 class FormatReward(Reward):
-    """Plain ``def``, so it runs in a worker process: a pattern that backtracks for ever costs the deadline, not the
-    run."""
+    """``score`` is plain ``def``, so it runs in a worker process. A pattern that backtracks forever is killed at the
+    deadline."""
 
     name = "format"
     Config = FormatConfig
     conformance = {"configs": (FormatConfig(pattern=".*4.*"),)}
-    """What ``rlhf plugins check`` runs, as the defaults say no form."""
+    """Config for ``rlhf plugins check``, because the defaults have no form."""
 
     def __init__(self, config: FormatConfig | None = None) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ GAP = "{...}"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Literal pieces in order, some with a gap before them. White space between tags and at both ends is free."""
+    """Literal pieces in order, some with a gap before them. White space between tags and at both ends is allowed."""
 
     pieces: tuple[tuple[bool, str], ...]
     """(a gap comes before it, literal)."""
@@ -19,7 +19,8 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Raises ValueError: no literal text, or two gaps side by side (where one ends would be a guess)."""
+        """Raises ValueError for a template without literal text, and for two adjacent gaps (their boundary would be
+        ambiguous)."""
         pieces: list[tuple[bool, str]] = []
         gap = False
         for part in re.split(r"(\{\.\.\.\}|<[^<>]*>)", text):
@@ -35,7 +36,7 @@ class Template:
         return cls(tuple(pieces), gap)
 
     def matches(self, text: str) -> bool:
-        """Every piece occurs exactly as often as in the template, in order, and every gap holds something."""
+        """Whether every piece occurs exactly as often as in the template, in order, and no gap is empty."""
         if any(text.count(piece) != count for piece, count in self._counts().items()):
             return False
         at = 0
@@ -47,6 +48,7 @@ class Template:
         return bool(text[at:].strip()) == self.open_end
 
     def _counts(self) -> dict[str, int]:
-        """How often each piece stands in the template, also inside others: ``A:`` twice in ``A: {...} AA: {...}``."""
+        """The number of occurrences of each piece in the template, also inside others: ``A:`` occurs twice in
+        ``A: {...} AA: {...}``."""
         pieces = [piece for _, piece in self.pieces]
         return {piece: sum(other.count(piece) for other in pieces) for piece in pieces}

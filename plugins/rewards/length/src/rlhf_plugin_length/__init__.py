@@ -1,4 +1,4 @@
-"""Reward: answers of a wanted length."""
+"""Reward: a penalty for answers that are too short or too long."""
 
 from rlhf import hookimpl
 

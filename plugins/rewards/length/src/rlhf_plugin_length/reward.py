@@ -1,4 +1,4 @@
-"""The reward: nothing inside the wanted range of lengths, a penalty that grows with the distance outside."""
+"""The reward: no penalty inside a range of lengths, and a penalty that grows with the distance outside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class LengthConfig(ComponentConfig):
     """The range and the penalty: ``value = inside - min(at_most, per_token x tokens outside the range)``."""
 
     low: int | None = Field(None, ge=0)
-    """Fewest tokens wanted."""
+    """Smallest number of tokens without a penalty."""
     high: int | None = Field(None, ge=0)
-    """Most tokens wanted."""
+    """Largest number of tokens without a penalty."""
     per_token: float = Field(0.01, gt=0.0)
     """Penalty for each token too few or too many."""
     at_most: float = Field(1.0, gt=0.0)
@@ -31,12 +31,12 @@ class LengthConfig(ComponentConfig):
 
 
 class LengthReward(Reward):
-    """Counts the tokens that the policy itself sampled, over all turns: never the prompt, observations or tools."""
+    """Counts the tokens that the policy sampled, over all turns, without prompt, observations and tool results."""
 
     name = "length"
     Config = LengthConfig
     conformance = {"configs": (LengthConfig(low=2, high=20),)}
-    """What ``rlhf plugins check`` runs, as the defaults give no range."""
+    """Config for ``rlhf plugins check``, because the defaults have no range."""
 
     async def score(self, group: Group) -> list[RewardResult]:
         return [self._value(t.sampled_tokens) for t in group.trajectories]

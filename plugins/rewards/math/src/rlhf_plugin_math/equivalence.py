@@ -8,16 +8,16 @@ from fractions import Fraction
 from rlhf_plugin_math.normalise import normalise, number
 
 POINTS = (Fraction(7, 5), Fraction(-13, 11), Fraction(29, 17))
-"""Where expressions with free symbols are compared: positive and negative, no roots of anything usual."""
+"""Values of free symbols at which expressions are compared: positive and negative, not roots of common expressions."""
 DIGITS = 30
 
 
 def equivalent(given: str, truth: str, tolerance: float = 0.0, max_chars: int = 300, max_bits: int = 10_000) -> bool:
-    """Equal as text, as numbers, element by element, or as expressions.
+    """Whether the answers are equal as text, as numbers, element by element, or as expressions.
 
-    ``50%`` equals both 50 and 1/2, as data sets write either. Expressions are equal if their difference vanishes: by
-    SymPy's own automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: a false
-    agreement at fixed generic points is an answer built for it). Nothing is simplified, so cost stays bounded.
+    ``50%`` equals both 50 and 1/2, because data sets use both. Expressions are equal if their difference is zero: by
+    SymPy's automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: only an answer that was
+    constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded.
     """
     left, right = normalise(given), normalise(truth)
     if not left or not right:
@@ -62,7 +62,7 @@ def _equal_parts(
 
 
 def _parts(text: str) -> tuple[str, list[str], str] | None:
-    r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None where no comma is."""
+    r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None without a comma."""
     text = text.replace("\\{", "{").replace("\\}", "}").strip()
     opening, closing = "", ""
     if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}":
@@ -78,21 +78,21 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 
 
 def _formula(text: str) -> bool:
-    """Whether it is worth parsing: a digit, an operator or a command, and no prose."""
+    """Whether the text may be a formula: it has a digit, an operator or a command, and no prose."""
     words = re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", text)
     known = {"sqrt", "sin", "cos", "tan", "exp", "ln", "log", "pi", "abs"}
     return all(w in known for w in words) and bool(re.search(r"[\d+\-*/^\\|]|^[A-Za-z]$|π|√|pi", text))
 
 
 def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
-    import sympy  # here, because most answers are plain numbers and its import takes longer than all of them
+    import sympy  # imported here, because most answers are plain numbers and the import is slow
 
     from rlhf_plugin_math.expression import Unreadable, parse
 
     try:
         a, b = parse(left, max_bits), parse(right, max_bits)
         difference = a - b
-        if difference.is_Rational:  # also of what is too large to tell from it by digits: e^(10^6) and e^(10^6) + 1
+        if difference.is_Rational:  # also for values with too many equal digits: e^(10^6) and e^(10^6) + 1
             return bool(difference == 0)
         symbols = sorted(difference.free_symbols, key=str)
         for shift in range(len(POINTS)):
@@ -110,7 +110,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
 
 
 def _text(text: str) -> str:
-    """Without braces and spaces, but for spaces between digits: 1 2 is not 12."""
+    """Without braces and spaces, except spaces between digits: 1 2 is not 12."""
     return (
         re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]|\\(?=[{}])", "", text)
         .replace("\\dfrac", "\\frac")

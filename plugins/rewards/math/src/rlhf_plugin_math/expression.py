@@ -1,7 +1,8 @@
-"""LaTeX and plain formulas to SymPy by a small parser of our own.
+"""A small parser that converts LaTeX and plain formulas to SymPy.
 
-SymPy's own parsers evaluate Python and work everything out; a policy's text must do neither. What this grammar does not
-know is :class:`Unreadable`, and so is a power of numbers above a size limit, before it is computed.
+SymPy's own parsers execute Python and evaluate every expression, which is not safe for a policy's text. This parser
+raises :class:`Unreadable` for syntax that its grammar does not have, and for powers above a size limit before they are
+computed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_DEPTH = 30
 
 
 class Unreadable(Exception):
-    """Not a formula of this grammar, or too large to work out."""
+    """Not a formula of this grammar, or too large to compute."""
 
 
 def parse(text: str, max_bits: int) -> Any:
@@ -47,7 +48,7 @@ def _plain(text: str) -> str:
 
 
 class _Parser:
-    """Recursive descent: sum, product (with products that are not written), power, atom."""
+    """Recursive descent: sum, product (also implicit products such as ``2x``), power, atom."""
 
     def __init__(self, text: str, max_bits: int) -> None:
         self.tokens = [next(g for g in m.groups() if g is not None) for m in TOKEN.finditer(text) if m[0].strip()]
@@ -155,7 +156,7 @@ class _Parser:
             bits = max(abs(base.p).bit_length(), base.q.bit_length())
             if bits * abs(exponent) > self.max_bits:
                 raise Unreadable("a power too large to work out")
-        elif exponent.is_Rational:  # SymPy takes the numbers in it to that power: of sqrt(2)^(10^9), 2^(5 * 10^8)
+        elif exponent.is_Rational:  # SymPy computes powers of its numbers: 2^(5 * 10^8) for sqrt(2)^(10^9)
             bits = sum(max(abs(n.p).bit_length(), n.q.bit_length()) for n in base.atoms(sympy.Rational))
             if bits * abs(exponent) > self.max_bits:
                 raise Unreadable("a power too large to work out")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 NUMBER = re.compile(
     r"""
-    (?<![\w.)\]}])-? (?:\$|\\\$)?       # a minus only where it is no subtraction
+    (?<![\w.)\]}])-? (?:\$|\\\$)?       # a minus sign, not a subtraction
     (?: \d{1,3}(?:,\d{3})+ | \d+ )      # 1,234 or 1234
     (?: \.\d+ )?
     (?: \s*/\s*\d+ )?                   # a fraction
@@ -25,11 +25,11 @@ _IS = re.compile(
 
 
 MAX_CHARS = 1000
-"""Of a sentence with the answer that are looked at."""
+"""Characters of a sentence with the answer that are searched."""
 
 
 def extract_answer(text: str, places: Sequence[str]) -> str | None:
-    """The answer from the first of ``places`` that has one; None where none has."""
+    """The answer from the first of ``places`` with an answer; None if there is none."""
     for place in places:
         found = _PLACES[place](text)
         if found is not None and found.strip():
@@ -38,14 +38,14 @@ def extract_answer(text: str, places: Sequence[str]) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last complete ``\boxed{...}`` or ``\fbox{...}``."""
+    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``."""
     for start in sorted((m.end() for m in re.finditer(r"\\(?:f?box|boxed)\s*\{", text)), reverse=True):
         depth = 1
         for i in range(start, len(text)):
             depth += {"{": 1, "}": -1}.get(text[i], 0)
             if depth == 0:
                 return text[start:i]
-        text = text[:start]  # never closed: the one before it cannot reach past here
+        text = text[:start]  # not closed, so an earlier one must end before it
     return None
 
 
@@ -56,7 +56,7 @@ def after_hash(text: str) -> str | None:
 
 
 def after_answer_is(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or a line's "A:", cut to its number where it is a sentence."""
+    """The text after the last "answer is", "answer:" or a line's "A:". A sentence is reduced to its number."""
     found = None
     for found in _IS.finditer(text):  # noqa: B007 - the last one counts
         pass

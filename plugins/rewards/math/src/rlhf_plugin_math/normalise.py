@@ -1,4 +1,4 @@
-"""One spelling for many: LaTeX, units, currency and punctuation that do not change what an answer is."""
+"""Normalises answers: removes LaTeX, units, currency and punctuation that do not change an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)[A-Za-z\s/.^{}\d-]*$", re.ASCII
 _NOT_UNITS = {"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "to", "e"}
 _SHORT_UNITS = set("mgshLlNJWVKCF")
 MAX_CHARS = 1000
-"""Longer answers are compared as they are: no final answer is that long, and some searches here are quadratic."""
+"""Longer answers are not normalised: no final answer is that long, and some searches here are quadratic."""
 _NAMED = re.compile(r"[A-Za-z]\s*=\s*(?=\S)(?!=)")
 _FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s*[ ]\s*)?(\d+)\s*/\s*(\d+)", re.ASCII)
 _LATEX_FRACTION = re.compile(
@@ -44,13 +44,13 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:!").strip()
     text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
     text = _without_unit(text)
-    if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # a choice
+    if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # a multiple-choice letter
         text = text.strip("() ")
     return text
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
-    """(value, whether a percent sign follows it) of a plain number, fraction or mixed number; None for all else.
+    """(value, whether a percent sign follows it) of a plain number, fraction or mixed number; None for other texts.
 
     A percentage keeps the value before the sign: ``50%`` is (50, True).
     """

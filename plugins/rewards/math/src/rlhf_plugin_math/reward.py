@@ -1,4 +1,4 @@
-"""The reward: finds the final answer in a text and compares it with the row's."""
+"""The reward: finds the final answer in a text and compares it with the true answer in the row."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Place = Literal["boxed", "hash", "answer_is", "last_number"]
 
 
 class MathConfig(ComponentConfig):
-    """Where the true answer is, where to look for the given one, and what each outcome is worth."""
+    """The column of the true answer, the places that are searched, and the value of each outcome."""
 
     column: str = "answer"
-    """Row column with the true answer: text or a number. Worked solutions that end in ``#### 72``, ``A: 72`` or
-    ``\\boxed{72}`` may stand there as they are. None: the reward is not applicable to that row."""
+    """Row column with the true answer: text or a number, or a worked solution that ends in ``#### 72``, ``A: 72`` or
+    ``\\boxed{72}``. None in a row: the reward does not apply to it."""
     extract: tuple[Place, ...] = Field(("boxed", "hash", "answer_is", "last_number"), min_length=1)
-    """Where the answer is looked for, in this order: the last ``\\boxed{}``, after the last ``####``, after "the answer
-    is", "answer:" or a line's "A:", the last number. Give fewer to insist on a form."""
+    """Places that are searched for the answer, in order: the last ``\\boxed{}``, after the last ``####``, after "the
+    answer is", "answer:" or a line's "A:", the last number. Give fewer to require a form."""
     correct: float = 1.0
-    """Reward of an answer that equals the row's."""
+    """Reward of an answer that equals the true answer."""
     wrong: float = 0.0
-    """Reward of an answer that does not."""
+    """Reward of another answer."""
     no_answer: float = 0.0
-    """Where nothing was found in the places listed."""
+    """Reward if no answer was found in these places."""
     tolerance: float = Field(0.0, ge=0.0)
-    """Relative difference up to which numbers are equal; 0 = exactly."""
+    """Largest relative difference of equal numbers; 0: numbers must be exactly equal."""
     max_chars: int = Field(300, ge=1)
     """Answers longer than this are compared as text only."""
     max_bits: int = Field(10_000, ge=64)
-    """Size up to which a power of numbers is worked out; an answer beyond it is compared as text only."""
+    """Largest power of numbers, in bits, that is computed; answers with a larger one are compared as text only."""
 
 
 class MathReward(Reward):
-    """Plain ``def``, so it runs in a worker process: an answer that keeps the algebra busy for ever costs the deadline,
-    not the run."""
+    """``score`` is plain ``def``, so it runs in a worker process. An answer that takes too long to compare is killed at
+    the deadline."""
 
     name = "math"
     source = "Answer forms: Hendrycks et al. 2021, arXiv:2103.03874 (boxed); Cobbe et al. 2021, arXiv:2110.14168 (####)"

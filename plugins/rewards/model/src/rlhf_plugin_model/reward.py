@@ -1,4 +1,4 @@
-"""The reward: what a reward model with a scalar head says at the last token."""
+"""The reward: the output of a reward model with a scalar head at the last token."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from functools import cached_property
 
 from pydantic import Field
 from rlhf.errors import ConfigError, ModelError, RewardError
+from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
-from rlhf.paths import PathText
 from rlhf.steps import STEP_SEPARATOR
 from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
 from rlhf_hub.published import settings_of
 
 
 class ModelConfig(ComponentConfig):
-    """Which model, and what is done with its output."""
+    """The model, and the normalisation of its output."""
 
     model: PathText = Field(min_length=1)
     """Path or hub name of a sequence-classification model with one output. ``--reward model:PATH`` sets it."""
     role: str = "reward_model"
-    """Name of the role that holds it (``[roles.NAME]`` configures that). A second reward model needs another."""
+    """Name of the model's role, which ``[roles.NAME]`` configures. A second reward model needs another role."""
     normalise: bool = False
-    """(output - mean) / std, with ``mean`` and ``std`` from the model's ``config.json``, where training left them."""
+    """(output - mean) / std, with ``mean`` and ``std`` from the model's ``config.json``, where training saved them."""
 
 
 class ModelReward(Reward):
-    """The model is a role of the run: placed, loaded and put to sleep like any other.
+    """The model is a role of the run: placed, loaded and put to sleep like the others.
 
-    It reads the very tokens of the trajectory (from the last rewritten context on), so nothing is decoded and encoded
-    again; it must therefore have been trained with the policy's tokenizer and chat template.
+    It reads the tokens of the trajectory (from the last rewritten context on). Nothing is decoded and encoded again, so
+    the model must have been trained with the policy's tokenizer and chat template.
     """
 
     name = "model"
@@ -45,7 +45,7 @@ class ModelReward(Reward):
         self._score: ScoreWithRole | None = None
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Raises ConfigError where the model scores steps: it has no score of a whole answer; ModelError where
+        """Raises ConfigError if the model scores steps: it has no score of a whole answer; ModelError where
         it was not saved with what ``normalise`` reads."""
         if self._separator is not None:
             raise ConfigError(
@@ -58,14 +58,14 @@ class ModelReward(Reward):
 
     @cached_property
     def _separator(self) -> str | None:
-        """What ends the steps that the model was trained on, where it was."""
+        """The separator of the steps that the model was trained on; None if it does not score steps."""
         try:
             return settings_of(self.config.model, f"reward {self.name!r}").get(STEP_SEPARATOR)
         except ModelError:
-            return None  # that there is no such model is said where it is loaded
+            return None  # loading the model reports a missing one
 
     def _scale(self) -> tuple[float, float]:
-        """Mean and standard deviation of its outputs, as its training saved them."""
+        """Mean and standard deviation of the model's outputs, saved by its training."""
         settings = settings_of(self.config.model, f"reward {self.name!r}")
         mean, std = settings.get("mean"), settings.get("std")
         if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
@@ -98,6 +98,6 @@ class ModelReward(Reward):
 
 
 def _tokens(trajectory: Trajectory) -> list[int]:
-    """The last context in full: prompt, observations and answers."""
+    """All tokens of the last context: prompt, observations and answers."""
     start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
     return [i for t in trajectory.turns[start:] for i in t.ids]

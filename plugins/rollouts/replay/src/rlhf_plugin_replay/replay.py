@@ -1,14 +1,16 @@
-"""Samples from a recording instead of the policy: the same tokens, log-probs and versions again."""
+"""Samples from a recording instead of the policy: the recorded tokens, log-probs and versions."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from rlhf.errors import ConfigError, RolloutError
+from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Rollout, RolloutContext
-from rlhf.paths import PathText
 from rlhf.types import Row, Turn
 
 Key = tuple[int, int]
@@ -16,17 +18,17 @@ Key = tuple[int, int]
 
 
 class Replay(Rollout):
-    """Every sample's turns as another run wrote them to its ``rollouts/``.
+    """The turns of every sample, from the ``rollouts/`` of another run.
 
-    A run with the same data, seed and batch size asks for the same groups; rewards, advantages and losses are computed
-    anew. So two runtimes, or two losses, can be compared on equal samples, and a bad step can be studied without a
-    generator: none is started.
+    A run with the same data, seed and batch size requests the same groups. Rewards, advantages and losses are computed
+    again. So two backends, or two losses, can be compared on equal samples, and a bad step can be studied without a
+    generator.
 
-    A sample that is not in the recording is a failed sample; with ``stream.on_failed_sample = "drop_group"`` groups
-    that the recorded run had filtered out are left out again and refilled.
+    A sample that is not in the recording is a failed sample. With ``stream.on_failed_sample = "drop_group"`` groups
+    that the recorded run had filtered out are left out and refilled again.
 
     Rewards that an environment gave to turns are in the recording. ``[env]`` of the recorded run may stay: no
-    environment is opened, its ``credit`` says where those rewards go.
+    environment is opened, and its ``credit`` still decides where those rewards go.
     """
 
     name = "replay"
@@ -35,7 +37,7 @@ class Replay(Rollout):
 
     class Config(ComponentConfig):
         path: PathText
-        """A run's ``rollouts`` folder (``step-*.jsonl``), or one such file."""
+        """A run's ``rollouts`` folder (``step-*.arrow``), or one such file."""
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -71,29 +73,61 @@ class Replay(Rollout):
 
 
 def read(path: Path) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """{(group, sample): ({source, index} of its row, its turns)} of every line.
+    """{(group, sample): ({source, index} of its row, its turns)} of every sample.
 
-    Raises ConfigError for a missing, empty or damaged recording, naming file and line.
+    Raises ConfigError for a missing, empty or damaged recording, naming the file and the line or row.
     """
-    files = sorted(path.glob("step-*.jsonl")) if path.is_dir() else [path]
+    files = sorted(path.glob("step-*.arrow")) if path.is_dir() else [path]
     if not files or not all(f.is_file() for f in files):
-        raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.jsonl")
+        raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.arrow")
     found: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for file in files:
-        for number, text in enumerate(
-            file.read_text(encoding="utf-8").split("\n"), 1
-        ):  # texts may hold other line ends
-            if not text:
-                continue
-            try:
-                line = json.loads(text)
-                if line["sample"] is not None:
-                    found[tuple(line["index"])] = (line["row"], line["turns"])
-            except (ValueError, KeyError, TypeError) as cause:
-                raise ConfigError(f"rollout.path: {file}:{number} is not a recorded sample: {cause}") from cause
+        where = str(file)
+        try:
+            for place, sample in _rows(file) if file.suffix == ".arrow" else _lines(file):
+                where = place
+                if sample["sample"] is not None:
+                    found[tuple(sample["index"])] = (sample["row"], sample["turns"])
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
+            raise ConfigError(f"rollout.path: {where} is not a recorded sample: {cause}") from cause
     if not found:
         raise ConfigError(f"rollout.path: {path} holds no samples")
     return found
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):  # texts may hold other line ends
+        if text:
+            yield f"{file}:{number}", json.loads(text)
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tokens and log-probs stay arrays."""
+    with pa.OSFile(str(file)) as source:
+        reader = pa.ipc.open_file(source)
+        count = 0
+        for position in range(reader.num_record_batches):
+            batch = reader.get_batch(position)
+            batch.validate(full=True)
+            names = [n for n in ("sample", "index", "source", "row", "exact") if n in batch.schema.names]
+            for number, row in enumerate(batch.select(names).to_pylist()):
+                count += 1
+                turns = _turns(batch.column("turns")[number])
+                own = {**row, "row": {"source": row["source"], "index": row["row"]}, "turns": turns}
+                yield f"{file}, row {count}", own if row["exact"] is None else json.loads(row["exact"])
+
+
+def _turns(listed: Any) -> list[dict[str, Any]]:
+    if listed.values is None:
+        return []
+    columns = {}
+    for field in listed.values.type:
+        column = listed.values.field(field.name)
+        if field.name in ("ids", "logprobs"):
+            columns[field.name] = [values.values.to_numpy() if values.is_valid else None for values in column]
+        else:
+            columns[field.name] = column.to_pylist()
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _turn(recorded: dict[str, Any]) -> Turn:

@@ -1,4 +1,4 @@
-"""How many tokens are left of ``data.max_tokens``, which counts prompt, observations and answers together."""
+"""The number of tokens that are left of ``data.max_tokens``, which counts prompt, observations and answers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
 
 
 def within_budget(sampling: Sampling, left: int, what: str) -> Sampling:
-    """This sample's own copy of ``sampling`` that asks for at most ``left`` tokens.
+    """A copy of ``sampling`` for this sample, with at most ``left`` new tokens.
 
-    Raises RolloutError: nothing is left at all.
+    Raises RolloutError if no token is left.
     """
     if left < 1:
         raise RolloutError(

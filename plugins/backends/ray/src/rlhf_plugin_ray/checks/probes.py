@@ -25,21 +25,22 @@ def start(argument: Any, report: Report) -> None:
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:  # not /tmp/ray, where a running Ray is noted
+    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:  # not /tmp/ray: a running Ray uses it
         options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 * 2**20, "_temp_dir": folder}
         ray.init(address="local", num_cpus=1, log_to_driver=False, **options)
         try:
-            look: Any = ray.remote(node_facts.look_around)
+            look: Any = ray.remote(node_facts.collect_facts)
             report(sorted(ray.get(look.remote([]), timeout=60)))
         finally:
             ray.shutdown()
 
 
 def nodes(argument: dict[str, Any], report: Report) -> None:
-    """Connect to a Ray cluster and ask every node what it has.
+    """Connect to a Ray cluster and collect the facts about every node.
 
-    ``argument``: ``address``, ``timeout`` (s) and ``paths``, which the nodes should see. Reports ``nodes`` (id,
-    address, resources) and then one value a node: id, ``versions``, ``missing`` paths, ``shm`` bytes; or ``error``.
+    ``argument``: ``address``, ``timeout`` (seconds) and ``paths``, which should exist on every node. Reports ``nodes``
+    (id, address, resources), followed by one value per node: id, ``versions``, ``missing`` paths, ``shm`` bytes; or
+    ``error``.
     """
     import ray
     from ray.exceptions import RayError
@@ -50,7 +51,7 @@ def nodes(argument: dict[str, Any], report: Report) -> None:
     alive = [node for node in ray.nodes() if node["Alive"]]
     keys = {"id": "NodeID", "address": "NodeManagerAddress", "resources": "Resources"}
     report({"nodes": [{ours: node[key] for ours, key in keys.items()} for node in alive]})
-    look: Any = ray.remote(num_cpus=0)(node_facts.look_around)
+    look: Any = ray.remote(num_cpus=0)(node_facts.collect_facts)
     asked = {
         node["NodeID"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, or starting one for this run and ending it without traces."""
+"""Connecting to a Ray cluster, or starting one for this run. A cluster that the run started leaves no processes."""
 
 from __future__ import annotations
 

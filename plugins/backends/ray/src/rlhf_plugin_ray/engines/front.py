@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,22 @@ class EngineGroup(Generator):
     samples are the same, because they depend on the requests' seeds.
     """
 
-    def __init__(self, generator: type[Generator], spec: GeneratorSpec, pool: EnginePool) -> None:
+    def __init__(
+        self,
+        generator: type[Generator],
+        spec: GeneratorSpec,
+        pool: EnginePool,
+        link: WeightLink | None,
+        refresh: Callable[[], object] | None,
+    ) -> None:
+        """
+        Args:
+            link: the link over which weights arrive; None: they arrive through the object store.
+            refresh: sends the current weights again.
+        """
         self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module", "pause"}  # type: ignore[misc]
         self.spec, self.pool = spec, pool
-        self.weight_link: WeightLink | None = None
-        """The link over which weights arrive; None: they arrive through the object store."""
+        self.link, self._send_again = link, refresh
         self._loaded = self._asleep = False
         self._reloads = 0
         self._proofs: list[Proof] = []
@@ -80,8 +91,8 @@ class EngineGroup(Generator):
 
     def begin_load(self, version: int) -> None:
         self._replace_dead(refresh=False)
-        while self.weight_link is not None and not self.weight_link.fit:
-            self.weight_link.build()
+        while self.link is not None and not self.link.fit:
+            self.link.build(self.pool)
             self._replace_dead(refresh=False)
         self._loaded = True
         self.pool.post("begin_load", version)  # while the policy makes the first bucket
@@ -122,12 +133,11 @@ class EngineGroup(Generator):
         self.pool.ask("sleep")
         self._asleep = True
 
-    def wake(self) -> None:
-        bare = any(self.pool.ask("wake").values())
+    def wake(self) -> bool:
+        discarded = any(self.pool.ask("wake").values())
         self._asleep, before = False, self._reloads
         self._replace_dead()
-        if bare and self._reloads == before:  # engines in other processes cannot ask for weights themselves
-            self._refresh()
+        return discarded and self._reloads == before
 
     def close(self) -> None:
         self.pool.close()
@@ -145,13 +155,16 @@ class EngineGroup(Generator):
     @property
     def _cut_off(self) -> bool:
         """Whether an engine's death interrupted the link: then all engines will get all weights again."""
-        return self.weight_link is not None and not self.weight_link.fit and bool(self.pool.dead)
+        return self.link is not None and not self.link.fit and bool(self.pool.dead)
 
     def _refresh(self) -> None:
-        if self.refresh is None:
-            raise WorkerError("an engine was replaced, and no controller is set that could send it the current weights")
+        if self._send_again is None:
+            raise WorkerError(
+                "an engine was replaced, and launch_generator() was given no `refresh`, which would send it the "
+                "current weights"
+            )
         before = self._reloads
-        self.refresh()
+        self._send_again()
         if self._reloads == before:
             raise WorkerError("an engine was replaced and did not get the current weights")
 

@@ -18,16 +18,17 @@ def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list
     Args:
         engines: >= 1.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    by_prompt: dict[bytes, list[int]] = {}
     for position, request in enumerate(requests):
-        groups.setdefault(request.ids, []).append(position)
-    load = [len(ids) + sum(requests[p].sampling.max_new_tokens for p in members) for ids, members in groups.items()]
+        by_prompt.setdefault(request.ids.tobytes(), []).append(position)
+    groups = [(len(requests[members[0]].ids), members) for members in by_prompt.values()]
+    load = [length + sum(requests[p].sampling.max_new_tokens for p in members) for length, members in groups]
     pieces = []
-    for (ids, members), weight in zip(groups.items(), load, strict=True):
+    for (length, members), weight in zip(groups, load, strict=True):
         parts = min(len(members), -(-weight * engines // sum(load)))
         for n in range(parts):
             piece = members[n * len(members) // parts : (n + 1) * len(members) // parts]
-            pieces.append((-len(ids) - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
+            pieces.append((-length - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]
     for weight, piece in sorted(pieces):

@@ -13,7 +13,7 @@ from rlhf.errors import RolloutError, SyncError, WorkerError
 from rlhf_plugin_ray.actor.payload import pack, send, unpack
 from rlhf_plugin_ray.workers.failures import FailedCall, result_of
 from rlhf_plugin_ray.workers.handle import WorkerHandle
-from rlhf_plugin_ray.workers.watchdog import Watchdog
+from rlhf_plugin_ray.workers.watchdog import Watch, Watchdog
 
 _LOG = logging.getLogger(__name__)
 _CLOSING = 5.0
@@ -29,17 +29,21 @@ class EnginePool:
     def __init__(
         self,
         start: Callable[[Sequence[int]], list[WorkerHandle]],
-        watch: Callable[[Sequence[WorkerHandle], str], Watchdog],
+        watch: Watch,
         engines: int,
         max_restarts: int,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """``start`` starts the engines with the given numbers, or raises and leaves none of them running."""
+        """
+        Args:
+            start: starts the engines with the given numbers, or raises and leaves none of them running.
+            on_failure: called when an engine died or failed, because other processes may wait for it.
+        """
         self._start, self._watch = start, watch
         self._restarts_left = self._max_restarts = max_restarts
         self.dead: dict[int, str] = {}
         """Engines to replace, and the cause of each death."""
-        self.gave_up: Callable[[], None] = lambda: None
-        """Called when an engine died or failed, because other processes may wait for it."""
+        self._on_failure = on_failure
         self._posted: dict[Any, tuple[int, str]] = {}
         self._stalled = ""
         """The message about a stalled engine, which ends the run; empty if there is none."""
@@ -51,9 +55,7 @@ class EnginePool:
             raise WorkerError("the engines were shut down")
 
     def watch(self, numbers: Collection[int], doing: str) -> Watchdog:
-        watchdog = self._watch([self.members[n] for n in numbers], doing)
-        watchdog.lost = self.lose
-        return watchdog
+        return self._watch([self.members[n] for n in numbers], doing, self.kill_stalled)
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method without waiting. The next :meth:`ask` raises its errors. An earlier post is forgotten."""
@@ -81,7 +83,7 @@ class EnginePool:
             ready = watchdog.wait(list(waiting), None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
                 late = " and ".join(sorted({f"engine {n}" for n, _ in waiting.values()}))
-                self.gave_up()
+                self._on_failure()
                 raise SyncError(f"{late} did not answer {method}() within {timeout:g} s (sync.timeout)")
             for ref in ready:
                 number, asked = waiting.pop(ref)
@@ -91,7 +93,7 @@ class EnginePool:
                     answer = self.answer(number, asked, ref)
                 except SyncError as error:
                     failed.append(error)
-                    self.gave_up()  # the cause may be the death of another engine
+                    self._on_failure()  # the cause may be the death of another engine
                     continue
                 if ref in last and number not in self.dead:
                     answers[number] = unpack(answer)[0]
@@ -115,16 +117,16 @@ class EnginePool:
             error = answer.error(method, SyncError if method in _LOADING else RolloutError)
             if not isinstance(error, WorkerError):
                 raise error
-            self.bury(number, error)
+            self.record_death(number, error)
             return None
         return answer
 
-    def bury(self, number: int, death: WorkerError) -> None:
+    def record_death(self, number: int, death: WorkerError) -> None:
         """Record that an engine died."""
         self.dead[number] = str(death)
-        self.gave_up()
+        self._on_failure()
 
-    def lose(self, stalled: Sequence[WorkerHandle], headline: str) -> None:
+    def kill_stalled(self, stalled: Sequence[WorkerHandle], headline: str) -> None:
         """Kill stalled engines. The other engines can then still be put to sleep, so that the roles on their devices
         can save a checkpoint, and nothing waits for the stalled ones again. A stall ends the run, so the stalled
         engines are not replaced."""
@@ -132,7 +134,7 @@ class EnginePool:
             if any(member is one for one in stalled):
                 self._stalled = self.dead[number] = headline
                 member.kill()
-        self.gave_up()
+        self._on_failure()
 
     def replace(self) -> list[int]:
         """Replace dead engines; returns their numbers. An engine that cannot start counts as another death."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,7 +13,7 @@ from rlhf_plugin_ray.cluster.placement import Allocation
 from rlhf_plugin_ray.engines.pool import EnginePool
 from rlhf_plugin_ray.workers.failures import FailedCall, result_of
 from rlhf_plugin_ray.workers.handle import WorkerHandle
-from rlhf_plugin_ray.workers.watchdog import Watchdog
+from rlhf_plugin_ray.workers.watchdog import Watch
 
 if TYPE_CHECKING:
     from rlhf_transport.coordination import Coordination
@@ -26,26 +26,17 @@ STORE = "store"
 
 
 class WeightLink:
-    """A link between the policy's ranks and the engines. It is made before the first sync, and made again after any
-    failure."""
+    """A link between the policy's ranks and the engines. :meth:`build` connects it before the first sync, and again
+    after any failure."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        policy: RayGroup,
-        pool: EnginePool,
-        cuda: bool,
-        timeout: float,
-        watch: Callable[[Sequence[WorkerHandle], str], Watchdog],
-    ) -> None:
-        self.kind, self.policy, self.pool, self.cuda, self.timeout = kind, policy, pool, cuda, timeout
+    def __init__(self, kind: Kind, policy: RayGroup, cuda: bool, timeout: float, watch: Watch) -> None:
+        self.kind, self.policy, self.cuda, self.timeout = kind, policy, cuda, timeout
         self._watch = watch
         self._coordination: Coordination | None = None
         self._receivers: int | None = None
         """Processes of one engine that receive weights; the same for all engines."""
         self.fit = False
         """Whether all ends are connected and none failed."""
-        pool.gave_up = self.drop
 
     def drop(self) -> None:
         """Abort every wait on the link. It cannot be used until :meth:`build`."""
@@ -53,7 +44,7 @@ class WeightLink:
         if self._coordination is not None:
             self._coordination.abort()
 
-    def build(self) -> None:
+    def build(self, pool: EnginePool) -> None:
         """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
         is not fit."""
         from rlhf_transport.coordination import serve
@@ -62,32 +53,33 @@ class WeightLink:
         self.drop()
         self.policy.finish_stream("connect_trainer")
         if self._receivers is None:
-            first = min(self.pool.members)
-            self._receivers = self.pool.ask("receivers", only=[first]).get(first)
+            first = min(pool.members)
+            self._receivers = pool.ask("receivers", only=[first]).get(first)
         if self._receivers is None:  # it died
             return
-        engines, each = self.pool.members, self._receivers
+        engines, each = pool.members, self._receivers
         self._coordination, address = serve(ray.util.get_node_ip_address(), self.timeout)
         link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
         told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
-        failed = self._connect([*self.policy.members, *engines.values()], told)
+        failed = self._connect([*self.policy.members, *engines.values()], told, pool)
         deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
         for n in deaths:
             if n < self.policy.size:
                 raise self.policy.first_cause("connect_trainer", failed[n], {})
         for n, death in deaths.items():
-            self.pool.bury(list(engines)[n - self.policy.size], death)
+            pool.record_death(list(engines)[n - self.policy.size], death)
         if failed and not deaths:
             raise min(failed.values(), key=lambda t: t.order).error("connect", SyncError)
         self.fit = not failed
 
-    def _connect(self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]]) -> dict[int, FailedCall]:
+    def _connect(
+        self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]], pool: EnginePool
+    ) -> dict[int, FailedCall]:
         """{position in ``members``: its failure}, when all have answered."""
         payload = send(pack(told))
         methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
         waiting = {m.handle.call.remote(methods[n], payload, n): n for n, m in enumerate(members)}
-        watchdog = self._watch(members, "connect()")
-        watchdog.lost = self.pool.lose
+        watchdog = self._watch(members, "connect()", pool.kill_stalled)
         failed: dict[int, FailedCall] = {}
         while waiting:
             for ref in watchdog.wait(list(waiting)):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -33,6 +33,20 @@ class _Seen:
     question: Any = None
 
 
+OnStall = Callable[[Sequence[WorkerHandle], str], None]
+"""Called with the stalled workers and the first line of the error, before the error is raised."""
+
+
+def ignore_stall(stalled: Sequence[WorkerHandle], headline: str) -> None:
+    """The stalled workers are left as they are."""
+
+
+class Watch(Protocol):
+    """Makes the watchdog of some workers, while they compute what ``doing`` names."""
+
+    def __call__(self, members: Sequence[WorkerHandle], doing: str, stalled: OnStall = ignore_stall) -> Watchdog: ...
+
+
 class Watchdog:
     """Monitors pending workers until each has answered (:meth:`leave`)."""
 
@@ -43,12 +57,11 @@ class Watchdog:
         config: RayConfig,
         reports: Path,
         check: Callable[[], None] = lambda: None,
+        stalled: OnStall = ignore_stall,
     ) -> None:
         """``check`` raises WorkerError when Ray's control process is gone."""
         self._seen = {id(m): _Seen(m) for m in members}
-        self.doing, self.config, self.reports, self._cluster = doing, config, reports, check
-        self.lost: Callable[[Sequence[WorkerHandle], str], None] = lambda stalled, headline: None
-        """Called with the stalled workers and the first line of the error, before the error is raised."""
+        self.doing, self.config, self.reports, self._cluster, self._on_stall = doing, config, reports, check, stalled
         self._begun = self._next = time.monotonic()
         self._next += config.heartbeat
 
@@ -104,5 +117,5 @@ class Watchdog:
         seconds = time.monotonic() - (first.answered if silent else first.moved)
         stall = StallReport(first.member, self.doing, seconds, silent, [s.member for s in self._seen.values()])
         page = stall.write(self.reports)
-        self.lost([s.member for s in stalled], stall.headline)
+        self._on_stall([s.member for s in stalled], stall.headline)
         return WorkerError(f"{stall.headline}. What each of its threads was doing, and what to look at: {page}")

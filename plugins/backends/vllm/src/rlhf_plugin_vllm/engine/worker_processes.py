@@ -13,7 +13,7 @@ from typing import Any
 from rlhf.errors import WorkerError
 
 GRACE_SECONDS = 2.0
-"""After a failed call, how long to wait for the death that may have caused it to become visible."""
+"""How long to wait after a failed call, until the death of a worker that may be its cause becomes visible."""
 CLOSING_SECONDS = 3.0
 """How long workers may take to end by themselves when an engine is closed."""
 

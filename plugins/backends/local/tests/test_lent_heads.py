@@ -48,7 +48,7 @@ def test_a_head_is_lent_by_reference_in_one_process(tmp_path, make_trainer):
     assert not trainer.borrowed["lender"].weight_VH.requires_grad
 
 
-def test_where_logits_are_in_bf16_the_lent_head_is_too(make_trainer):
+def test_the_lent_head_is_in_bf16_if_logits_are(make_trainer):
     head = fabricate.output_head("lender", 0)
     wide = OutputHead(head.weight_VH.repeat(4, 1))
     for own, head_fp32, dtype in (
@@ -63,7 +63,7 @@ def test_where_logits_are_in_bf16_the_lent_head_is_too(make_trainer):
         assert borrowed.logits(torch.zeros(1, fabricate.HIDDEN)).dtype == torch.float32
 
 
-def test_vocabularies_of_other_sizes(make_trainer):
+def test_a_larger_lent_head_is_cut_and_a_smaller_one_refused(make_trainer):
     """The tokenizer has 99 tokens, and so has the student's vocabulary."""
     trainer = make_trainer()
     own = trainer.loaded.head.out_features
@@ -79,7 +79,7 @@ def test_vocabularies_of_other_sizes(make_trainer):
         trainer.borrow_head("lender", OutputHead(torch.randn(own - 1, 8)))
 
 
-def test_a_student_with_further_rows_takes_a_head_with_fewer(tmp_path, make_trainer):
+def test_rows_of_the_embedding_beyond_the_tokenizer_need_no_logits(tmp_path, make_trainer):
     trainer = make_trainer(tiny_model(tmp_path, vocab_size=112))
     trainer.borrow_head("lender", OutputHead(torch.randn(100, 8)))
     assert trainer.borrowed["lender"].vocabulary == 100
@@ -90,7 +90,7 @@ def test_a_head_that_was_not_lent_is_an_error(make_trainer, make_batch):
         make_trainer().forward([make_batch([5])], (CROSS_ENTROPY,))
 
 
-def test_nothing_is_multiplied_where_hidden_states_alone_are_read(make_batch):
+def test_no_logits_are_computed_if_only_hidden_states_are_read(make_batch):
     batch, hidden = make_batch([6, 9]), torch.randn(15, 8)
 
     def logits(hidden_CH):

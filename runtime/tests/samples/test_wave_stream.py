@@ -1,13 +1,16 @@
-"""Staleness is exact, filters refill exactly what is missing, and a stream resumes with its ready batches."""
+"""Staleness is exact, filters refill exactly the missing groups, and a stream resumes with its ready batches."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from rlhf.errors import TrainingError
+from rlhf.interfaces import FinishedGroup
 from rlhf.types import Group, Row, Sampling, Trajectory, Turn
 from rlhf_runtime.config.sections import FilterSection
+from rlhf_runtime.samples.acceptance import Acceptance, passes
 from rlhf_runtime.samples.rollouts import RolloutSettings
-from rlhf_runtime.samples.stream import Stream, passes
+from rlhf_runtime.samples.wave_stream import WaveStream
 
 
 class Counting:
@@ -16,7 +19,7 @@ class Counting:
     def __init__(self):
         self.next = 0
 
-    def take(self, n):
+    def take(self, n, step):
         rows = [Row({"id": i}, "s", i) for i in range(self.next, self.next + n)]
         self.next += n
         return rows
@@ -33,7 +36,7 @@ class Versioned:
 
 
 class Recorded:
-    """Stands where the rollouts are: scores are given by row, and every call is kept."""
+    """Replaces the rollouts: computes scores from rows and records every call."""
 
     def __init__(self, score=lambda i: 0.5, fails=lambda i, s: False):
         self.generator, self.calls = Versioned(), []
@@ -56,8 +59,11 @@ class Recorded:
 
 def stream(rollouts, **changes):
     settings = RolloutSettings(Sampling(), 2, "sample", 0, 10, 1.0)
+    rules = {
+        name: changes.pop(name) for name in ("filter", "on_failed_sample", "group_min", "scored") if name in changes
+    }
     options = {"batch_size": 4, "total_steps": 6, **changes}
-    return Stream(Counting(), rollouts, settings, **options)
+    return WaveStream(Counting(), rollouts, settings, acceptance=Acceptance(**rules), **options)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 10])
@@ -73,7 +79,7 @@ def test_batch_k_is_generated_with_version_max_0_k_minus_s(staleness):
     assert s.generated == 6, "nothing is generated beyond the last step"
 
 
-def test_a_batch_is_handed_out_for_its_own_step_only():
+def test_a_batch_can_be_taken_for_its_own_step_only():
     s = stream(Recorded(), staleness=1)
     with pytest.raises(TrainingError, match=r"step 0 was asked for, but none is ready; start\(0\)"):
         s.take(0)
@@ -95,7 +101,7 @@ def test_a_batch_is_handed_out_for_its_own_step_only():
         (9, [0, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]),
     ],
 )
-def test_a_round_is_generated_at_its_first_step_with_the_weights_of_then(round, versions, calls):
+def test_a_round_is_generated_at_its_first_step_with_the_weights_of_that_step(round, versions, calls):
     rollouts = Recorded()
     s = stream(rollouts, round=round)
     taken, generated = [], []
@@ -103,23 +109,23 @@ def test_a_round_is_generated_at_its_first_step_with_the_weights_of_then(round, 
         s.start(step)
         taken.append(s.take(step))
         generated.append(len(rollouts.calls))
-        if s.samples_with(step + 1):  # what nobody samples with is not sent
+        if s.samples_with(step + 1):  # weights that no samples are drawn with are not sent
             rollouts.generator.version = step + 1
     assert [ready.version for ready in taken] == versions == [round * (k // round) for k in range(6)]
-    assert generated == calls, "nothing in the middle of a round, nothing beyond the last step"
+    assert generated == calls, "nothing is generated inside a round or beyond the last step"
     assert [g.number for ready in taken for g in ready.groups] == list(range(24))
 
 
-def test_a_round_goes_on_with_its_own_samples_after_a_resume():
+def test_a_resume_inside_a_round_uses_the_samples_generated_before():
     rollouts = Recorded()
     s = stream(rollouts, round=3)
     s.start(0)
     s.take(0)
-    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    saved, groups = s.snapshot()
     again_rollouts = Recorded()
     again = stream(again_rollouts, round=3)
-    again.load_state_dict(saved, groups)
-    again_rollouts.generator.version = 1  # a start brings the weights of now to the generator, whatever the round
+    again.restore(saved, groups)
+    again_rollouts.generator.version = 1  # a start sends the current weights to the generator, even inside a round
     taken = []
     for step in range(1, 6):
         again.start(step)
@@ -138,17 +144,17 @@ def test_a_round_goes_on_with_its_own_samples_after_a_resume():
         ({"round": 3}, 6, [6, 6, 6, 9, 9, 9]),
     ],
 )
-def test_a_run_that_gets_more_steps_generates_at_once_what_it_would_have_before(options, done, versions):
-    """The weights that the definition asks of the first further batches are gone: they get those of the resume."""
+def test_a_resume_with_more_steps_generates_the_batches_that_are_already_due(options, done, versions):
+    """The weights defined for the first additional batches no longer exist: the weights at the resume replace them."""
     rollouts = Recorded()
     s = stream(rollouts, **options)
     for step in range(done):
         s.start(step)
         s.take(step)
         rollouts.generator.version = step + 1
-    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    saved, groups = s.snapshot()
     longer = stream(rollouts, **options, total_steps=12)
-    longer.load_state_dict(saved, groups)
+    longer.restore(saved, groups)
     taken = []
     for step in range(done, 12):
         longer.start(step)
@@ -167,7 +173,7 @@ def test_a_generator_with_the_wrong_weights_is_an_error():
         s.start(1)
 
 
-def test_rejected_groups_are_replaced_exactly_and_accepted_ones_kept():
+def test_rejected_groups_are_replaced_and_accepted_groups_are_kept():
     rollouts = Recorded(score=lambda i: [0, 1, 0.5][i % 3])
     s = stream(rollouts, filter=FilterSection(low=0.0, high=1.0))
     s.start(0)
@@ -179,7 +185,7 @@ def test_rejected_groups_are_replaced_exactly_and_accepted_ones_kept():
     assert ready.counts["short"] == 0
 
 
-def test_a_filter_that_never_fills_the_batch_trains_on_what_it_has():
+def test_a_filter_that_never_fills_the_batch_leaves_a_short_batch():
     s = stream(Recorded(score=lambda i: float(i == 0) / 2), filter=FilterSection(low=0.1, max_rounds=3))
     s.start(0)
     ready = s.take(0)
@@ -187,7 +193,7 @@ def test_a_filter_that_never_fills_the_batch_trains_on_what_it_has():
     assert ready.counts["short"] == 3
 
 
-def test_answers_of_the_data_pass_the_filter_and_are_counted():
+def test_given_answers_are_not_filtered_and_are_counted():
     class Mixed(Recorded):
         def run(self, rows, first_number, settings):
             groups = super().run(rows, first_number, settings)
@@ -209,7 +215,7 @@ def test_answers_of_the_data_pass_the_filter_and_are_counted():
     ("policy", "rows", "samples"),
     [("drop_sample", [0, 1, 2, 3], [2, 1, 2, 2]), ("drop_group", [0, 2, 3, 4], [2, 2, 2, 2])],
 )
-def test_failed_samples_leave_alone_or_with_their_group(policy, rows, samples):
+def test_failed_samples_are_dropped_alone_or_with_their_group(policy, rows, samples):
     s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample=policy)
     s.start(0)
     ready = s.take(0)
@@ -219,7 +225,7 @@ def test_failed_samples_leave_alone_or_with_their_group(policy, rows, samples):
     assert (ready.counts["prompts"], ready.counts["short"]) == (4 + (policy == "drop_group"), 0)
 
 
-def test_a_group_left_with_fewer_samples_than_needed_is_refilled():
+def test_a_group_with_fewer_samples_than_needed_is_replaced():
     s = stream(Recorded(fails=lambda i, s: (i, s) == (1, 0)), on_failed_sample="drop_sample", group_min=2)
     s.start(0)
     ready = s.take(0)
@@ -241,10 +247,10 @@ def test_ready_batches_come_back_after_a_resume():
     s = stream(rollouts, staleness=2)
     s.start(0)
     s.take(0)
-    saved, groups = s.state_dict(), [g for b in s.ready for g in b.groups]
+    saved, groups = s.snapshot()
     again_rollouts = Recorded()
     again = stream(again_rollouts, staleness=2)
-    again.load_state_dict(saved, groups)
+    again.restore(saved, groups)
     for one, source in ((s, rollouts), (again, again_rollouts)):
         source.generator.version = 1
         one.start(1)
@@ -262,7 +268,7 @@ def test_ready_batches_come_back_after_a_resume():
         ({"low": 0.0, "high": 1.0}, [1, 1], False),
         ({"low": 0.0, "high": 1.0}, [0, 1], True),
         ({"min_std": 0.0}, [0.3, 0.3], False),
-        ({"min_std": 0.0}, [0.1, 0.1, 0.1], False),  # 0.1 + 0.1 + 0.1 is not 3 times 0.1
+        ({"min_std": 0.0}, [0.1, 0.1, 0.1], False),  # in floating point 0.1 + 0.1 + 0.1 != 3 * 0.1
         ({"low": 0.1}, [0.1, 0.1, 0.1], False),
         ({"min_std": 0.0}, [0.3, 0.4], True),
         ({"low": 0.0}, [], False),
@@ -271,19 +277,19 @@ def test_ready_batches_come_back_after_a_resume():
         ({"high": 0.25}, [0.0, 0.5], False),
         ({"high": 0.26}, [0.0, 0.5], True),
         ({"high": 0.5}, [], False),
-        ({"min_std": 0.5}, [0, 1], False),  # of the population: exactly 0.5, of a sample 0.71
+        ({"min_std": 0.5}, [0, 1], False),  # population std: exactly 0.5; sample std: 0.71
         ({"min_std": 0.49}, [0, 1], True),
         ({"min_std": 0.25}, [1.0, 1.5, 1.0, 1.5], False),
         ({"min_std": 0.24}, [1.0, 1.5, 1.0, 1.5], True),
-        ({"low": 0.0, "min_std": 0.3}, [0.5, 1.0], False),  # each of the conditions
+        ({"low": 0.0, "min_std": 0.3}, [0.5, 1.0], False),  # every condition must hold
     ],
 )
-def test_the_filter_is_strict(filter, scores, passed):
+def test_the_bounds_of_the_filter_are_strict(filter, scores, passed):
     assert passes(FilterSection(**filter), scores) is passed
 
 
 class Unscored(Recorded):
-    """Nothing scores these samples."""
+    """Samples without rewards."""
 
     def run(self, rows, first_number, settings):
         groups = super().run(rows, first_number, settings)
@@ -301,3 +307,108 @@ def test_samples_without_a_reward_reach_an_algorithm_that_needs_none():
     left_out = stream(Unscored(), on_failed_sample="drop_sample")
     left_out.start(0)
     assert left_out.take(0).groups == []
+
+
+class Knowing:
+    """A curriculum's order: keeps what is known when the rows of each batch are chosen."""
+
+    def __init__(self):
+        self.told, self.knew = [], {}
+
+    def finished_group(self, group, step, fate):
+        scores = tuple(t.score for t in group.trajectories)
+        return FinishedGroup(group.row.index, group.number, step, scores, fate)
+
+    def tell(self, groups):
+        self.told += groups
+
+    def metrics(self):
+        return {"curriculum/told": float(len(self.told))}
+
+    def restored(self, saved):
+        return [FinishedGroup(**{**g, "scores": tuple(g["scores"])}) for g in saved]
+
+
+class Asking(Counting):
+    """Rows for which the curriculum is asked."""
+
+    def __init__(self, knowing):
+        super().__init__()
+        self.knowing = knowing
+
+    def take(self, n, step):
+        self.knowing.knew.setdefault(step, []).append([(g.step, g.row) for g in self.knowing.told])
+        return super().take(n, step)
+
+
+def with_curriculum(rollouts, **changes):
+    knowing = Knowing()
+    made = stream(rollouts, chosen=knowing, **changes)
+    made.rows = Asking(knowing)
+    return made, knowing
+
+
+def go(s, first, last):
+    for step in range(first, last):
+        s.rollouts.generator.version = step if s.samples_with(step) else s.rollouts.generator.version
+        s.start(step)
+        yield s.take(step)
+
+
+@pytest.mark.parametrize(("staleness", "round"), [(0, 1), (1, 1), (2, 1), (9, 1), (0, 2), (0, 4)])
+def test_a_curriculum_knows_exactly_the_batches_that_the_weights_have_learnt_from(staleness, round):
+    rollouts = Recorded(score=lambda i: i % 3)
+    s, knowing = with_curriculum(rollouts, staleness=staleness, round=round, filter=FilterSection(low=0.5))
+    batches = list(go(s, 0, 6))
+    assert any(len(asked) > 1 for asked in knowing.knew.values()), "batches are refilled"
+    for k, batch in enumerate(batches):
+        version = max(0, k - staleness) if round == 1 else round * (k // round)
+        for told in knowing.knew[k]:  # the refills of a batch know no more than its first rows
+            assert sorted({step for step, _ in told}) == list(range(version)), f"batch {k}"
+        assert [g.fate for g in batch.finished] == ["filtered" if g.row % 3 == 0 else "kept" for g in batch.finished], (
+            "every group that was drawn, in order"
+        )
+        assert {g.step for g in batch.finished} == {k}
+    rows = [g.row for batch in batches for g in batch.finished]
+    assert rows == list(range(len(rows))), "each row is told once, and none is lost"
+
+
+def test_what_became_of_ready_batches_is_in_the_state():
+    def fresh():
+        return with_curriculum(Recorded(score=lambda i: i % 3), staleness=2, filter=FilterSection(low=0.5))
+
+    whole, _ = fresh()
+    expected = list(go(whole, 0, 6))
+    first, before = fresh()
+    done = list(go(first, 0, 2))
+    state, groups = first.snapshot()
+    state = json.loads(json.dumps(state))
+    assert [len(batch["finished"]) for batch in state["ready"]] == [len(b.finished) for b in first.ready]
+    second, after = fresh()
+    after.told = list(before.told)  # the curriculum's own state
+    second.restore(state, groups)
+    done += list(go(second, 2, 6))
+    assert [b.finished for b in done] == [b.finished for b in expected]
+    assert [b.chosen for b in done] == [b.chosen for b in expected]
+
+
+def test_without_a_curriculum_nothing_of_it_is_in_the_state():
+    s = stream(Recorded(), staleness=1)
+    s.start(0)
+    assert [set(batch) for batch in s.snapshot()[0]["ready"]] == [{"version", "counts", "groups"}] * 2
+    assert s.take(0).finished == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollouts", "fates"),
+    [
+        ({"on_failed_sample": "drop_group"}, Recorded(fails=lambda i, s: i == 1 and s == 0), {1: "left_out"}),
+        ({"on_failed_sample": "drop_sample"}, Recorded(fails=lambda i, s: i == 1), {1: "left_out"}),
+        ({"on_failed_sample": "drop_sample"}, Recorded(fails=lambda i, s: i == 1 and s == 0), {}),
+    ],
+)
+def test_what_a_curriculum_is_told_of_failed_samples(changes, rollouts, fates):
+    s, _ = with_curriculum(rollouts, **changes)
+    s.start(0)
+    batch = s.take(0)
+    assert {g.row: g.fate for g in batch.finished if g.fate != "kept"} == fates

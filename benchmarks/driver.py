@@ -1,0 +1,167 @@
+"""Time and memory of the driver per token in a policy-gradient step: assemble, credit, dispatch, select, save, load.
+
+No model computes anything. Groups of 8 samples, each of 700 prompt tokens and 2,000 sampled ones, go through the same
+calls as in a run: ``assemble``, the advantages and weights of GRPO, the plan of 8 ranks, the micro-batches of all
+ranks, writing the file of samples, and reading it. One thread.
+
+    python benchmarks/driver.py [--tokens 1000000 10000000] [--output FILE.json]
+
+``cpu`` is processor time and ``wall`` elapsed time, in microseconds per token, the minimum over the repeats. ``result``
+is the memory of the part's return value, ``above`` the peak of memory beyond that, in bytes per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import torch
+from rlhf.ops.prefixes import unit_prefixes
+from rlhf.ops.reduce import weigh
+from rlhf.ops.trajectories import assemble
+from rlhf.types import Group, Reduce, Row, Trajectory, Turn
+from rlhf_runtime.checkpoint import saved_groups
+from rlhf_runtime.models.dispatch import plan
+
+PROMPT, ANSWER, SAMPLES = 700, 2000, 8
+RANKS, BUDGET, REPEATS = 8, 65536, 3
+TOTAL = "a step"
+"""All parts but load, which a resume does once."""
+
+
+def groups(tokens: int) -> list[Group]:
+    """Samples with ``tokens`` tokens in all."""
+    rng, made = random.Random(0), []
+    values = [-rng.random() * 2 for _ in range(ANSWER + 997)]
+    for number in range(max(1, round(tokens / (PROMPT + ANSWER) / SAMPLES))):
+        row = Row({"prompt": "p"}, "train", number)
+        prompt = Turn([rng.randrange(150000) for _ in range(PROMPT)], sampled=False, text="word " * PROMPT)
+        samples = []
+        for sample in range(SAMPLES):
+            first, ids = rng.randrange(997), [rng.randrange(150000) for _ in range(ANSWER)]
+            logprobs, spans = values[first : first + ANSWER], ((0, 3), (ANSWER // 2, 4))
+            answer = Turn(ids, True, logprobs, spans, "stop", text="word " * ANSWER)
+            reward = rng.random()
+            samples.append(Trajectory(row, [prompt, answer], (number, sample), reward=reward, score=reward))
+        made.append(Group(row, number, samples))
+    return made
+
+
+def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, what to measure) in the order of a step."""
+    rows = {(g.row.source, g.row.index): g.row for g in made}
+    yield "assemble", lambda: assemble(made)
+    batch = assemble(made)
+    assert batch is not None
+    yield "credit", lambda: _credit(batch)
+    credited = _credit(batch)
+    names = ["advantages", "gen_logprobs", "loss_mask", "temperature", "weight/policy"]
+    slim = credited.only(names)
+    yield "dispatch", lambda: _plan(slim)
+    shares = _plan(slim)
+    yield "select", lambda: [slim.select(units) for share in shares for units in share]
+    yield "save", lambda: saved_groups.write_groups(path, made)
+    yield "load", lambda: saved_groups.read_groups(path, lambda source, index: rows[source, index])
+
+
+def _credit(batch: Any) -> Any:
+    reward_U = batch.unit["reward"]
+    baseline_U = reward_U.view(-1, SAMPLES).mean(1).repeat_interleave(SAMPLES)
+    advantage_N = (reward_U - baseline_U).float()[batch.unit_N]
+    batch = batch.with_column("tok", "advantages", advantage_N)
+    return weigh(batch, {"policy": Reduce("token_mean")})
+
+
+def _plan(batch: Any) -> Any:
+    units = unit_prefixes(batch)
+    return plan(units.tokens, RANKS, BUDGET, units.order, units.shared)
+
+
+def measure(tokens: int, folder: Path) -> dict[str, dict[str, float]]:
+    """{part: its figures} for ``tokens`` tokens a step."""
+    made, found = groups(tokens), {}
+    count = sum(len(turn.ids) for g in made for t in g.trajectories for turn in t.turns)
+    for name, part in parts(made, folder / "step-000001"):
+        times = [_timed(part) for _ in range(REPEATS)]
+        peak, result = _memory(part)
+        cpu, wall = (min(values) / count * 1e6 for values in zip(*times, strict=True))
+        found[name] = {"cpu": cpu, "wall": wall, "result": result / count, "above": (peak - result) / count}
+    found[TOTAL] = {key: sum(part[key] for name, part in found.items() if name != "load") for key in ("cpu", "wall")}
+    found["file"] = {"result": (folder / "step-000001").stat().st_size / count}
+    return found
+
+
+def _timed(part: Callable[[], Any]) -> tuple[float, float]:
+    gc.collect()
+    cpu, wall = time.process_time(), time.perf_counter()
+    kept = part()
+    spent = time.process_time() - cpu, time.perf_counter() - wall
+    del kept
+    return spent
+
+
+def _memory(part: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that the process needs more at the peak of ``part``, and that its result takes."""
+    _release()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is in use now
+    before = _status("VmRSS")
+    kept = part()
+    peak = _status("VmHWM")
+    _release()
+    after = _status("VmRSS")
+    del kept
+    return peak - before, after - before
+
+
+def _release() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if "pyarrow" in sys.modules:
+        sys.modules["pyarrow"].default_memory_pool().release_unused()
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[10**6, 10**7])
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load, found = os.getloadavg()[0], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for tokens in args.tokens:
+            found[str(tokens)] = table = measure(tokens, Path(folder))
+            print(f"{tokens:,} tokens a step")
+            for name, figures in table.items():
+                print(f"  {name:9}  " + "  ".join(f"{key} {value:9.4f}" for key, value in figures.items()))
+    if args.output is not None:
+        machine = {"processor": _processor(), "cpus": os.cpu_count(), "load_before": load}
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "pyarrow": pyarrow.__version__}
+        shape = {"prompt": PROMPT, "answer": ANSWER, "samples": SAMPLES, "ranks": RANKS, "budget": BUDGET}
+        text = {"shape": shape, "repeats": REPEATS, "per_token": found, "machine": machine, "versions": versions}
+        args.output.write_text(json.dumps(text, indent=1) + "\n")
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Write a script with which bash or zsh complete commands, flags, options and names of plugins."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
+from rlhf.plugins import Plugins
+from rlhf.plugins.entry import KINDS
+
+from rlhf_cli.data import ACTIONS, Data, action_command
+from rlhf_cli.main import command_names, load_command
+from rlhf_cli.one_line_help import one_line_help
+
+SHELLS = ("bash", "zsh")
+FLAG_KINDS = {"ALGO": "algorithm", "REWARD": "reward", "BACKEND": "backend", "ENV": "env"}
+"""{what help calls the value of a flag: kind of the plugins that it may name}."""
+PLACES = ("policy", "generator")
+"""Names that ``--placement.NAME`` is completed with."""
+
+
+class Completion(Command):
+    """Write a script for completion in a shell: `rlhf completion bash > FILE`, which the shell then sources.
+
+    The script holds every command, flag, option of the run file and name of a plugin that is installed now, so that a
+    shell completes words without starting Python. Write it again after installing plugins.
+    """
+
+    name = "completion"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+
+    def run(self, args: argparse.Namespace) -> int:
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "completion needs shtab, which is not installed. Try: pip install 'rlhf-cli[completion]'"
+            ) from None
+        parser = whole_parser(Plugins.discover())
+        for action in _actions(parser):
+            if action.choices is None and _takes_path(action):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(parser, shell=args.shell) + "\n")
+        return 0
+
+
+def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
+    """The parser of ``rlhf`` with those of all commands in it, and every option of the run file where it is a flag. A
+    command that cannot be imported is there without arguments."""
+    words = _Words(plugins)
+    top = argparse.ArgumentParser(prog="rlhf", allow_abbrev=False)
+    top.add_argument("--version", action="store_true", help="show the version")
+    commands = top.add_subparsers()
+    lines = {entry.name: one_line_help(entry) for entry in plugins.list("command")}
+    for name in command_names(plugins):
+        parser = commands.add_parser(name, help=lines[name].replace("%", "%%"))
+        try:
+            command = load_command(plugins, name)
+        except RlhfError:
+            continue
+        if isinstance(command, Data):  # it reads the words of its actions itself
+            actions = parser.add_subparsers()
+            for action, (_, text) in ACTIONS.items():
+                words.fill(actions.add_parser(action, help=text), action_command(action))
+        else:
+            words.fill(parser, command)
+    return top
+
+
+class _Words:
+    """What words may be, of the plugins that are installed."""
+
+    def __init__(self, plugins: Plugins) -> None:
+        self._plugins = plugins
+        self._options: dict[str, tuple[str, Sequence[str]]] | None = None
+
+    def fill(self, parser: argparse.ArgumentParser, command: Command) -> None:
+        """Add a command's arguments with the words that they may be."""
+        command.add_arguments(parser)
+        for action in _actions(parser):
+            metavar = str(action.metavar or action.dest.upper())
+            if metavar in FLAG_KINDS:
+                action.choices = self._names(FLAG_KINDS[metavar])
+            elif metavar == "KIND":
+                action.choices = KINDS
+            elif metavar == "SECTION[.OPTION]":
+                action.choices = self._sections()
+            elif metavar == "NAME" and command.name == "plugins" and parser.prog.endswith("plugins"):
+                action.choices = list(dict.fromkeys(entry.name for entry in self._plugins.list()))
+        if command.run_file_flags:
+            for path, (text, choices) in self._all_options().items():
+                if f"--{path}" not in parser._option_string_actions:
+                    parser.add_argument(f"--{path}", choices=choices or None, help=text)
+
+    def _names(self, kind: str) -> list[str]:
+        return list(dict.fromkeys(entry.name for entry in self._plugins.list(kind)))
+
+    def _sections(self) -> list[str]:
+        from rlhf_runtime.config.options import sections
+
+        return [section.path for section in sections()] + list(self._all_options())
+
+    def _all_options(self) -> dict[str, tuple[str, Sequence[str]]]:
+        """{dotted name: (first sentence of its meaning, values where they are a fixed set)}, of the run file and of
+        every plugin that a section may select."""
+        if self._options is not None:
+            return self._options
+        from rlhf_runtime.config.options import plugin_options, run_file_options
+        from rlhf_runtime.config.runfile import LISTS, SINGLE
+        from rlhf_runtime.config.sections import Choice
+
+        options = run_file_options()
+        for entry in self._plugins.list():
+            if entry.kind in SINGLE or entry.kind in LISTS:
+                where = f"{entry.kind}.0" if entry.kind in LISTS else entry.kind
+                chosen = Choice(use=f"{entry.distribution}/{entry.name}")
+                try:
+                    options += plugin_options(self._plugins, entry.kind, where, chosen, skip_broken=True)
+                except RlhfError:
+                    continue
+        self._options = {}
+        for option in options:
+            named = "placement" if option.path.startswith("placement.") else ""
+            if option.type == "table" or option.path.startswith("roles."):
+                continue
+            text = option.doc.partition(". ")[0].replace("%", "%%")
+            for path in [option.path.replace("NAME", place) for place in PLACES] if named else [option.path]:
+                self._options[path] = text, self._names(option.kind) if option.kind else option.allowed
+        return self._options
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    """The arguments of a parser and of those in it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _actions(inner)
+        else:
+            yield action
+
+
+def _takes_path(action: argparse.Action) -> bool:
+    return (
+        action.type is path_argument
+        or not action.option_strings
+        or action.dest in ("model", "data", "eval_data", "output")
+    )
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Completion]

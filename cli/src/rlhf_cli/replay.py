@@ -1,0 +1,55 @@
+"""Train again on the samples that a run trained on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
+from rlhf_runtime.config.command_line import dotted
+
+
+class Replay(Command):
+    """Train again on the samples that a run trained on: `rlhf replay RUN --output FOLDER`.
+
+    Nothing is sampled for training: tokens, log-probs, rewards and the order of batches are those in RUN's rollouts/.
+    The run file is RUN's own. So a run whose samples depended on the clock can be repeated. With one rank of the same
+    trainer it ends with the same weights, bit for bit. Dotted flags change where it runs, for example --launcher.use
+    local.
+    """
+
+    name = "replay"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
+        parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="run directory of the replay")
+        parser.add_argument("--steps", metavar="N", help="replay the first N steps only")
+        parser.add_argument("--resume", action="store_true", help="continue a replay that was stopped")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.errors import ConfigError
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.setup.build import train
+
+        folder: Path = args.run
+        if not (folder / "config.toml").is_file():
+            raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
+        flags = [("stream.replay", str(folder)), ("run.output", args.output), ("run.resume", str(args.resume).lower())]
+        if args.steps is not None:
+            flags.append(("run.steps", args.steps))
+        config = load(str(folder / "config.toml"), [*flags, *dotted(args.overrides)])
+        look_for_models(config)
+        finished = train(config, Plugins.discover())
+        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
+        return finished.exit_code
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Replay]

@@ -1,0 +1,157 @@
+"""Curricula: which rows a run trains on next, given what became of the rows before."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rlhf.interfaces.component import Component
+
+Fate = Literal["kept", "filtered", "left_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """A source of training data. Its rows have the positions ``first`` to ``first + rows - 1``."""
+
+    name: str
+    """As the run file names it; the prefix of per-source metrics."""
+    first: int
+    """Position of its first row."""
+    rows: int
+    """How many of its rows can be trained on, at least 1."""
+    columns: tuple[str, ...] = ()
+    """Every column that some row has."""
+    probability: float | None = None
+    """``data.train.*.probability``: its share of the rows at the start; None where the run file gives no shares."""
+
+    @property
+    def positions(self) -> range:
+        """The positions of its rows."""
+        return range(self.first, self.first + self.rows)
+
+
+class TrainingRows(ABC):
+    """The training rows of a run, read-only. A row is named by its position: rows are counted from 0, in the order in
+    which the sources hold them, source after source. Rows that ``data.too_long`` or ``data.bad_rows`` leaves out have
+    no position, so every position can be chosen."""
+
+    sources: tuple[RowSource, ...]
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return sum(source.rows for source in self.sources)
+
+    @abstractmethod
+    def values(self, column: str) -> Iterator[object]:
+        """One column of every row, by position; None where a row lacks it."""
+
+    @abstractmethod
+    def where(self, position: int) -> str:
+        """Where a row is written, for messages: ``train.jsonl, line 3``."""
+
+    @abstractmethod
+    def shuffled(self, n: int, *counters: int) -> Sequence[int]:
+        """The numbers 0 to ``n - 1`` in an order that depends on the run's seed, ``n`` and ``counters`` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """What became of the samples of one row."""
+
+    row: int
+    """Its position."""
+    number: int
+    """Of the group, counted over the run. Later groups have larger numbers."""
+    step: int
+    """The step, counted from 0, that trains on the batch of the group."""
+    scores: tuple[float, ...]
+    """What the dynamic filter reads of each sample, in sample order: ``Trajectory.score``. Samples that failed or got
+    no score are left out; a group of given answers has none."""
+    fate: Fate
+    """``kept``: its samples are in the batch of ``step``. ``filtered``: ``stream.filter`` rejected it. ``left_out``:
+    too many of its samples failed or got no reward."""
+
+
+class Curriculum(Component):
+    """Chooses the rows of every training batch. One instance lives as long as the run, on the driver.
+
+    The runtime calls, in this order: ``setup`` once; ``load_state_dict`` where the run resumes; then ``choose`` for the
+    batches, in order, and ``finished`` between them.
+
+    **What is known when.** A batch is generated with the weights of some version v, the number of steps that they were
+    trained for: with ``stream.staleness`` S batch k has v = max(0, k - S), in rounds of R steps v = R * (k // R). When
+    ``choose`` is called for batch k, ``finished`` has been called with all groups of the batches 0 to v - 1 and with no
+    others. So the rows of a batch depend on exactly what the weights that sample it have learnt from. Groups of the
+    batches v to k - 1 are under way: a curriculum that does not want their rows again must remember that it chose them.
+
+    **Reproducible.** Every random choice is a function of the seed and of counters (``TrainingRows.shuffled``,
+    ``rlhf.seeds.derive_seed``), never of a clock or of a generator with hidden state. ``state_dict`` holds everything
+    else that choices depend on. It is taken after every step, so it should cost little: put long arrays into one text.
+    The runtime restores it between two batches and compares ``state_dict()`` with what was saved.
+
+    Complete example::
+
+        class Hardest(Curriculum):
+            '''The rows with the lowest mean score so far; rows without a score come first.'''
+
+            name = "hardest"
+            min_scores = 1
+
+            def setup(self, rows, seed, total_steps):
+                self.means = [-math.inf] * len(rows)
+
+            def choose(self, n, step):
+                lowest = sorted(range(len(self.means)), key=self.means.__getitem__)
+                return [lowest[i % len(lowest)] for i in range(n)]
+
+            def finished(self, groups):
+                for group in groups:
+                    if group.scores:
+                        self.means[group.row] = sum(group.scores) / len(group.scores)
+
+            def state_dict(self):
+                return {"means": [m if math.isfinite(m) else None for m in self.means]}
+
+            def load_state_dict(self, state):
+                self.means = [-math.inf if m is None else m for m in state["means"]]
+    """
+
+    min_scores: ClassVar[int] = 0
+    """How many scores of a group it needs at least. 0: it reads none, so it can order the rows of offline algorithms,
+    too. 1: it reads scores. 2: it compares the scores of a group, so ``sampling.samples_per_prompt`` is at least 2."""
+    repeats: ClassVar[bool] = True
+    """False: the curriculum promises that no row comes twice in a batch, refills included. The runtime holds it to
+    that."""
+    reads_probabilities: ClassVar[bool] = False
+    """Whether it uses ``RowSource.probability``. Where it does not, a run file that gives probabilities is refused."""
+
+    @abstractmethod
+    def setup(self, rows: TrainingRows, seed: int, total_steps: int) -> None:
+        """Get to know the data, before any model is loaded.
+
+        Args:
+            seed: of the run, for ``derive_seed``.
+            total_steps: of the run; the last batch is of step ``total_steps - 1``. A run may be resumed for more.
+
+        Raises ConfigError (an option does not fit the data: an unknown column) or DataError (a value of a row).
+        """
+
+    @abstractmethod
+    def choose(self, n: int, step: int) -> Sequence[int]:
+        """The positions of the next ``n`` rows of the batch that step ``step``, counted from 0, trains on.
+
+        Called once for a batch, and again with the same ``step`` for the rows that take the places of groups that were
+        filtered or left out. Steps never go back.
+        """
+
+    def finished(self, groups: Sequence[FinishedGroup]) -> None:
+        """Learn what became of the rows of one batch, in the order in which they were chosen: right before that batch
+        is trained on. Not called in offline runs."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers about the batch that was chosen last; ``{"share": 0.5}`` is ``curriculum/share`` in the metrics of
+        the step that trains on it. Called once a batch, when all its rows are chosen."""
+        return {}

@@ -1,0 +1,48 @@
+"""Simulated runtime: engines, trainers and environments that take the time they are told and compute nothing.
+
+Importing this package imports no torch; the hooks import what they return.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf.interfaces import Backend, Env, Generator, Launcher, Trainer
+
+
+@hookimpl
+def rlhf_register_launcher() -> list[type[Launcher]]:
+    from rlhf_plugin_simulated.launcher import SimulatedLauncher
+
+    return [SimulatedLauncher]
+
+
+@hookimpl
+def rlhf_register_trainer() -> list[type[Trainer]]:
+    from rlhf_plugin_simulated.trainer import SimulatedTrainer
+
+    return [SimulatedTrainer]
+
+
+@hookimpl
+def rlhf_register_generator() -> list[type[Generator]]:
+    from rlhf_plugin_simulated.generator import SimulatedGenerator
+
+    return [SimulatedGenerator]
+
+
+@hookimpl
+def rlhf_register_env() -> list[type[Env]]:
+    from rlhf_plugin_simulated.env import SimulatedEnv
+
+    return [SimulatedEnv]
+
+
+@hookimpl
+def rlhf_register_backend() -> list[type[Backend]]:
+    from rlhf_plugin_simulated.backend import SimulatedBackend
+
+    return [SimulatedBackend]

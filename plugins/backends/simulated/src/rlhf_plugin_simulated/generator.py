@@ -1,0 +1,187 @@
+"""The generator ``simulated``: engines that take time and draw random tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from rlhf.errors import SyncError
+from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Proof
+from rlhf.types import GenerationRequest, Turn
+from rlhf.weights.bucket import Bucket
+
+from rlhf_plugin_simulated.delays import log_normal
+
+_TOKENS = bytes(3 + n % 29 for n in range(256))
+"""Translates random bytes to token ids from 3 to 31."""
+
+
+class SimulatedGeneratorConfig(ComponentConfig):
+    engines: Annotated[int, Field(gt=0)] = 1
+    """Engines that are simulated."""
+    slots: Annotated[int, Field(gt=0)] = 64
+    """Samples that an engine works on at once. Further ones wait."""
+    tokens: Annotated[float, Field(gt=0)] = 200.0
+    """Mean number of tokens of an answer, cut at ``sampling.max_new_tokens``."""
+    tokens_sigma: Annotated[float, Field(ge=0)] = 0.5
+    """Standard deviation of the logarithm of that number; 0: every answer has the mean."""
+    tokens_per_second: Annotated[float, Field(gt=0)] = 50.0
+    """Of one sample, whatever else its engine works on."""
+    deaths: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the samples during which their engine dies. They are sampled again."""
+    load_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds in which engines take new weights. No token is sampled meanwhile."""
+    speed: Annotated[float, Field(gt=0)] = 1.0
+    """Simulated seconds per second."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """New weights, from the moment when the engines stopped to the moment when they went on."""
+
+    version: int
+    begin: float
+    end: float
+
+
+class SimulatedGenerator(Generator):
+    """Tokens and lengths depend on the seed of the request alone; log-probs are -1."""
+
+    name = "simulated"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"accept:tensors", "logprobs", "seeds", "answers"})
+    Config = SimulatedGeneratorConfig
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        self.config: SimulatedGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]
+        self.spec = spec
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(self.config.engines * self.config.slots)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._under_way = 0
+        self._loads: list[_Load] = []
+        self._loading: tuple[int, float, dict[str, str]] | None = None
+        self._deaths = random.Random(spec.seed)
+
+    # ------------------------------------------------------------------------------------- samples
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        """All engines work on the requests; each slot takes the next one when it is free."""
+        start = time.monotonic()
+        free = [0.0] * (self.config.engines * self.config.slots)
+        ends = []
+        for position, request in enumerate(requests):
+            end = heapq.heappop(free) + self._seconds(request)
+            heapq.heappush(free, end)
+            ends.append((end, position))
+        for end, position in sorted(ends):
+            time.sleep(max(0.0, start + end - time.monotonic()))
+            yield position, self._turn(requests[position], ((0, self.version),))
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        self._loop = asyncio.get_running_loop()
+        async with self._slots:
+            await self._open.wait()
+            self._begin()
+            try:
+                while True:
+                    versions = await self._sample(self._seconds(request))
+                    if self._deaths.random() >= self.config.deaths and versions is not None:
+                        return self._turn(request, versions)
+            finally:
+                self._end()
+
+    async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...] | None:
+        """Wait until the tokens are drawn. Returns which weights drew them; None: they must be drawn again."""
+        versions, start, known = [(0, self.version)], time.monotonic(), len(self._loads)
+        left, drawn = seconds, 0.0
+        while left > 0 or len(self._loads) > known:
+            await asyncio.sleep(left)
+            if self.spec.in_flight != "drain":  # a drain waits for this sample
+                await self._open.wait()
+            left = 0.0
+            for load in self._loads[known:]:
+                if self.spec.in_flight == "restart":
+                    return None
+                drawn = min(seconds, drawn + max(0.0, load.begin - start))
+                start = load.end
+                if drawn < seconds:
+                    versions.append((round(drawn * self.config.tokens_per_second * self.config.speed), load.version))
+            known = len(self._loads)
+            left = seconds - drawn - (time.monotonic() - start)
+        return tuple(versions)
+
+    def _begin(self) -> None:
+        self._under_way += 1
+        self._idle.clear()
+
+    def _end(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+    def _count(self, request: GenerationRequest) -> int:
+        """Tokens of the answer."""
+        drawn = log_normal(random.Random(request.seed), self.config.tokens, self.config.tokens_sigma)
+        return max(1, min(round(drawn), request.sampling.max_new_tokens))
+
+    def _seconds(self, request: GenerationRequest) -> float:
+        return self._count(request) / self.config.tokens_per_second / self.config.speed
+
+    def _turn(self, request: GenerationRequest, versions: tuple[tuple[int, int], ...]) -> Turn:
+        count = self._count(request)
+        ids = list(random.Random(request.seed).randbytes(count).translate(_TOKENS))
+        full = count == request.sampling.max_new_tokens
+        if not full:
+            ids[-1] = self.spec.eos_token_ids[0]
+        spans = dict(reversed([(min(first, count - 1), version) for first, version in versions]))
+        return Turn(
+            ids,
+            True,
+            [-1.0] * count,
+            tuple(sorted(spans.items())),
+            "length" if full else "stop",
+            request.sampling.temperature or 1.0,
+            text=str(count),
+        )
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def begin_load(self, version: int) -> None:
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._hold(), self._loop).result()
+        self._loading = version, time.monotonic(), {}
+
+    def take(self, bucket: Bucket) -> None:
+        if self._loading is None:
+            raise SyncError("take() without begin_load()")
+        self._loading[2].update(bucket.received())
+
+    def end_load(self) -> list[Proof]:
+        if self._loading is None:
+            raise SyncError("end_load() without begin_load()")
+        version, begin, received = self._loading
+        self._loading = None
+        time.sleep(self.config.load_seconds / self.config.speed)
+        self.version = version
+        self._loads.append(_Load(version, begin, time.monotonic()))
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._open.set)
+        return [Proof(version, received=received, dtype="fp32")]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return [[[0.0] * (len(ids) - 1) for ids in sequences]]
+
+    async def _hold(self) -> None:
+        """No sample starts until the load ends. ``drain``: wait for those that have started."""
+        self._open.clear()
+        if self.spec.in_flight == "drain":
+            await self._idle.wait()

@@ -1,0 +1,84 @@
+"""The trainer ``simulated``: counts optimizer steps and takes time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from rlhf.interfaces import ApplyResult, ComponentConfig, Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from torch import Tensor
+
+STATE = "simulated.json"
+
+
+class SimulatedTrainerConfig(ComponentConfig):
+    seconds: Annotated[float, Field(ge=0)] = 1.0
+    """Seconds of an optimizer step."""
+    speed: Annotated[float, Field(gt=0)] = 1.0
+    """Simulated seconds per second."""
+
+
+class SimulatedTrainer(Trainer):
+    """Its weights are one number: the optimizer steps so far. Outputs are zero, and so are gradients' norms minus one:
+    every step counts as an update."""
+
+    name = "simulated"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"export:tensors"})
+    Config = SimulatedTrainerConfig
+
+    def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None:
+        self.config: SimulatedTrainerConfig = self.Config() if config is None else config  # type: ignore[assignment]
+        self.spec = spec
+        self.steps = 0
+
+    def facts(self) -> TrainerFacts:
+        return TrainerFacts(eos_token_ids=(1,), vocabulary=32)
+
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        heads = [output for output in outputs if isinstance(output, Head)]
+        sizes = {"last_token": "sequences"}
+        return [{h.name: torch.zeros(getattr(m, sizes.get(h.over, "tokens"))) for h in heads} for m in micros]
+
+    def accumulate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        return {"loss": (0.0, 0.0)}
+
+    def apply(self) -> ApplyResult:
+        time.sleep(self.config.seconds / self.config.speed)
+        self.steps += 1
+        return ApplyResult(grad_norm=1.0, lr=0.0)
+
+    def zero_grad(self) -> None:
+        """There are no gradients."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {"steps": torch.zeros(1)}
+
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        yield "steps", torch.tensor([float(self.steps)])
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.steps = int(dict(weights)["steps"])
+
+    def export(self, path: Path, view: str = "live") -> None:
+        """There is no model: the folder gets the number of optimizer steps."""
+        self.save(path)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / STATE).write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
+        (path / "config.json").write_text("{}", encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        self.steps = state["steps"]

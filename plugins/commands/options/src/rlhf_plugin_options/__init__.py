@@ -1,0 +1,1 @@
+"""Commands about the options of a run: `rlhf explain` and `rlhf init`."""

@@ -1,0 +1,128 @@
+"""Which options a name means in a run, and when each may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError, did_you_mean
+from rlhf.plugins import Plugins
+from rlhf_runtime.checkpoint.compare import at_resume
+from rlhf_runtime.config.components import chosen_by
+from rlhf_runtime.config.load import short_flags
+from rlhf_runtime.config.options import Option, Section, plugin_options, run_file_options, sections
+from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
+from rlhf_runtime.config.suggestions import Suggestions
+
+UNNAMED = "none"
+"""``algorithm.use`` where no algorithm was named; its options are then not known."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """An option of a run."""
+
+    option: Option
+    resume: str
+    """What a resume does where the value is another one: ``ignore``, ``report`` or ``refuse``."""
+    live: bool
+    """Whether an observer may change it while the run trains."""
+    names: Sequence[str] = ()
+    """Installed plugins that it may name."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a name means."""
+
+    head: Sequence[str]
+    """Lines about the section; empty where the name is not that of a section."""
+    options: Sequence[Explained]
+    single: bool
+    """Whether the name is that of one option."""
+
+
+def explained(name: str, run: RunFile, plugins: Plugins) -> Found:
+    """The options that a name means.
+
+    Args:
+        name: a section (``trainer``), a table in it (``algorithm.loss``), an option (``trainer.lr``) or a short flag
+            without dashes (``model``).
+
+    Raises ConfigError where nothing has this name; PluginError where a plugin that the section selects cannot be
+    imported.
+    """
+    known = {section.path: section for section in sections()}
+    wanted = _unnumbered(name if name in known else short_flags().get(name, name), run)
+    place = wanted.partition(".")[0]
+    chosen = [c for c in chosen_by(run) if c[2].use != UNNAMED]
+    selected = [c for c in chosen if c[0] == c[1].partition(".")[0] == place]
+    options = [o for o in run_file_options() if o.path.partition(".")[0] == place]
+    for kind, where, choice in selected:
+        options += plugin_options(plugins, kind, where, choice)
+    paths = [(o, _unnumbered(o.path, run)) for o in options]
+    found = [o for o, path in paths if f"{path}.".startswith(f"{wanted}.")]
+    if not found:
+        names = [path.rpartition(".")[2] for _, path in paths]
+        raise ConfigError(_unknown(wanted, known, names, Suggestions(plugins, chosen), bool(selected)))
+    trainer = plugins.resolve("trainer", run.trainer.use).cls if place == "trainer" else None
+    live = {f"trainer.{option}" for option in trainer.changeable} if trainer else set()
+    layout = trainer.layout if trainer else ()
+    used = [str(plugins.resolve(kind, choice.use)) for kind, _, choice in selected]
+    return Found(
+        _head(known[wanted], used, plugins) if wanted in known else (),
+        [
+            Explained(o, at_resume(_saved_name(o), layout), o.path in live, _names(plugins, o.kind) if o.kind else ())
+            for o in found
+        ],
+        len(found) == 1 and _unnumbered(found[0].path, run) == wanted,
+    )
+
+
+def _unnumbered(path: str, run: RunFile) -> str:
+    """A dotted name without the numbers and names of entries: ``reward.0.weight`` and ``reward.math.weight`` are
+    ``reward.weight``."""
+    first, *rest = path.split(".")
+    labels = {choice.label for choice in (*run.reward, *run.observer)}
+    labels |= {source.label for source in (*run.data.train, *run.data.eval)}
+    fields = {section.path: section.config.model_fields for section in sections()}.get(first, {})
+    named = first in ("placement", "roles") and rest and rest[0] not in fields
+    rest = rest[1:] if named else rest
+    return ".".join([first, *(part for part in rest if not part.isdigit() and (part in fields or part not in labels))])
+
+
+def _saved_name(option: Option) -> str:
+    """The name in the resolved run file, where the options of a plugin stand apart."""
+    parts = option.path.split(".")
+    if option.plugin:
+        parts.insert(2 if parts[0] in LISTS else 1, "options")
+    return ".".join(parts)
+
+
+def _names(plugins: Plugins, kind: str) -> list[str]:
+    return list(dict.fromkeys(entry.name for entry in plugins.list(kind)))
+
+
+def _head(section: Section, used: Sequence[str], plugins: Plugins) -> list[str]:
+    lines = [f"{section.heading}  {section.doc}"]
+    if section.path in SINGLE or section.path in LISTS:
+        names = ", ".join(_names(plugins, section.path)) or "none"
+        lines += [f"options below are of {plugin}" for plugin in used]
+        lines.append(f"installed: {names}; `rlhf explain {section.path} --{section.path} NAME` explains one")
+    return lines
+
+
+def _unknown(
+    wanted: str, known: dict[str, Section], names: Sequence[str], suggestions: Suggestions, selected: bool
+) -> str:
+    place, _, option = wanted.partition(".")
+    if place not in known:
+        near = did_you_mean(wanted, known) or suggestions.near(wanted, (), flag=False)
+        return f"no section or option {wanted!r}.{near} `rlhf explain` lists the sections."
+    if (place in SINGLE or place in LISTS) and not selected:
+        return (
+            f"[{place}] has no option {option!r} of its own, and no plugin of kind {place} is chosen. Choose one with "
+            f"--{place} NAME; `rlhf explain {place}` lists the installed ones."
+        )
+    near = suggestions.near(wanted, names, flag=False)
+    return f"[{place}] has no option {option!r}.{near} `rlhf explain {place}` lists its options."

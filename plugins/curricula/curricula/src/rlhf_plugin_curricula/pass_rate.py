@@ -1,0 +1,140 @@
+"""Rows that the policy solves sometimes: those whose pass rate lies in a band."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from rlhf.interfaces import ComponentConfig, Curriculum, FinishedGroup, TrainingRows
+from rlhf.seeds import derive_seed
+
+from rlhf_plugin_curricula.arrays import from_text, to_text
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PassRate(Curriculum):
+    """Prefers rows whose pass rate so far lies in a band, and explores the others.
+
+    Rows of the band come in turn: the one first that was chosen longest ago. A share ``explore`` of the draws goes to
+    rows that have not come yet, in an order from the seed, and when there are none left, to rows outside the band, the
+    one first that was chosen longest ago: a policy that learns moves rows into the band and out of it. The same rows
+    are taken where the band has none left. A row comes twice in a batch only where the batch holds all rows already.
+    """
+
+    name = "pass_rate"
+    min_scores = 1
+
+    class Config(ComponentConfig):
+        low: Share = 0.0
+        """A row is in the band only if low < its pass rate; strict."""
+        high: Share = 1.0
+        """A row is in the band only if its pass rate < high; strict."""
+        pass_threshold: float = 1.0
+        """A sample passes if its score is at least this."""
+        explore: Share = 0.25
+        """Share of the draws that go to rows outside the band, those that have not come yet first."""
+        memory: Share = 0.5
+        """What the earlier samples of a row weigh when the row has come again: 1 = as much as the new ones, 0 =
+        nothing, so that the pass rate is that of the latest group."""
+
+        @model_validator(mode="after")
+        def _has_room(self) -> PassRate.Config:
+            if self.low >= self.high:
+                raise ValueError(f"the band has no room: low = {self.low:g} must be below high = {self.high:g}")
+            return self
+
+    def setup(self, rows: TrainingRows, seed: int, total_steps: int) -> None:
+        self._seed = seed
+        self._order = np.asarray(rows.shuffled(len(rows)), np.int64)
+        """Positions in the order in which rows are explored."""
+        self._scored = np.zeros(len(rows))
+        """By row: samples with a score, weighed by :attr:`Config.memory`."""
+        self._passed = np.zeros(len(rows))
+        """By row: those of them that passed."""
+        self._last = np.full(len(rows), -1, np.int64)
+        """By row: number of the draw that chose it last; -1 before it has come."""
+        self._draws = 0
+        self._step = -1
+        self._first = 0
+        """First draw of the batch of :attr:`_step`. Rows drawn since then are in the batch."""
+        self._origins = {"band": 0, "unseen": 0, "outside": 0}
+        """Rows of that batch, by why they were chosen."""
+
+    def choose(self, n: int, step: int) -> Sequence[int]:
+        if step != self._step:
+            self._step, self._first = step, self._draws
+            self._origins = dict.fromkeys(self._origins, 0)
+        chosen: list[int] = []
+        while True:
+            chosen += self._draw(n - len(chosen))
+            if len(chosen) == n:
+                return chosen
+            self._first = self._draws  # the batch holds every row: they come again
+
+    def finished(self, groups: Sequence[FinishedGroup]) -> None:
+        keep = self.config.memory
+        for group in groups:
+            if group.scores:
+                passed = sum(score >= self.config.pass_threshold for score in group.scores)
+                self._scored[group.row] = keep * self._scored[group.row] + len(group.scores)
+                self._passed[group.row] = keep * self._passed[group.row] + passed
+
+    def metrics(self) -> Mapping[str, float]:
+        rows = sum(self._origins.values())
+        return {
+            "from_band": self._origins["band"] / rows,
+            "from_unseen": self._origins["unseen"] / rows,
+            "rows_in_band": float(self._in_band().sum()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "draws": self._draws,
+            "last": to_text(self._last),
+            "scored": to_text(self._scored),
+            "passed": to_text(self._passed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._draws = state["draws"]
+        self._last = from_text(state["last"], self._last)
+        self._scored = from_text(state["scored"], self._scored)
+        self._passed = from_text(state["passed"], self._passed)
+
+    def _draw(self, n: int) -> list[int]:
+        """``n`` rows that are not in the batch yet; fewer where there are not as many."""
+        free, band, seen = self._last < self._first, self._in_band(), self._last >= 0
+        queues = {
+            "band": self._oldest(free & band, n),
+            "unseen": iter(self._order[~seen[self._order]][:n]),
+            "outside": self._oldest(free & seen & ~band, n),
+        }
+        chosen = []
+        for _ in range(n):
+            explores = derive_seed(self._seed, "rows/explore", self._draws) < self.config.explore * 2.0**63
+            for origin in ("unseen", "outside", "band") if explores else ("band", "unseen", "outside"):
+                if (row := next(queues[origin], None)) is not None:
+                    break
+            else:
+                break
+            self._last[row] = self._draws
+            self._draws += 1
+            self._origins[origin] += 1
+            chosen.append(int(row))
+        return chosen
+
+    def _in_band(self) -> NDArray[np.bool_]:
+        """By row: whether its pass rate is known and lies in the band."""
+        known = self._scored > 0
+        rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=known)
+        inside: NDArray[np.bool_] = known & (rates > self.config.low) & (rates < self.config.high)
+        return inside
+
+    def _oldest(self, wanted: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
+        """Of the wanted rows the ``n`` that were chosen longest ago, in that order."""
+        rows = np.flatnonzero(wanted)
+        return iter(rows[np.argsort(self._last[rows], kind="stable")][:n])

@@ -1,0 +1,243 @@
+"""Recorded samples as an Arrow file: one row a sample, with its turns in it.
+
+``pandas.read_feather``, ``pyarrow.feather.read_table`` and ``datasets.load_dataset("arrow", ...)`` read such a file.
+Tokens and log-probs are written as the arrays that they are, so that a file costs little more than its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from rlhf.errors import CheckpointError
+from rlhf.saved import WAY_OUT
+
+from rlhf_runtime.checkpoint.atomic_files import replace_file
+from rlhf_runtime.checkpoint.json_values import dumps, encode, loads, to_text
+
+TURN = pa.struct(
+    {
+        "ids": pa.list_(pa.int32()),
+        "sampled": pa.bool_(),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.list_(pa.int64())),
+        "finish": pa.string(),
+        "temperature": pa.float64(),
+        "reward": pa.float64(),
+        "text": pa.string(),
+        "fresh": pa.bool_(),
+        "given": pa.bool_(),
+    }
+)
+STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
+REWARD = pa.struct(
+    {
+        "name": pa.string(),
+        "value": pa.float64(),
+        "score": pa.float64(),
+        "steps": pa.list_(STEP),
+        "info": pa.string(),  # JSON
+    }
+)
+SCHEMA = pa.schema(
+    {
+        "group": pa.int64(),
+        "sample": pa.int64(),  # null: the group has no sample
+        "source": pa.string(),
+        "row": pa.int64(),
+        "index": pa.list_(pa.int64()),
+        "status": pa.string(),
+        "error": pa.string(),
+        "reward": pa.float64(),
+        "score": pa.float64(),
+        "prompt": pa.string(),
+        "messages": pa.string(),  # JSON, where the prompt is messages
+        "turns": pa.list_(TURN),
+        "rewards": pa.list_(REWARD),
+        "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
+    }
+)
+NO_PROMPTS = {b"prompts": b"none"}
+"""Metadata of a file whose samples do not say what they were asked."""
+SUFFIX = ".arrow"
+AT_ONCE = 2**18
+"""Tokens that are written as one batch of rows, so that a file needs little memory."""
+
+
+def write_samples(path: Path, samples: Iterable[Mapping[str, Any]], with_prompts: bool) -> None:
+    """Write samples, as ``saved_groups.sample_values`` gives them. After a crash the file is complete or absent.
+
+    Args:
+        with_prompts: whether the samples have ``prompt``.
+    """
+    schema = SCHEMA.with_metadata(None if with_prompts else NO_PROMPTS)
+
+    def write(file: Any) -> None:
+        with pa.ipc.new_file(file, schema) as writer:
+            for batch in _batches(samples):
+                writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+
+    replace_file(path, write)
+
+
+def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place in the file, sample) of each row; ``ids`` and ``logprobs`` are numpy arrays.
+
+    Raises CheckpointError for a file that is missing, damaged or not of samples.
+    """
+    try:
+        with pa.OSFile(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            if not reader.schema.equals(SCHEMA):
+                raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
+            number = 0
+            for position in range(reader.num_record_batches):
+                batch = reader.get_batch(position)
+                batch.validate(full=True)
+                for values in _values(batch):
+                    number += 1
+                    where = f"{path}, row {number}"
+                    exact = values.pop("exact")
+                    if exact is not None:
+                        yield where, loads(exact, where)
+                        continue
+                    for reward in (values["rewards"] or {}).values():
+                        reward["info"] = loads(reward["info"], where)
+                    if reader.schema.metadata == NO_PROMPTS:
+                        del values["prompt"]
+                    yield where, values
+    except (OSError, pa.ArrowException) as cause:
+        raise CheckpointError(f"cannot read {path}: {cause}") from cause
+
+
+def _differing(schema: pa.Schema) -> str:
+    """Which columns are not those of samples."""
+    names = sorted({*schema.names, *SCHEMA.names})
+    wrong = next((n for n in names if schema.names.count(n) != SCHEMA.names.count(n)
+                  or schema.field(n).type != SCHEMA.field(n).type), "")  # fmt: skip
+    if wrong not in schema.names:
+        return f"the column {wrong!r} is missing" if wrong else f"its columns are in the order {schema.names}"
+    if wrong not in SCHEMA.names:
+        return f"the column {wrong!r} is none of {SCHEMA.names}"
+    return f"the column {wrong!r} is of type {schema.field(wrong).type}; allowed: {SCHEMA.field(wrong).type}"
+
+
+def _batches(samples: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+    rows: list[Mapping[str, Any]] = []
+    tokens = 0
+    for sample in samples:
+        rows.append(sample)
+        tokens += sum(len(turn["ids"]) for turn in sample.get("turns", ()))
+        if tokens >= AT_ONCE:
+            yield _batch(rows)
+            rows, tokens = [], 0
+    if rows:
+        yield _batch(rows)
+
+
+def _batch(samples: list[Mapping[str, Any]]) -> pa.RecordBatch:
+    rows = [_row(sample) for sample in samples]
+    try:
+        return _built(rows)
+    except UnicodeEncodeError:  # half of a character, which models do sample: a text without the other half
+        return _built([_with_exact(row, sample) for row, sample in zip(rows, samples, strict=True)])
+
+
+def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the columns; ``turns`` as they are."""
+    prompt = sample.get("prompt")
+    asked = {"messages": dumps(prompt), "prompt": None} if isinstance(prompt, list) else {"prompt": prompt}
+    rewards = [
+        {**result, "name": name, "info": to_text(result["info"]),
+         "steps": [dict(zip(("turn", "token", "value"), step, strict=True)) for step in result["steps"]]}
+        for name, result in sample.get("rewards", {}).items()
+    ]  # fmt: skip
+    return {**sample, **asked, "source": sample["row"]["source"], "row": sample["row"]["index"], "rewards": rewards}
+
+
+def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
+    plain = encode(_listed(sample), "sample", nonfinite="mark")
+    try:
+        json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
+        return row
+    except UnicodeEncodeError:
+        return {**_escaped(row), "exact": to_text(plain)}
+
+
+def _listed(value: Any) -> Any:
+    """``value`` with lists in place of arrays."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _escaped(value: Any) -> Any:
+    """``value`` with texts that UTF-8 can hold."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _built(rows: list[dict[str, Any]]) -> pa.RecordBatch:
+    columns = {f.name: pa.array([r.get(f.name) for r in rows], f.type) for f in SCHEMA if f.name != "turns"}
+    turns = [turn for row in rows for turn in row.get("turns", ())]
+    fields = {f.name: pa.array([t[f.name] for t in turns], f.type) for f in TURN if f.name not in ("ids", "logprobs")}
+    fields["ids"] = _lists([turn["ids"] for turn in turns], "i")
+    fields["logprobs"] = _lists([turn["logprobs"] for turn in turns], "f")
+    nested = pa.StructArray.from_arrays([fields[f.name] for f in TURN], fields=list(TURN))
+    columns["turns"] = pa.ListArray.from_arrays(_offsets(len(row.get("turns", ())) for row in rows), nested)
+    return pa.record_batch([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _lists(arrays: list[Any], kind: str) -> pa.ListArray:
+    """Arrays of numbers as lists of an Arrow column; None stays none."""
+    values = pa.array(np.frombuffer(b"".join(a for a in arrays if a is not None), kind))
+    offsets = _offsets(0 if a is None else len(a) for a in arrays)
+    return pa.ListArray.from_arrays(offsets, values, mask=pa.array([a is None for a in arrays], pa.bool_()))
+
+
+def _offsets(counts: Iterable[int]) -> pa.Array:
+    return pa.array([0, *accumulate(counts)], pa.int32())
+
+
+def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    columns = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name != "turns"}
+    lists = batch.column("turns")
+    turns = _turns(lists.values)
+    ends = lists.offsets.to_pylist()
+    for number in range(batch.num_rows):
+        row = {name: values[number] for name, values in columns.items()}
+        row["row"] = {"source": row.pop("source"), "index": row["row"]}
+        messages = row.pop("messages")
+        row["prompt"] = row["prompt"] if messages is None else loads(messages)
+        row["turns"] = turns[ends[number] : ends[number + 1]] if lists[number].is_valid else None
+        if row["rewards"] is not None:
+            row["rewards"] = {reward.pop("name"): _with_steps(reward) for reward in row["rewards"]}
+        yield row
+
+
+def _with_steps(reward: dict[str, Any]) -> dict[str, Any]:
+    steps = reward["steps"]
+    return {**reward, "steps": None if steps is None else [tuple(step.values()) for step in steps]}
+
+
+def _turns(nested: pa.StructArray) -> list[dict[str, Any]]:
+    columns: dict[str, list[Any]] = {}
+    for field in TURN:
+        column = nested.field(field.name)
+        if field.name in ("ids", "logprobs"):
+            values, ends = column.values.to_numpy(), column.offsets.to_pylist()
+            valid = column.is_valid().to_pylist()
+            columns[field.name] = [values[ends[i] : ends[i + 1]] if ok else None for i, ok in enumerate(valid)]
+        else:
+            columns[field.name] = column.to_pylist()
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

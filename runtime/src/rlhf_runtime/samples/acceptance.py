@@ -1,0 +1,91 @@
+"""Which scored groups are trained on: failed and unscored samples are left out, the dynamic filter rejects groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf.types import Group
+
+from rlhf_runtime.config.sections import FilterSection
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The rules by which a group enters a training batch."""
+
+    filter: FilterSection | None = None
+    on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
+    group_min: int = 1
+    """Smallest number of samples in a group."""
+    scored: bool = True
+    """Samples without a reward are left out."""
+
+    @property
+    def refills(self) -> int:
+        """How often rejected groups of a batch are replaced."""
+        return self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20
+
+    def new_counts(self, given: bool) -> dict[str, float]:
+        """Zero for everything that :meth:`accept` counts, and for the prompts drawn.
+
+        Args:
+            given: some groups hold answers of the data (``Needs.given``).
+        """
+        names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
+        return dict.fromkeys([*names, "given"] if given else names, 0.0)
+
+    def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
+        """The part of the group that is trained on; None where the group is rejected. ``counts`` says why."""
+        if any(t.given for t in group.trajectories):
+            counts["given"] += 1
+            return group
+        failed = [t for t in group.trajectories if t.status == "failed"]
+        counts["failed_samples"] += len(failed)
+        if failed and self.on_failed_sample == "drop_group":
+            counts["failed_groups"] += 1
+            return None
+        live = [t for t in group.trajectories if t.status != "failed"]
+        kept = [t for t in live if t.reward is not None or not self.scored]
+        counts["unscored"] += len(live) - len(kept)
+        if len(kept) < max(1, self.group_min):
+            counts["failed_groups"] += 1
+            return None
+        if self.filter is not None and not passes(self.filter, [t.score for t in kept if t.score is not None]):
+            counts["filtered"] += 1
+            return None
+        return Group(group.row, group.number, kept)
+
+
+def left_out(counts: Mapping[str, float]) -> str:
+    """Why samples counted in :attr:`ReadyBatch.counts` are not trained on; empty if none was left out."""
+    reasons = {
+        "unscored": "{:g} samples got no reward, because every reward returned None for them",
+        "failed_samples": "{:g} samples failed",
+        "filtered": "{:g} groups did not pass stream.filter",
+    }
+    return "; ".join(text.format(counts[name]) for name, text in reasons.items() if counts.get(name))
+
+
+def passes(filter: FilterSection, scores: Sequence[float]) -> bool:
+    """Whether a group's scores pass the dynamic filter. A group without scores does not pass.
+
+    Conditions, each only if configured: low < mean < high (both strict), and std > min_std (population standard
+    deviation). arXiv:2503.14476 uses low = 0 and high = 1 on 0/1 scores; ``min_std`` also rejects groups of equal
+    scores for other rewards.
+    """
+    if not scores:
+        return False
+    # Differences from the minimum are exactly 0 for equal scores. Without it, the mean of [0.1, 0.1, 0.1] is not 0.1.
+    least = min(scores)
+    above = math.fsum(s - least for s in scores) / len(scores)
+    if filter.low is not None and not filter.low < least + above:
+        return False
+    if filter.high is not None and not least + above < filter.high:
+        return False
+    if filter.min_std is not None:
+        std = math.sqrt(math.fsum((s - least - above) ** 2 for s in scores) / len(scores))
+        return std > filter.min_std
+    return True

@@ -1,0 +1,255 @@
+"""Batches from samples that go on by themselves, while the policy learns.
+
+::
+
+    rows ──► start groups, as many as staleness allows ──► samples run, each by itself ──► scored ──► filter ──┐
+                     ▲                                                                        rejected │       │ kept
+                     └───── room: (version + S - step + 1) batches, less the pending groups ◄──────────┘       ▼
+                                                                                                  pending groups
+                                                                  take(step): one batch ◄── submission or completion
+
+Threads: samples run on the event loop (:class:`rlhf_runtime.workers.main_thread.MainThread`), in the background of
+everything that the main thread does. :meth:`start` and :meth:`take` are called on the main thread.
+
+Back-pressure: a new group is started when a step took its batch, when new weights arrived, and when a group was
+rejected; never beyond the room. So learning waits for samples, samples wait for learning, and nothing is unbounded.
+
+What a checkpoint holds: the order of rows, and every pending group. A scored group is saved whole; of a group that is
+not scored the turns that were sampled so far are saved, and its rollouts run again with these turns. So each prompt is
+trained on once, rejected by a named rule, or still to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import Any, TypeVar
+
+from rlhf.errors import StandstillError, TrainingError
+from rlhf.types import Group, Row, Trajectory
+
+from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, oldest_version
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.single_requests import SingleRequests
+from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
+from rlhf_runtime.samples.turn_log import TurnLog
+
+T = TypeVar("T")
+
+
+class ContinuousStream(Stream):
+    """See the module.
+
+    Args:
+        order: which scored groups a batch takes (``stream.order``).
+        oversample: batches that may be pending at once, at most; None: as many as staleness allows.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        rollouts: Rollouts,
+        settings: RolloutSettings,
+        *,
+        batch_size: int,
+        total_steps: int,
+        staleness: int,
+        order: Order = "submission",
+        oversample: float | None = None,
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        self.rows, self.rollouts, self.settings = rows, rollouts, settings
+        self.acceptance = acceptance or Acceptance()
+        self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
+        self.next_number = 0
+        """Number of the next group of the run."""
+        self.taken = 0
+        """Batches taken so far."""
+        self._counts = self._new_counts()
+        """Of the groups that ended since the last batch."""
+        self._rejected = 0
+        """Groups that were rejected since the last batch."""
+        self._finished = 0
+        self._requests: SingleRequests | None = None
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------------------------------------ on the main thread
+
+    def start(self, step: int) -> None:
+        """Start groups with the new weights. Nothing is waited for."""
+        self._run(self._begin())
+
+    def take(self, step: int) -> ReadyBatch:
+        """Wait for the batch of ``step``. Raises what a sample raised, if that ends the run."""
+        if step != self.taken:
+            raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
+        return self._run(self._take(step))
+
+    def samples_with(self, version: int) -> bool:
+        return True
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+        return self._run(self._snapshot())
+
+    @staticmethod
+    def saved_groups(state: Mapping[str, Any]) -> list[bool]:
+        return [pending["scored"] for pending in state["pending"]]
+
+    def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """``groups``: one for each of ``state["pending"]``."""
+        self.rows.load_state_dict(state["rows"])
+        self.next_number, self.taken, self._finished = state["next_number"], state["taken"], state["finished"]
+        self._rejected = state["rejected"]
+        self._counts = dict(state["counts"])
+        for saved, group in zip(state["pending"], groups, strict=True):
+            logs = [TurnLog() for _ in range(self.settings.samples)]
+            if not saved["scored"]:
+                logs = [_log(kept, t) for kept, t in zip(saved["logs"], group.trajectories, strict=True)]
+            scored = group if saved["scored"] else None
+            self.pending.add(Pending(group.number, group.row, saved["version"], logs, scored, saved["finished"]))
+
+    def close(self) -> None:
+        with suppress(StandstillError):  # its cause was raised before
+            self._run(self._end())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.rollouts.main.run(coroutine)
+
+    # ------------------------------------------------------------------------------- on the event loop
+
+    async def _begin(self) -> None:
+        if self._requests is None:
+            self._requests = SingleRequests(self.rollouts.generator, self.rollouts.limit)
+            for pending in self.pending:
+                if pending.group is None:  # of the checkpoint that the run continues from
+                    self._launch(pending, self._requests)
+        self._start_groups(self._requests)
+
+    def _start_groups(self, requests: SingleRequests) -> None:
+        version = self.rollouts.generator.version
+        for _ in range(self.pending.room(self.taken, version)):
+            if self._failure is not None or self._exhausted:
+                return
+            self._counts["prompts"] += 1
+            self._start_group(self.rows.take(1)[0], version, requests)
+
+    def _start_group(self, row: Row, version: int, requests: SingleRequests) -> None:
+        logs = [TurnLog() for _ in range(self.settings.samples)]
+        pending = Pending(self.next_number, row, version, logs)
+        self.next_number += 1
+        self.pending.add(pending)
+        self._launch(pending, requests)
+
+    def _launch(self, pending: Pending, requests: SingleRequests) -> None:
+        pending.task = asyncio.get_running_loop().create_task(self._generate(pending, requests))
+
+    async def _generate(self, pending: Pending, requests: SingleRequests) -> None:
+        try:
+            if self.settings.failures is not None:
+                self.settings.failures.expect(self.settings.samples, at_least=self.pending.batch_size)
+            group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._failure = self._failure or error
+        else:
+            pending.group = self.acceptance.accept(group, self._counts)
+            self._finished += 1
+            pending.finished = self._finished
+            if pending.group is None:
+                self.pending.remove(pending)
+                self._rejected += 1
+            self._start_groups(requests)
+        self._changed.set()
+
+    async def _take(self, step: int) -> ReadyBatch:
+        chosen: list[Pending] | None = None
+        while chosen is None:
+            self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
+            chosen = self._fresh(step, self.pending.choose(step))
+            if chosen is None and self._exhausted and not self.pending.running:
+                chosen = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
+            if chosen is None:
+                await self._changed.wait()
+        for pending in chosen:
+            self.pending.remove(pending)
+        groups = [pending.group for pending in chosen if pending.group is not None]
+        self.taken += 1
+        return self._ready(step, groups, min((p.version for p in chosen), default=self.rollouts.generator.version))
+
+    def _fresh(self, step: int, chosen: list[Pending] | None) -> list[Pending] | None:
+        """``chosen`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""
+        old = []
+        for pending in chosen or []:
+            oldest = oldest_version(pending.group) if pending.group is not None else None
+            if oldest is not None and step - oldest > self.pending.staleness:
+                old.append(pending)
+        for pending in old:
+            self.pending.remove(pending)
+            self._counts["stale"] += 1
+            assert self._requests is not None
+            self._start_group(pending.row, self.rollouts.generator.version, self._requests)
+        return chosen if not old else None
+
+    def _ready(self, step: int, groups: list[Group], version: int) -> ReadyBatch:
+        counts, self._counts = self._counts, self._new_counts()
+        ages = [step - oldest for group in groups if (oldest := oldest_version(group)) is not None]
+        counts["short"] = float(self.pending.batch_size - len(groups))
+        counts["age"] = float(median(ages)) if ages else 0.0
+        counts["oldest"] = float(max(ages, default=0))
+        counts["running"] = float(self.pending.running)
+        counts["waiting"] = float(len(self.pending) - self.pending.running)
+        self._rejected = 0
+        return ReadyBatch(groups, version, counts)
+
+    def _new_counts(self) -> dict[str, float]:
+        return self.acceptance.new_counts(self.settings.given > 0) | {"stale": 0.0}
+
+    @property
+    def _exhausted(self) -> bool:
+        """So many groups were rejected that the next batch is not refilled any more."""
+        return self._rejected > self.acceptance.refills * self.pending.batch_size
+
+    async def _snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+        """On the event loop, so that no sample ends meanwhile."""
+        state = {
+            "rows": self.rows.state_dict(),
+            "next_number": self.next_number,
+            "taken": self.taken,
+            "finished": self._finished,
+            "rejected": self._rejected,
+            "counts": dict(self._counts),
+            "pending": [_saved(pending) for pending in self.pending],
+        }
+        return state, [pending.group or _unfinished(pending) for pending in self.pending]
+
+    async def _end(self) -> None:
+        tasks = [pending.task for pending in self.pending if pending.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _saved(pending: Pending) -> dict[str, Any]:
+    saved: dict[str, Any] = {"version": pending.version, "scored": pending.group is not None}
+    saved["finished"] = pending.finished
+    if pending.group is None:
+        saved["logs"] = [[[number, context] for number, context, _ in log.entries()] for log in pending.logs]
+    return saved
+
+
+def _unfinished(pending: Pending) -> Group:
+    """The turns that were sampled for a group that is not scored, as they are saved."""
+    turns = [[turn for _, _, turn in log.entries()] for log in pending.logs]
+    samples = [Trajectory(pending.row, kept, (pending.number, s)) for s, kept in enumerate(turns)]
+    return Group(pending.row, pending.number, samples)
+
+
+def _log(kept: Sequence[Sequence[int]], trajectory: Trajectory) -> TurnLog:
+    return TurnLog((number, context, turn) for (number, context), turn in zip(kept, trajectory.turns, strict=True))

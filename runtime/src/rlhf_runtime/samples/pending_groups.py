@@ -1,0 +1,103 @@
+"""Groups that were started and that no step has trained on yet, and which of them the next batch takes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhf.types import Group, Row
+
+from rlhf_runtime.samples.turn_log import TurnLog
+
+Order = Literal["submission", "completion"]
+
+
+@dataclass(slots=True)
+class Pending:
+    """One group."""
+
+    number: int
+    row: Row
+    version: int
+    """Weight version when it was started: none of its tokens is older."""
+    logs: list[TurnLog]
+    """Of each sample the turns so far."""
+    group: Group | None = None
+    """What is trained on, once all samples are scored."""
+    finished: int = 0
+    """Position in the order of completion."""
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class PendingGroups:
+    """Groups in the order in which they were started.
+
+    **The promise of staleness** S: no token that step k trains on is older than version k - S. A group that was started
+    at version v must therefore be in a batch of step v + S at the latest: its *deadline*. :meth:`room` starts no more
+    groups than the steps up to that deadline will train on, so that every deadline can be met, and :meth:`choose` takes
+    groups at their deadline first. A slow group makes its last possible batch wait. It is not discarded for being slow.
+    """
+
+    def __init__(
+        self, batch_size: int, total_steps: int, staleness: int, order: Order, oversample: float | None
+    ) -> None:
+        self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
+        self.order, self.oversample = order, oversample
+        self._groups: dict[int, Pending] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(list(self._groups.values()))
+
+    def add(self, pending: Pending) -> None:
+        self._groups[pending.number] = pending
+
+    def remove(self, pending: Pending) -> None:
+        self._groups.pop(pending.number, None)
+
+    @property
+    def running(self) -> int:
+        """Groups whose samples are not all scored."""
+        return sum(pending.group is None for pending in self)
+
+    def room(self, step: int, version: int) -> int:
+        """How many groups may be started now.
+
+        Args:
+            step: of the next batch that is taken.
+            version: of the weights that new groups are started with.
+        """
+        steps = min(version + self.staleness - step + 1, self.total_steps - step)
+        most = steps * self.batch_size
+        if self.oversample is not None:
+            most = min(most, math.ceil(self.oversample * self.batch_size))
+        return max(0, most - len(self))
+
+    def choose(self, step: int) -> list[Pending] | None:
+        """The groups of the batch of ``step``, in the order in which they were started; None while they are not all
+        scored.
+
+        ``submission``: the oldest. ``completion``: those at their deadline, and the first that were scored.
+        """
+        groups = list(self)
+        if self.order == "submission":
+            chosen = groups[: self.batch_size]
+        else:
+            due = [pending for pending in groups if pending.version + self.staleness <= step]
+            scored = [p for p in groups if p.group is not None and p.version + self.staleness > step]
+            scored.sort(key=lambda pending: pending.finished)
+            chosen = sorted((due + scored)[: self.batch_size], key=lambda pending: pending.number)
+        if len(chosen) < self.batch_size or any(pending.group is None for pending in chosen):
+            return None
+        return chosen
+
+
+def oldest_version(group: Group) -> int | None:
+    """The oldest weight version of a token that the policy sampled; None where it sampled none."""
+    sampled = [turn for trajectory in group.trajectories for turn in trajectory.turns if turn.sampled]
+    return min((version for turn in sampled for _, version in turn.versions), default=None)

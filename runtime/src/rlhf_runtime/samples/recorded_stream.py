@@ -1,0 +1,52 @@
+"""Batches that another run trained on, in its order. Nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import TrainingError
+from rlhf.types import Group
+
+from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
+from rlhf_runtime.samples.pending_groups import oldest_version
+from rlhf_runtime.samples.stream import ReadyBatch, Stream
+
+
+class RecordedStream(Stream):
+    """What a run recorded in ``rollouts/``: which groups made which batch, with their tokens, log-probs, versions and
+    rewards.
+
+    Args:
+        file: {number of finished steps: file with the samples of the last of them}.
+        find: gives the row of a source at an index.
+    """
+
+    def __init__(self, file: Callable[[int], Path], find: FindRow) -> None:
+        self._file, self._find = file, find
+        self.taken = 0
+
+    def start(self, step: int) -> None:
+        """Everything is recorded."""
+
+    def take(self, step: int) -> ReadyBatch:
+        if step != self.taken:
+            raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
+        groups = read_groups(self._file(step + 1), self._find)
+        self.taken += 1
+        versions = [version for group in groups if (version := oldest_version(group)) is not None]
+        return ReadyBatch(groups, min(versions, default=step))
+
+    def samples_with(self, version: int) -> bool:
+        return False
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+        return {"taken": self.taken}, []
+
+    @staticmethod
+    def saved_groups(state: Mapping[str, Any]) -> list[bool]:
+        return []
+
+    def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        self.taken = state["taken"]

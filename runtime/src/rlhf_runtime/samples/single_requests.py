@@ -1,0 +1,47 @@
+"""Generation sample by sample: each request is answered when it is done, whatever the other samples do."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlhf.errors import RlhfError, WorkerError
+from rlhf.interfaces import Generator
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_runtime.workers.deadlines import cause
+
+
+class SingleRequests:
+    """Used from the event loop only, as :class:`rlhf_runtime.samples.waves.Waves` is: each sample awaits :meth:`enter`
+    once, :meth:`generate` any number of times and calls :meth:`leave` once.
+
+    Args:
+        generator: has the capability ``answers``.
+        limit: samples that may be live at once (an environment's concurrency).
+    """
+
+    def __init__(self, generator: Generator, limit: int | None = None) -> None:
+        self._generator = generator
+        self._places = None if limit is None else asyncio.Semaphore(limit)
+
+    async def enter(self, order: tuple[int, ...]) -> None:
+        """Wait until a place is free."""
+        if self._places is not None:
+            await self._places.acquire()
+
+    def leave(self) -> None:
+        """A sample has ended."""
+        if self._places is not None:
+            self._places.release()
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
+        """The sampled turn."""
+        try:
+            return await self._generator.answer(request)
+        except RlhfError:
+            raise
+        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+            raise WorkerError(f"generator {self._generator.name!r} raised {cause(error)}") from error
+
+    async def settled(self) -> None:
+        """Nothing is under way once every sample has left."""

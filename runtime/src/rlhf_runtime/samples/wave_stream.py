@@ -1,0 +1,178 @@
+"""Batches that are generated whole, in waves. They are generated in order, filtered, refilled, and taken in order.
+
+::
+
+    rows.take(missing) ──► rollouts.run ──► scored groups ──► failed? short? filter? ──┐
+          ▲                                                          │ left out        │ kept
+          └────────────── as long as the batch has room ◄────────────┘                 ▼
+                                                                               ready (a queue)
+    start(step) stops when the queue holds step's round and ``staleness`` more batches │
+                                                                                       ▼
+                                                                       take(step): one batch per step
+
+Back-pressure: nothing is generated in the background. ``start`` generates what a step may use and returns, so at most
+``round + staleness`` batches are ready, and generation waits for training. ``filter.max_rounds`` limits how often a
+batch is refilled.
+
+The weights that generate a batch are fixed by definition. With staleness S, batch k is generated with version
+max(0, k - S). With rounds of R steps, batch k is generated with version R * (k // R), so all batches of a round are
+generated at its first step. The checkpoint holds the batches that are generated and not yet trained on, so a resumed
+run trains on the same samples.
+
+A curriculum is told of the groups of a batch when the batch is taken. The generator has the weights of version v only
+after the batches 0 to v - 1 were taken. So a curriculum chooses the rows of a batch knowing the batches 0 to v - 1 and
+no others, where v is the version of the weights that the batch is generated with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhf.errors import TrainingError
+from rlhf.interfaces import FinishedGroup
+from rlhf.interfaces.curriculum import Fate
+from rlhf.types import Group
+
+from rlhf_runtime.data.chosen_order import ChosenOrder
+from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
+
+
+class WaveStream(Stream):
+    """``start(step)`` generates every batch that is due at ``step``; ``take(step)`` returns the batch of ``step``."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        rollouts: Rollouts,
+        settings: RolloutSettings,
+        *,
+        batch_size: int,
+        total_steps: int,
+        staleness: int = 0,
+        round: int = 1,
+        acceptance: Acceptance | None = None,
+        chosen: ChosenOrder | None = None,
+    ) -> None:
+        self.rows, self.rollouts, self.settings = rows, rollouts, settings
+        self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
+        self.acceptance = acceptance or Acceptance()
+        self.chosen = chosen
+        """The order of ``rows``, if a curriculum decides it."""
+        self.generated = 0
+        """Batches generated so far."""
+        self.next_number = 0
+        """Number of the next group of the run."""
+        self.ready: deque[ReadyBatch] = deque()
+        self._extended_at = 0
+        """Step at which the run was resumed with a larger number of steps, else 0. Batches that would have been
+        generated earlier with that number of steps are generated at this step, with its weights."""
+
+    def start(self, step: int) -> None:
+        """Generate the missing batches of ``step``'s round and of the ``staleness`` batches after it.
+
+        Raises TrainingError if the generator does not hold the weights that a batch is defined to be generated with.
+        """
+        end = self._round_of(step) + self.round + self.staleness
+        while self.generated < min(end, self.total_steps):
+            expected, got = self.version_of(self.generated), self.rollouts.generator.version
+            if got != expected:
+                raise TrainingError(
+                    f"batch {self.generated} must be generated with weight version {expected} (round {self.round}, "
+                    f"staleness {self.staleness}), but the generator holds version {got}"
+                )
+            self.ready.append(self._generate())
+            self.generated += 1
+
+    def version_of(self, batch: int) -> int:
+        """Version of the weights that batch number ``batch`` is generated with."""
+        return max(self._extended_at, self._round_of(batch) - self.staleness)
+
+    def samples_with(self, version: int) -> bool:
+        """Whether training samples are drawn with the weights of ``version``: only the first version of a round."""
+        return version % self.round == 0
+
+    def _round_of(self, step: int) -> int:
+        """First step of the round."""
+        return step - step % self.round
+
+    def take(self, step: int) -> ReadyBatch:
+        """The batch of ``step``: scored, filtered and refilled, groups in the order of their numbers. Each batch is
+        taken once, in order.
+
+        Raises TrainingError if the oldest ready batch belongs to another step.
+        """
+        oldest = self.generated - len(self.ready)
+        if not self.ready or oldest != step:
+            held = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
+            raise TrainingError(f"the batch of step {step} was asked for, but {held}; start({step}) comes before it")
+        batch = self.ready.popleft()
+        if self.chosen is not None:
+            self.chosen.tell(batch.finished)
+        return batch
+
+    def _generate(self) -> ReadyBatch:
+        accepted: list[Group] = []
+        finished: list[FinishedGroup] = []
+        counts = self.acceptance.new_counts(given=self.settings.given > 0)
+        for _ in range(1 + self.acceptance.refills):
+            missing = self.batch_size - len(accepted)
+            if not missing:
+                break
+            rows = self.rows.take(missing, self.generated)
+            groups = self.rollouts.run(rows, self.next_number, self.settings)
+            self.next_number += len(rows)
+            counts["prompts"] += len(rows)
+            for group in groups:
+                filtered = counts["filtered"]
+                kept = self.acceptance.accept(group, counts)
+                if kept is not None:
+                    accepted.append(kept)
+                if self.chosen is not None:
+                    rejected: Fate = "filtered" if counts["filtered"] > filtered else "left_out"
+                    fate = rejected if kept is None else "kept"
+                    finished.append(self.chosen.finished_group(group, self.generated, fate))
+        counts["short"] = float(self.batch_size - len(accepted))
+        metrics = self.chosen.metrics() if self.chosen is not None else {}
+        return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+        state = {
+            "rows": self.rows.state_dict(),
+            "generated": self.generated,
+            "next_number": self.next_number,
+            "ready": [self._saved(batch) for batch in self.ready],
+        }
+        return state, [group for batch in self.ready for group in batch.groups]
+
+    def _saved(self, batch: ReadyBatch) -> dict[str, Any]:
+        saved = {"version": batch.version, "counts": batch.counts, "groups": len(batch.groups)}
+        if self.chosen is not None:
+            saved |= {"finished": [asdict(group) for group in batch.finished], "chosen": batch.chosen}
+        return saved
+
+    @staticmethod
+    def saved_groups(state: Mapping[str, Any]) -> list[bool]:
+        return [True] * sum(batch["groups"] for batch in state["ready"])
+
+    def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """``groups``: the groups of all ready batches, in order."""
+        self.rows.load_state_dict(state["rows"])
+        self.generated, self.next_number = state["generated"], state["next_number"]
+        self.ready.clear()
+        start = 0
+        for ready in state["ready"]:
+            end = start + ready["groups"]
+            batch = ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"]))
+            if self.chosen is not None:
+                batch.finished = self.chosen.restored(ready.get("finished"))
+                batch.chosen = dict(ready.get("chosen", {}))
+            self.ready.append(batch)
+            start = end
+        trained = self.generated - len(self.ready)
+        due = self._round_of(trained - 1) + self.round + self.staleness if trained else 0
+        self._extended_at = trained if self.generated < min(due, self.total_steps) else 0

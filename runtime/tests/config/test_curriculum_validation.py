@@ -1,0 +1,79 @@
+"""A curriculum is refused in a run that cannot give it what it reads, or that reads none of what it decides."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.interfaces import Algorithm, Curriculum
+from rlhf.types import Needs, RoleSpec
+from rlhf_runtime.config.curriculum_validation import curriculum_problems
+from rlhf_runtime.config.load import load
+
+BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
+
+
+class Sampling(Algorithm):
+    name = "sampling"
+
+    def needs(self):
+        return Needs((RoleSpec("policy", trained=True),))
+
+    def assemble(self, examples):
+        return None, {}
+
+    def updates(self, step, batch=None):
+        return []
+
+
+class Given(Sampling):
+    name = "given"
+    data = "pairs"
+
+
+class Blind(Curriculum):
+    name = "blind"
+
+    def setup(self, rows, seed, total_steps):
+        pass
+
+    def choose(self, n, step):
+        return range(n)
+
+
+class Comparing(Blind):
+    name = "comparing"
+    min_scores = 2
+
+
+class Mixing(Blind):
+    name = "mixing"
+    reads_probabilities = True
+
+
+SHARES = [("data.train.0.probability", "1.0")]
+
+
+def problems(flags=(), algorithm=Sampling, curriculum=Blind, scored=True, base=BASE):
+    return curriculum_problems(load(None, [*base, *flags]), algorithm(), curriculum, scored)
+
+
+def test_what_fits_passes():
+    assert problems() == problems(algorithm=Given) == problems(SHARES, curriculum=Mixing) == []
+    assert problems([("sampling.samples_per_prompt", "2")], curriculum=Comparing) == []
+    assert problems([("env", "game"), ("sampling.samples_per_prompt", "2")], curriculum=Comparing, base=BASE[:3]) == []
+    assert problems(base=BASE[:3]) == [], "it reads no scores"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"curriculum": Comparing, "algorithm": Given}, "given learns from pairs and samples nothing in training"),
+        ({"curriculum": Comparing, "base": BASE[:3]}, "chooses rows by the scores of answers, and nothing gives any"),
+        ({"curriculum": Comparing}, "got sampling.samples_per_prompt = 1; set --sampling.samples_per_prompt 2 or more"),
+        ({"flags": [("data.shuffle", "false")]}, "data.shuffle = false: curriculum 'blind' decides the order"),
+        ({"flags": SHARES}, "probabilities are given, and curriculum 'blind' does not read them"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, says):
+    (problem,) = problems(**given)
+    assert says in problem
+    assert problem.startswith(("curriculum '", "data."))

@@ -1,0 +1,308 @@
+"""The conformance suite of curricula.
+
+::
+
+    from rlhf_testing.curriculum import CurriculumContract
+
+    class TestMyCurriculum(CurriculumContract):
+        curriculum = MyCurriculum
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import FinishedGroup, RowSource, TrainingRows
+from rlhf.interfaces.curriculum import Fate
+from rlhf.seeds import derive_seed
+
+from rlhf_testing.contract import Contract, Nonconformance, expect, no_number
+from rlhf_testing.fabricate import NoColumn
+
+STEPS = 12
+"""Number of steps of the simulated run."""
+BATCH = 4
+SAMPLES = 4
+SEED = 3
+
+Score = Callable[[int, int, int], float]
+"""``score(row, step, sample)`` of a made-up sample."""
+
+
+class MadeUpRows(TrainingRows):
+    """Training data of any size.
+
+    Args:
+        sizes: {source: how many rows it has}.
+        columns: {column: the values that the rows have, in turn}.
+        shuffled: False: every order is that of the data, so that choices can be computed by hand.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        columns: Mapping[str, Sequence[object]] | None = None,
+        seed: int = SEED,
+        shuffled: bool = True,
+        probabilities: Sequence[float | None] = (),
+    ) -> None:
+        self._columns, self._seed, self._shuffled = dict(columns or {}), seed, shuffled
+        shares = [*probabilities, *[None] * len(sizes)]
+        firsts = itertools.accumulate(sizes.values(), initial=0)
+        made = zip(sizes.items(), firsts, shares, strict=False)
+        self.sources = tuple(RowSource(name, first, n, tuple(self._columns), p) for (name, n), first, p in made)
+
+    def values(self, column: str) -> Iterator[object]:
+        if column not in self._columns:
+            raise NoColumn(column, list(self._columns))
+        return itertools.islice(itertools.cycle(self._columns[column]), len(self))
+
+    def where(self, position: int) -> str:
+        return f"made up, row {position}"
+
+    def shuffled(self, n: int, *counters: int) -> Sequence[int]:
+        order = list(range(n))
+        if self._shuffled:
+            order.sort(key=lambda i: derive_seed(self._seed, "made up", *counters, i))
+        return order
+
+
+class Play:
+    """Simulates a run: asks a curriculum for rows and reports the results to it.
+
+    Args:
+        curriculum: an instance after ``setup``.
+        staleness: number of batches that are generated ahead.
+        score: gives the score of each sample; None: no results are reported, as in an offline run.
+    """
+
+    def __init__(self, curriculum: Any, staleness: int = 0, score: Score | None = None) -> None:
+        self.curriculum, self._staleness, self._score = curriculum, staleness, score
+        self.chosen: list[list[int]] = []
+        """The rows of each batch so far."""
+        self.metrics: list[dict[str, float]] = []
+        """The metrics that the curriculum reported after each batch."""
+        self._ready: deque[list[FinishedGroup]] = deque()
+        self._number = 0
+        self._taken = 0
+
+    def run(self, until: int) -> Play:
+        """Simulate the steps before ``until``."""
+        for step in range(self._taken, until):
+            while len(self.chosen) < min(step + 1 + self._staleness, STEPS):
+                self._generate(len(self.chosen))
+            groups = self._ready.popleft()
+            if self._score is not None:
+                self.curriculum.finished(groups)
+            self._taken += 1
+        return self
+
+    def resumed(self, fresh: Any) -> Play:
+        """The same run, continued with another instance."""
+        other = Play(fresh, self._staleness, self._score)
+        other.chosen, other.metrics = copy.deepcopy((self.chosen, self.metrics))
+        other._ready, other._number, other._taken = deque(self._ready), self._number, self._taken
+        return other
+
+    def _generate(self, step: int) -> None:
+        rows: list[int] = []
+        groups: list[FinishedGroup] = []
+        for missing in (BATCH, 1) if self._score is not None else (BATCH,):  # one group is filtered and replaced
+            given = self.curriculum.choose(missing, step)
+            found = [_position(row) for row in given]
+            expect(
+                len(found) == missing, f"choose({missing}, {step}) gave {len(found)} rows; exactly {missing} are needed"
+            )
+            groups += [self._group(row, step, "kept") for row in found]
+            rows += found
+        fates: tuple[Fate, ...] = ("filtered", "left_out") if step % 2 else ("filtered",)
+        for index, fate in enumerate(fates):
+            group = groups[index]
+            scores = group.scores if fate == "filtered" else ()
+            groups[index] = FinishedGroup(group.row, group.number, step, scores, fate)
+        self.chosen.append(rows)
+        self._ready.append(groups)
+        self.metrics.append(dict(self.curriculum.metrics()))
+
+    def _group(self, row: int, step: int, fate: Fate) -> FinishedGroup:
+        self._number += 1
+        score = self._score or (lambda row, step, sample: 0.0)
+        return FinishedGroup(row, self._number - 1, step, tuple(score(row, step, s) for s in range(SAMPLES)), fate)
+
+
+class CurriculumContract(Contract):
+    """Simulates runs of twelve batches of four rows over two sources of 12 and 5 rows."""
+
+    kind = "curriculum"
+    curriculum: Any = None
+    columns: Mapping[str, Sequence[object]] = {}
+    """{column: the values that the made-up rows have, in turn}, of every column that the curriculum reads."""
+    sizes: Mapping[str, int] = {"one": 12, "two": 5}
+    """{source: rows}, where the curriculum needs other data."""
+
+    def build(self, config: Any) -> Any:
+        """An instance after ``setup``."""
+        columns = {"prompt": [f"What is {i} + 2?" for i in range(17)], **self.columns}
+        made = super().build(config)
+        try:
+            made.setup(MadeUpRows(self.sizes, columns), SEED, STEPS)
+        except Exception as error:
+            missing = f" the column {error.args[0]!r}" if isinstance(error, NoColumn) else f": {error}"
+            raise Nonconformance(
+                f"{self.about(config)} setup() refuses the made-up rows (columns {', '.join(columns)}; sources "
+                f"{dict(self.sizes)}), as it lacks{missing}. Give what it reads: "
+                'conformance = {"columns": {NAME: [values, ...]}, "sizes": {SOURCE: rows}} in the plugin\'s class'
+            ) from error
+        return made
+
+    def play(self, config: Any, until: int = STEPS, staleness: int = 0, score: Score | None = None) -> Play:
+        """Simulates a run from its start. Error messages name the curriculum."""
+        return self.go_on(config, Play(self.build(config), staleness, score or made_up_score), until)
+
+    def go_on(self, config: Any, play: Play, until: int = STEPS) -> Play:
+        try:
+            return play.run(until)
+        except Nonconformance as error:
+            raise Nonconformance(f"{self.about(config)} {error}") from error
+        except Exception as error:
+            raise Nonconformance(f"{self.about(config)} raised {type(error).__name__}: {error}") from error
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def test_rows(self) -> None:
+        """``choose`` returns as many rows as requested, all from the data, whatever the results of earlier rows
+        were."""
+        rows = sum(self.sizes.values())
+        for config in self.grid():
+            for staleness in (0, 3):
+                for batch in self.play(config, staleness=staleness).chosen:
+                    wrong = [row for row in batch if not 0 <= row < rows]
+                    expect(not wrong, f"{self.about(config)} chose {wrong}; the data has the positions 0 to {rows - 1}")
+
+    def test_repeats(self) -> None:
+        """Where ``repeats`` is False, no row comes twice in a batch; else a batch may be larger than the data."""
+        rows = sum(self.sizes.values())
+        for config in self.grid():
+            if self.cls.repeats:
+                made = self.build(config)
+                given = list(made.choose(2 * rows + 1, 0))
+                expect(
+                    len(given) == 2 * rows + 1,
+                    f"{self.about(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(given)}. Rows may come "
+                    "again in a batch that is larger than the data, or set repeats = False",
+                )
+                continue
+            for step, batch in enumerate(self.play(config, staleness=2).chosen):
+                twice = sorted({row for row in batch if batch.count(row) > 1})
+                expect(
+                    not twice,
+                    f"{self.about(config)} chose {twice} twice for the batch of step {step}, refills included, though "
+                    "repeats is False",
+                )
+
+    def test_reproducible(self) -> None:
+        """Equal seeds and equal results give equal rows, whatever the state of global random generators is."""
+        for config in self.grid():
+            state = random.getstate()
+            try:
+                random.seed(1)
+                first = self.play(config, staleness=1)
+                random.seed(2)
+                again = self.play(config, staleness=1)
+            finally:
+                random.setstate(state)
+            expect(
+                first.chosen == again.chosen,
+                f"{self.about(config)} chose other rows in a second run with the same seed: "
+                f"{_difference(first.chosen, again.chosen)}. Derive random choices from the seed and from counters",
+            )
+
+    def test_resume(self) -> None:
+        """The state between two batches is JSON, and a fresh instance that loads it chooses the same rows."""
+        for config in self.grid():
+            for staleness in (0, 2):
+                whole = self.play(config, staleness=staleness)
+                for step in (1, 5, 6):
+                    stopped = self.play(config, step, staleness)
+                    fresh = self.build(config)
+                    fresh.load_state_dict(_through_json(stopped.curriculum.state_dict(), self.about(config)))
+                    resumed = self.go_on(config, stopped.resumed(fresh))
+                    expect(
+                        resumed.chosen == whole.chosen,
+                        f"{self.about(config)} resumed after step {step} with staleness {staleness} it chose other "
+                        f"rows: {_difference(whole.chosen, resumed.chosen)}. state_dict() must hold what they need",
+                    )
+                    expect(
+                        resumed.metrics == whole.metrics,
+                        f"{self.about(config)} resumed after step {step} it reported other metrics than the "
+                        "uninterrupted run",
+                    )
+
+    def test_scores(self) -> None:
+        """A curriculum that declares to read no scores chooses the same rows for any scores, and also without
+        results."""
+        if self.cls.min_scores:
+            return
+        for config in self.grid():
+            told = self.play(config).chosen
+            other = self.play(config, score=lambda row, step, sample: 1.0 - made_up_score(row, step, sample)).chosen
+            expect(
+                told == other,
+                f"{self.about(config)} chose other rows for other scores: {_difference(told, other)}. Set min_scores "
+                "= 1, so that runs without scores are refused",
+            )
+            self.go_on(config, Play(self.build(config)))  # an offline run
+
+    def test_equal_scores(self) -> None:
+        """The curriculum accepts scores that are all equal, absent or very large."""
+        for config in self.grid():
+            for value in (0.0, 1.0, -1e30):
+                self.play(config, score=lambda row, step, sample, value=value: value)  # type: ignore[misc]
+
+    def test_metrics(self) -> None:
+        """Metrics are finite numbers by name."""
+        for config in self.grid():
+            for metrics in self.play(config).metrics:
+                for name, value in metrics.items():
+                    text = isinstance(name, str) and name != "" and not name.startswith("curriculum/")
+                    expect(
+                        text, f"{self.about(config)} metrics() has the name {name!r}; `curriculum/` is put before it"
+                    )
+                    wrong = no_number(value)
+                    expect(not wrong, f"{self.about(config)} metrics() has {name} = {wrong}")
+
+
+def made_up_score(row: int, step: int, sample: int) -> float:
+    """0 or 1. The chance to pass differs between rows, and rises with the step."""
+    chance = row / 20 + step / 40
+    return float(derive_seed(SEED, "made up score", row, step, sample) < chance * 2.0**63)
+
+
+def _position(value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise Nonconformance(f"choose() gave {value!r} ({type(value).__name__}); a position is an integer") from None
+
+
+def _through_json(state: Any, about: str) -> Any:
+    try:
+        return json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}") from error
+
+
+def _difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
+    """A text about the first batch that differs."""
+    step = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), math.inf)
+    if not isinstance(step, int):
+        return f"{len(one)} batches and {len(other)}"
+    return f"{list(one[step])} and {list(other[step])} at step {step}"

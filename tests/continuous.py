@@ -1,0 +1,99 @@
+"""Whole runs of the continuous stream on the simulated runtime, and what must hold of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.runs import Finished, Workshop, merged
+
+SPEED = 200.0
+"""Simulated seconds per second."""
+ROWS = 400
+BREAKS = """
+import asyncio
+from pathlib import Path
+
+
+async def score(prompt, completion, row):
+    marker = Path({marker!r})
+    if marker.exists():
+        left = int(marker.read_text())
+        marker.write_text(str(left - 1))
+        if left == 0:
+            marker.unlink()
+            raise RuntimeError("the reward broke")
+    return 0.0
+"""
+
+
+def simulated(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
+    """A run file of six steps on the simulated runtime."""
+    data = shop.folder / "many.jsonl"
+    if not data.exists():
+        shop.rows("many.jsonl", [{"prompt": f"{n}=", "answer": str(n)} for n in range(ROWS)])
+    base = {
+        "run": {"steps": 6, "output": str(shop.folder / output)},
+        "data": {"train": str(data), "batch_size": 4, "max_tokens": 400},
+        "sampling": {"samples_per_prompt": 2, "max_new_tokens": 60},
+        "launcher": {"use": "simulated"},
+        "trainer": {"use": "simulated", "seconds": 1.0, "speed": SPEED, "lr": None},
+        "generator": {"use": "simulated", "tokens": 20.0, "engines": 2, "slots": 4, "speed": SPEED},
+        "rollout": {"use": "multi_turn"},
+        "env": {"use": "simulated", "turns": 2, "slow_share": 0.05, "speed": SPEED},
+        "reward": None,
+        "stream": {"mode": "continuous", "staleness": 1},
+        "checkpoint": {"every": 2},
+    }
+    return shop.config("grpo", output, **merged(base, changes))
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """Random options of the stream."""
+    draw = random.Random(seed)
+    staleness = draw.randrange(4)
+    stream: dict[str, Any] = {
+        "staleness": staleness,
+        "order": draw.choice(["submission", "completion"]),
+        "filter": draw.choice([None, {"min_std": 0.1, "max_rounds": 50}]),
+    }
+    if draw.random() < 0.5:
+        stream["oversample"] = 1.0 + draw.random() * staleness
+    return {
+        "run": {"seed": draw.randrange(1000), "steps": draw.randint(3, 7)},
+        "data": {"batch_size": draw.randint(1, 5)},
+        "stream": stream,
+        "sync": {"in_flight": draw.choice(["continue", "drain", "restart"]), "canaries": 0},
+        "trainer": {"seconds": draw.choice([0.0, 0.5, 3.0])},
+        "generator": {"deaths": draw.choice([0.0, 0.1]), "engines": draw.randint(1, 3), "slots": draw.randint(1, 5)},
+        "env": {"turns": draw.randint(1, 3), "slow": draw.choice([1.0, 8.0])},
+    }
+
+
+def groups_of(run: Finished) -> Iterator[tuple[int, int, int, int]]:
+    """(step from 0, group's number, row, oldest version of its tokens) of everything that was trained on."""
+    for line, name in zip(run.lines(), sorted(run.rollouts()), strict=True):
+        found: dict[int, tuple[int, int]] = {}
+        for sample in run.samples_of(name):
+            versions = [v for turn in sample["turns"] if turn["sampled"] for _, v in turn["versions"]]
+            row, oldest = found.get(sample["group"], (sample["row"]["index"], 10**9))
+            found[sample["group"]] = row, min([oldest, *versions])
+        for number, (row, oldest) in found.items():
+            yield line["step"] - 1, number, row, oldest
+
+
+def check_ledger(run: Finished, config: dict[str, Any]) -> None:
+    """No prompt is lost or trained on twice, and no token is older than staleness allows."""
+    groups, lines, size = list(groups_of(run)), run.lines(), config["data"]["batch_size"]
+    numbers, rows = [number for _, number, _, _ in groups], [row for _, _, row, _ in groups]
+    assert len(set(numbers)) == len(numbers), "a group was trained on twice"
+    assert len(set(rows)) == len(rows), "a row was trained on twice in one pass over the data"
+    for step, number, _, oldest in groups:
+        assert step - oldest <= config["stream"]["staleness"], (step, number, oldest)
+    total = {name: sum(line[f"stream/{name}"] for line in lines) for name in ("prompts", "filtered", "failed_groups")}
+    assert total["prompts"] == len(groups) + total["filtered"] + total["failed_groups"], "a prompt was lost"
+    assert len(groups) + sum(line["stream/short"] for line in lines) == size * len(lines)
+    assert [line["step"] for line in lines] == list(range(1, config["run"]["steps"] + 1))
+    if config["stream"].get("order", "submission") == "submission":
+        assert numbers == sorted(numbers)

@@ -1,0 +1,158 @@
+"""The continuous stream on the simulated runtime: staleness is a promise, and no prompt is lost or trained on twice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.continuous import BREAKS, check_ledger, drawn, groups_of, simulated
+from tests.forks import Forks
+from tests.runs import Finished, Workshop, merged
+
+
+def run_and_check(shop: Workshop, output: str, **changes: Any) -> Finished:
+    config = simulated(shop, output, **changes)
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    check_ledger(run, config)
+    return run
+
+
+def break_and_resume(shop: Workshop, seed: int) -> None:
+    """A run with random options, which a reward ends at a random moment, and its resume."""
+    draw, output = random.Random(seed), f"run-{seed}"
+    marker = shop.folder / f"{output}.breaks"
+    reward = shop.file(f"{output}.py", BREAKS.format(marker=str(marker)))
+    config = simulated(shop, output, **merged(drawn(seed), {"reward": [{"use": f"file:{reward}"}]}))
+    marker.write_text(str(draw.randrange(40)))
+    run = shop.run_config(config)
+    if run.code:
+        assert "the reward broke" in run.said
+        marker.unlink(missing_ok=True)
+        run = shop.run_config(config, "--run.resume")
+    assert run.code == 0, run.said
+    check_ledger(run, config)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_prompt_is_lost_and_none_is_too_old_whatever_the_timing(shop: Workshop, seed: int) -> None:
+    break_and_resume(shop, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", range(20))
+def test_a_thousand_runs_keep_the_promise(shop: Workshop, block: int) -> None:
+    for seed in range(100 + 50 * block, 150 + 50 * block):
+        break_and_resume(shop, seed)
+
+
+def test_batches_are_in_submission_order_without_gaps(shop: Workshop) -> None:
+    run = run_and_check(shop, "run", stream={"staleness": 2})
+    assert [number for _, number, _, _ in groups_of(run)] == list(range(24))
+    assert {line["stream/stale"] for line in run.lines()} == {0.0}
+
+
+def test_a_killed_process_goes_on_where_its_checkpoint_stood(shop: Workshop, forks: Forks) -> None:
+    config = simulated(shop, "run", run={"steps": 12}, stream={"staleness": 2}, trainer={"seconds": 10.0})
+    process = forks.start(shop.arguments(config))
+    process.until(lambda: (shop.folder / "run/checkpoints/step-000004").exists())
+    process.kill()
+    assert process.wait() == -9
+    run = shop.run_config(config, "--run.resume")
+    assert run.code == 0, run.said
+    check_ledger(run, config)
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "drain", "restart"])
+def test_new_weights_meet_unfinished_answers_as_asked(shop: Workshop, in_flight: str) -> None:
+    run = run_and_check(
+        shop,
+        "run",
+        run={"steps": 8},
+        stream={"staleness": 2},
+        sync={"in_flight": in_flight},
+        generator={"tokens": 60.0, "tokens_sigma": 0.2},
+    )
+    spans = [len(turn["versions"]) for sample in run.samples() for turn in sample["turns"] if turn["sampled"]]
+    assert (max(spans) > 1) == (in_flight == "continue")
+
+
+def test_learning_and_sampling_overlap(shop: Workshop) -> None:
+    """While a step learns, the samples of the next one are under way."""
+    run = run_and_check(shop, "run", stream={"staleness": 1}, trainer={"seconds": 20.0})
+    assert all(line["stream/waiting"] + line["stream/running"] == 4 for line in run.lines()[:-1])
+    assert run.lines()[0]["stream/age"] == 0
+    assert max(line["stream/age"] for line in run.lines()[1:]) == 1.0
+
+
+def test_without_staleness_nothing_is_sampled_while_the_policy_learns(shop: Workshop) -> None:
+    run = run_and_check(shop, "run", stream={"staleness": 0})
+    assert {line["stream/oldest"] for line in run.lines()} == {0.0}
+    assert {line["stream/waiting"] + line["stream/running"] for line in run.lines()} == {0.0}
+
+
+def test_a_filter_that_rejects_everything_ends_with_its_cause(shop: Workshop) -> None:
+    config = simulated(shop, "run", run={"steps": 2}, stream={"filter": {"low": 2.0, "max_rounds": 2}})
+    run = shop.run_config(config)
+    assert run.code != 0
+    assert "groups did not pass stream.filter" in run.said
+
+
+def test_an_environment_that_fails_ends_the_run_with_its_cause(shop: Workshop) -> None:
+    env = shop.file(
+        "env.py",
+        "from rlhf.interfaces import Env\n\n\nclass Broken(Env):\n    name = 'broken'\n\n"
+        "    async def reset(self, row, seed):\n        raise ValueError('no game today')\n\n"
+        "    async def step(self, action):\n        raise ValueError\n",
+    )
+    run = shop.run_config(merged(simulated(shop, "run"), {"env": None}) | {"env": {"use": f"file:{env}"}})
+    assert run.code != 0
+    assert "no game today" in run.said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stream": {"round": 2}}, "stream.round = 2 generates whole rounds before the first of their steps"),
+        (
+            {"stream": {"staleness": 0, "oversample": 1.5}},
+            "stream.oversample = 1.5: with stream.staleness = 0 at most 1 batches may be started",
+        ),
+        ({"launcher": {"use": "local"}}, "launcher 'local' generates and trains in turns"),
+        (
+            {"placement": {"generator": {"share": "policy"}}},
+            "[placement.generator] shares the devices of 'policy', which learns while samples are generated",
+        ),
+        (
+            {"stream": {"mode": "waves", "order": "completion"}},
+            "stream.order = 'completion': batches that are generated whole are in submission order",
+        ),
+        (
+            {"stream": {"mode": "waves", "oversample": 1.0}},
+            "stream.oversample = 1: batches are generated whole, with nothing beside them",
+        ),
+        (
+            {"stream": {"mode": "waves"}, "sync": {"in_flight": "drain"}},
+            "sync.in_flight = 'drain': no answer is unfinished when weights are sent",
+        ),
+        ({"curriculum": {"use": "pass_rate"}}, "curriculum 'pass_rate' chooses the rows of whole batches"),
+        ({"placement": {"policy": {"ranks": 2}}}, "launcher 'simulated' reserves none"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    shop: Workshop, changes: dict[str, Any], message: str
+) -> None:
+    run = shop.run_config(simulated(shop, "run", **changes))
+    assert run.code != 0
+    assert message in " ".join(run.said.split())
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_a_generator_without_single_requests_is_refused(shop: Workshop) -> None:
+    config = simulated(shop, "run")
+    config["generator"] = {"use": "transformers"}
+    run = shop.run_config(config)
+    assert run.code != 0
+    assert "generator 'transformers' answers no single requests" in " ".join(run.said.split())

@@ -1,0 +1,331 @@
+"""Whole runs with a curriculum: each visibly does what it says, and resumes to the same rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forks import Forks
+from tests.runs import PROMPTS, Finished, Workshop, assert_same_run, merged
+from tests.test_resume import KILLER, Runs
+
+CHANCE = """
+async def score(prompt, completion, row):
+    return float(sum(map(ord, completion)) * 37 % 100 < 100 * row["chance"])
+"""
+"""Passes by chance, which depends on the answer's characters; never where the row says 0, always where it says 1."""
+
+
+def rows_of(run: Finished) -> list[Counter[tuple[str, int]]]:
+    """Of each step: how many groups each row has in what was trained on."""
+    found = []
+    for name in run.rollouts():
+        groups = {(line["group"], line["row"]["source"], line["row"]["index"]) for line in run.samples_of(name)}
+        found.append(Counter((source, index) for _, source, index in groups))
+    return found
+
+
+def by_chance(shop: Workshop, **changes: Any) -> dict[str, Any]:
+    """Rows 0 to 3 are never solved, 4 to 7 sometimes, 8 to 11 always."""
+    rows = [{**row, "chance": (0.0, 0.5, 1.0)[n // 4], "level": 11 - n} for n, row in enumerate(PROMPTS)]
+    base = {
+        "data": {"train": str(shop.rows("chances.jsonl", rows))},
+        "reward": [{"use": f"file:{shop.file('chance.py', CHANCE)}"}],
+        "sampling": {"samples_per_prompt": 4, "max_new_tokens": 6},
+    }
+    return merged(base, changes)
+
+
+def two_sources(shop: Workshop, **changes: Any) -> dict[str, Any]:
+    """All answers to rows of ``solved`` pass, half of those to rows of ``open``."""
+    sources = {"solved": 1.0, "open": 0.5}
+    files = {name: shop.rows(f"{name}.jsonl", [{**row, "chance": c} for row in PROMPTS]) for name, c in sources.items()}
+    return by_chance(shop, **merged({"data": {"train": [{"path": str(f)} for f in files.values()]}}, changes))
+
+
+# ------------------------------------------------------------------------------------ what each does
+
+
+def test_pass_rate_turns_to_rows_that_are_solved_sometimes(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", **by_chance(shop, curriculum={"use": "pass_rate"}, run={"steps": 12}))
+    steps = rows_of(run)
+    first, later = sum(steps[:3], Counter()), sum(steps[6:], Counter())
+    assert len(first) >= 9, "most rows are seen once at first"
+    sometimes = sum(n for (_, index), n in later.items() if 4 <= index < 8)
+    assert sometimes / later.total() > 0.6, "of all rows a third"
+    assert {index for _, index in later} - {4, 5, 6, 7}, "others are explored"
+    lines = run.lines()
+    assert lines[0]["curriculum/from_unseen"] == 1.0
+    assert lines[-1]["curriculum/from_band"] >= 0.5
+    assert lines[-1]["epoch"] == 12 * 4 / 12
+    assert lines[-1]["reward/group_std"] > lines[0]["reward/group_std"]
+
+
+def test_easy_to_hard_lets_harder_rows_in_step_by_step(shop: Workshop) -> None:
+    section = {"use": "easy_to_hard", "column": "level", "start": 0.25, "until": 0.75}
+    run = shop.train("rloo", "run", **by_chance(shop, curriculum=section, run={"steps": 4}, data={"batch_size": 3}))
+    hardest = [max(11 - index for _, index in step) for step in rows_of(run)]
+    allowed = [3, 6, 9, 12]
+    assert [level < most for level, most in zip(hardest, allowed, strict=True)] == [True] * 4
+    assert {index for _, index in rows_of(run)[0]} == {9, 10, 11}, "the easiest three, each once"
+    assert sum(rows_of(run), Counter()).most_common(1)[0][1] == 1, "no row comes again before all came"
+    assert [line["curriculum/share_allowed"] for line in run.lines()] == [n / 12 for n in allowed]
+
+
+def test_adaptive_mixing_turns_to_the_source_that_teaches(shop: Workshop) -> None:
+    section = {"use": "adaptive_mixing", "temperature": 0.2}
+    run = shop.train("rloo", "run", **two_sources(shop, curriculum=section, run={"steps": 8}, data={"batch_size": 6}))
+    lines = run.lines()
+    assert lines[0]["curriculum/share/open"] == 0.5
+    assert lines[-1]["curriculum/share/open"] > 0.9
+    assert lines[-1]["curriculum/value/solved"] == 0.0
+    later = sum(rows_of(run)[4:], Counter())
+    assert sum(n for (source, _), n in later.items() if source == "open") / later.total() > 0.8
+
+
+def test_adaptive_mixing_begins_at_the_probabilities(shop: Workshop) -> None:
+    config = two_sources(shop, curriculum={"use": "adaptive_mixing", "min_share": 0.0}, run={"steps": 1})
+    for source, probability in zip(config["data"]["train"], (0.75, 0.25), strict=True):
+        source["probability"] = probability
+    (line,) = shop.train("rloo", "run", **config).lines()
+    assert line["curriculum/share/open"] == pytest.approx(0.25)
+
+
+def test_an_offline_run_can_begin_with_the_easy_rows(shop: Workshop) -> None:
+    """Where one row may come, the weights are those of a run on that row alone."""
+    rows = [{**row, "level": 11 - n} for n, row in enumerate(PROMPTS)]
+    section = {"use": "easy_to_hard", "column": "level", "start": 0.01, "until": 1.0}
+    data = {"train": str(shop.rows("levels.jsonl", rows))}
+    run = shop.train("sft", "run", data=data, curriculum=section, run={"steps": 1})
+    alone = shop.train("sft", "alone", data={"train": str(shop.rows("alone.jsonl", rows[-1:]))}, run={"steps": 1})
+    usual = shop.train("sft", "usual", data=data, run={"steps": 1})
+    assert run.weights == alone.weights != usual.weights
+    assert run.lines()[0]["curriculum/share_allowed"] == pytest.approx(1 / 12)
+
+
+def test_rows_that_are_left_out_are_never_chosen(shop: Workshop) -> None:
+    rows = [{**row, "prompt": row["prompt"] * (30 if n % 3 == 0 else 1)} for n, row in enumerate(PROMPTS)]
+    data = {"train": str(shop.rows("long.jsonl", rows)), "max_prompt_tokens": 20, "too_long": "drop"}
+    run = shop.train("rloo", "run", data=data, curriculum={"use": "pass_rate"})
+    assert [line["data/dropped"] for line in run.lines()] == [4.0] * 3
+    assert not {index for step in rows_of(run) for _, index in step} & {0, 3, 6, 9}
+    assert run.lines()[-1]["epoch"] == 3 * 4 / 8, "of the rows that can be drawn"
+
+
+# ------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.fixture
+def runs(forks: Forks, shop: Workshop) -> Runs:
+    return Runs(forks, shop)
+
+
+CASES = {
+    "pass_rate": ({"use": "pass_rate", "low": 0.1, "high": 0.9}, by_chance),
+    "easy_to_hard": ({"use": "easy_to_hard", "column": "level", "until": 0.8}, by_chance),
+    "adaptive_mixing": ({"use": "adaptive_mixing"}, two_sources),
+}
+
+
+@pytest.mark.parametrize("stream", [{"staleness": 2}, {"round": 2}], ids=["staleness", "round"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_run_chooses_the_same_rows(runs: Runs, name: str, stream: dict[str, int]) -> None:
+    """Killed where batches are ready that the curriculum has not been told of; groups are filtered and refilled."""
+    section, make = CASES[name]
+    changes = make(
+        runs.shop,
+        curriculum=section,
+        run={"steps": 7},
+        stream={**stream, "filter": {"min_std": 0.0, "max_rounds": 2}},
+        checkpoint={"every": 3},
+        observer=[{"use": f"file:{runs.shop.file('killer.py', KILLER)}"}],
+    )
+    whole = runs.end(runs.shop.config("rloo", "whole", **changes))
+    assert whole.code == 0, whole.err
+    broken = runs.shop.config("rloo", "broken", **changes)
+    runs.die_at(broken, "rollouts 5")
+    resumed = runs.resume(broken)
+    assert "resumed after step 3" in resumed.err
+    assert_same_run(resumed, whole)
+    assert sum(line["stream/filtered"] for line in whole.lines()) > 0
+
+
+STOP = """
+from rlhf.interfaces import Observer
+
+
+class Stop(Observer):
+    name = "stop"
+
+    def run_started(self, info):
+        self.control = info.control
+
+    def step_finished(self, step, metrics):
+        if step == 2:
+            self.control.stop("here")
+"""
+
+
+def test_an_offline_run_resumes_to_the_same_rows(shop: Workshop) -> None:
+    rows = [{**row, "level": n} for n, row in enumerate(PROMPTS)]
+    changes = {
+        "data": {"train": str(shop.rows("levels.jsonl", rows))},
+        "curriculum": {"use": "easy_to_hard", "column": "level"},
+        "run": {"steps": 6},
+    }
+    whole = shop.train("sft", "whole", **changes)
+    observer = shop.file("stop.py", STOP)
+    broken = shop.run("sft", "broken", **changes, observer=[{"use": f"file:{observer}"}])
+    assert broken.lines()[-1]["step"] == 2
+    resumed = shop.train("sft", "broken", "--resume", **changes)
+    assert_same_run(resumed, whole)
+
+
+def test_another_curriculum_is_another_run(shop: Workshop) -> None:
+    changes = by_chance(shop, curriculum={"use": "pass_rate"}, run={"steps": 2})
+    shop.train("rloo", "run", **changes)
+    for curriculum, says in (
+        ({"use": "pass_rate", "explore": 0.5}, "curriculum.options.explore: was 0.25, now 0.5"),
+        ({"use": "easy_to_hard", "column": "level"}, "curriculum.use: was 'pass_rate', now 'easy_to_hard'"),
+        (None, "curriculum.use: was 'pass_rate', now '(not set)'"),
+    ):
+        other = {**changes, "curriculum": curriculum, "run": {"steps": 4}}
+        other = {key: value for key, value in other.items() if value is not None}
+        failed = shop.run("rloo", "run", "--resume", **other)
+        assert failed.code != 0
+        assert "is from another config" in failed.err
+        assert says in failed.err, failed.err
+
+
+def test_a_checkpoint_of_a_run_with_a_curriculum_says_which(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", **by_chance(shop, curriculum={"use": "pass_rate"}))
+    state = json.loads((run.last_checkpoint / "state.json").read_text())
+    assert set(state["components"]["curriculum"]) == {"draws", "last", "scored", "passed"}
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    assert ("curriculum", "pass_rate") in [(p["kind"], p["name"]) for p in manifest["starts"][0]["plugins"]]
+    again = shop.command(
+        "train", str(run.path / "config.toml"), "--run.output", str(shop.folder / "again"), output=shop.folder / "again"
+    )
+    assert again.code == 0, again.said
+    assert rows_of(again) == rows_of(run)
+
+
+def test_a_run_file_with_a_curriculum_can_be_evaluated(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", **by_chance(shop, curriculum={"use": "pass_rate"}))
+    done = shop.command("eval", str(run.path / "config.toml"), "--data.eval", str(shop.folder / "chances.jsonl"))
+    assert done.code == 0, done.said
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "offline": (
+        "sft",
+        {"curriculum": {"use": "pass_rate"}},
+        "curriculum 'pass_rate' chooses rows by the scores of sampled answers, and sft learns from demonstrations and "
+        "samples nothing in training. Remove [curriculum], or use one that reads no scores.",
+    ),
+    "no rewards": (
+        "distill_on_policy",
+        {"curriculum": {"use": "pass_rate"}, "reward": None},
+        "curriculum 'pass_rate' chooses rows by the scores of answers, and nothing gives any. Set --reward NAME, or "
+        "remove [curriculum].",
+    ),
+    "one sample": (
+        "reinforce_pp",
+        {"curriculum": {"use": "adaptive_mixing"}, "sampling": {"samples_per_prompt": 1}},
+        "curriculum 'adaptive_mixing' compares the scores of at least 2 samples of a prompt, got "
+        "sampling.samples_per_prompt = 1; set --sampling.samples_per_prompt 2 or more.",
+    ),
+    "one source": (
+        "rloo",
+        {"curriculum": {"use": "adaptive_mixing"}},
+        "curriculum adaptive_mixing mixes data sources, and data.train has one with rows to train on: 'data'.",
+    ),
+    "order": (
+        "rloo",
+        {"curriculum": {"use": "pass_rate"}, "data": {"shuffle": False}},
+        "data.shuffle = false: curriculum 'pass_rate' decides the order of the rows. Remove one of them.",
+    ),
+    "band": (
+        "rloo",
+        {"curriculum": {"use": "pass_rate", "low": 0.9, "high": 0.1}},
+        "the band has no room: low = 0.9 must be below high = 0.1",
+    ),
+    "column": (
+        "rloo",
+        {"curriculum": {"use": "easy_to_hard", "column": "anser"}},
+        "curriculum.column = 'anser': the data source 'data' has no such column; it has prompt, answer, response. Did "
+        "you mean 'answer'? Name the column that says how hard a row is.",
+    ),
+    "text": (
+        "rloo",
+        {"curriculum": {"use": "easy_to_hard", "column": "answer"}},
+        "data.jsonl, line 1: the column 'answer' (curriculum.column) says how hard the row is: a finite number is "
+        "expected, got str '0'. Correct the row, or name another column.",
+    ),
+    "name": ("rloo", {"curriculum": {"use": "pas_rate"}}, "Did you mean 'pass_rate'?"),
+    "option": ("rloo", {"curriculum": {"use": "pass_rate", "lo": 0.1}}, "Did you mean 'low'?"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_starts(shop: Workshop, name: str) -> None:
+    algorithm, changes, says = REFUSED[name]
+    failed = shop.run(algorithm, "run", "--dry-run", **changes)
+    assert failed.code != 0
+    assert says in " ".join(failed.err.split()), failed.err
+    assert not failed.path.exists()
+
+
+def test_probabilities_that_nothing_reads_are_refused(shop: Workshop) -> None:
+    sources = [{"path": str(shop.data), "name": name, "probability": 0.5} for name in ("one", "two")]
+    failed = shop.run("rloo", "run", "--dry-run", data={"train": sources}, curriculum={"use": "pass_rate"})
+    assert "data.train: probabilities are given, and curriculum 'pass_rate' does not read them" in failed.err
+
+
+BROKEN = """
+from rlhf.interfaces import Curriculum
+
+
+class Broken(Curriculum):
+    '''Chooses wrongly at the second step.'''
+
+    name = "broken"
+    repeats = False
+
+    def setup(self, rows, seed, total_steps):
+        pass
+
+    def choose(self, n, step):
+        return list(range(n)) if step == 0 else {CHOSEN}
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        ("[0]", "choose(4, 1) of curriculum 'broken' chose 1 rows, and exactly 4 are needed"),
+        ("[0, 1, 2, 3, 4]", "chose 5 rows, and exactly 4 are needed"),
+        ("[0, 1, 2, 12]", "chose row int 12; the data has the positions 0 to 11"),
+        ("[0, 1, 2, 0]", "chose row 0 ("),
+        ("1 / 0", "choose() of curriculum 'broken' raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_broken_curriculum_ends_the_run_with_its_name(shop: Workshop, chosen: str, says: str) -> None:
+    """The step before is saved."""
+    file = shop.file("broken.py", BROKEN.replace("{CHOSEN}", chosen))
+    failed = shop.run("rloo", "run", curriculum={"use": f"file:{file}"})
+    assert failed.code != 0
+    assert says in failed.err
+    assert failed.last_checkpoint.name == "step-000001"
+
+
+def test_a_curriculum_can_be_named_by_flags(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", "--curriculum.use", "pass_rate", "--curriculum.explore", "1.0")
+    assert [line["curriculum/from_unseen"] for line in run.lines()] == [1.0] * 3
+    assert 'use = "pass_rate"' in Path(run.path / "config.toml").read_text()

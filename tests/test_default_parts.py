@@ -1,0 +1,50 @@
+"""The loss and the advantage of every algorithm where a run file names none: the numbers of runs depend on them."""
+
+from __future__ import annotations
+
+from rlhf.plugins import Plugins
+
+from tests.members import PLUGINS
+
+CLIPPED = ("ppo", {"clip_low": 0.2, "clip_high": 0.2})
+VALUE = ("value", {})
+WITHOUT_LENGTHS = {"aggregation": "seq_sum_constant", "max_length": 256}
+PARTS = {
+    "ppo": {
+        "advantage": ("gae", {"gamma": 1.0, "lam": 1.0}),
+        "loss": CLIPPED,
+        "value_loss": ("value", {"clip": 0.5}),
+    },
+    "reinforce_pp": {"advantage": ("reinforce", {}), "loss": CLIPPED, "value_loss": VALUE},
+    "reinforce_pp_baseline": {"advantage": ("reinforce_baseline", {}), "loss": CLIPPED, "value_loss": VALUE},
+    "grpo": {"advantage": ("group_norm", {"std": "group"}), "loss": CLIPPED, "value_loss": VALUE},
+    "dr_grpo": {
+        "advantage": ("dr_grpo", {}),
+        "loss": ("ppo", {**CLIPPED[1], **WITHOUT_LENGTHS}),
+        "value_loss": VALUE,
+    },
+    "rloo": {"advantage": ("rloo", {}), "loss": CLIPPED, "value_loss": VALUE},
+    "rejection_sampling": {"loss": ("nll", {})},
+    "sft": {"loss": ("nll", {})},
+    "distill": {"loss": ("distill", {})},
+    "distill_on_policy": {"loss": ("distill", {"divergence": "reverse_kl", "alpha": 1.0})},
+    "dpo": {"loss": ("dpo", {})},
+    "online_dpo": {"loss": ("dpo", {})},
+    "cpo": {"loss": ("cpo", {})},
+    "orpo": {"loss": ("orpo", {})},
+    "simpo": {"loss": ("simpo", {})},
+    "kto": {"loss": ("kto", {})},
+    "kto_pair": {"loss": ("kto", {})},
+    "reward_model": {"loss": ("pairwise", {})},
+    "prm": {"loss": ("step_labels", {})},
+}
+"""{algorithm: {slot: (plugin, options)}}."""
+
+
+def test_every_algorithm_has_its_default_parts():
+    plugins, names = (
+        Plugins.discover(),
+        [name for member in PLUGINS for kind, name, _ in member.entry_points if kind == "algorithm"],
+    )
+    slots = {name: plugins.resolve("algorithm", name).cls.slots for name in names}
+    assert {n: {s: (slot.use, dict(slot.defaults)) for s, slot in own.items()} for n, own in slots.items()} == PARTS

@@ -1,0 +1,105 @@
+"""`rlhf replay RUN` trains on the samples that a run trained on, and ends with its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.continuous import simulated
+from tests.runs import Finished, Workshop, merged
+
+
+def replay(shop: Workshop, run: Finished, *flags: str, output: str = "again") -> Finished:
+    return shop.command("replay", str(run.path), "-o", str(shop.folder / output), *flags, output=shop.folder / output)
+
+
+def learnt(run: Finished) -> list[dict[str, Any]]:
+    """What each step reports of learning."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("stream/", "epoch", "sync/", "eval/"))}
+        for line in run.lines()
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_replay_in_one_process_ends_with_the_same_weights(shop: Workshop, algorithm: str) -> None:
+    run = shop.train(algorithm, "run", stream={"staleness": 1})
+    again = replay(shop, run)
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+    assert learnt(again) == learnt(run)
+    assert again.rollouts() == run.rollouts()
+
+
+def real_trainer(shop: Workshop, output: str, **changes: Any) -> Finished:
+    """A continuous run of the trainer torch on random samples of the simulated engines."""
+    trainer = {"use": "torch", "lr": 1e-3, "seconds": None, "speed": None}
+    config = simulated(shop, output, **merged({"sync": {"canaries": 0}, "run": {"steps": 4}}, changes))
+    run = shop.run_config({**config, "trainer": {k: v for k, v in trainer.items() if v is not None}})
+    assert run.code == 0, run.said
+    return run
+
+
+def test_a_run_whose_samples_depended_on_the_clock_can_be_repeated(shop: Workshop) -> None:
+    run = real_trainer(shop, "run", stream={"staleness": 2, "order": "completion"})
+    # This generator would sample other, shorter answers: the replay must take every sample from the record.
+    where = ("--launcher.use", "local", "--generator.use", "simulated", "--generator.tokens", "3")
+    again = replay(shop, run, *where)
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+    assert again.rollouts() == run.rollouts()
+
+
+def test_a_replay_that_was_stopped_continues(shop: Workshop) -> None:
+    run = shop.train("grpo", "run", run={"steps": 4}, checkpoint={"every": 1})
+    first = replay(shop, run, "--steps", "2")
+    assert first.code == 0, first.said
+    assert [line["step"] for line in first.lines()] == [1, 2]
+    again = replay(shop, run, "--resume")
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+
+
+def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop) -> None:
+    run = shop.train("grpo", "run")
+    (run.path / "rollouts/step-000003.arrow").unlink()
+    refused = replay(shop, run)
+    assert refused.code == 2
+    assert "records no samples of step 3 of 3. Set --steps 2 to replay what is there." in refused.said
+    assert replay(shop, run, "--steps", "2").code == 0
+
+
+def test_a_record_that_is_cut_short_is_named(shop: Workshop) -> None:
+    run = shop.train("grpo", "run")
+    file = run.path / "rollouts/step-000002.arrow"
+    file.write_bytes(file.read_bytes()[:200])
+    refused = replay(shop, run)
+    assert refused.code != 0
+    assert "step-000002.arrow" in refused.said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--sampling.temperature", "0.5"), "records another run: [sampling] differ"),
+        (("--stream.staleness", "1"), "records another run: [stream] differ"),
+        (("--run.seed", "5"), "was recorded with seed 1, and run.seed = 5"),
+    ],
+)
+def test_a_record_of_another_run_is_refused(shop: Workshop, flags: tuple[str, ...], message: str) -> None:
+    refused = replay(shop, shop.train("grpo", "run"), *flags)
+    assert refused.code == 2
+    assert message in refused.said
+
+
+def test_a_folder_without_a_record_is_refused(shop: Workshop) -> None:
+    run = shop.train("grpo", "run", checkpoint={"save_rollouts": False})
+    refused = replay(shop, run)
+    assert "records no samples of step 1 of 3. It was run with checkpoint.save_rollouts = false." in refused.said
+    itself = replay(shop, run, output="run")
+    assert itself.code == 2
+    nothing = shop.command("replay", str(shop.folder), "-o", str(shop.folder / "x"))
+    assert "is not the folder of a run: it has no config.toml" in nothing.said
+    algorithm = shop.run("grpo", "named", stream={"replay": str(shop.folder)})
+    assert "is not the folder of a run: it has no config.toml" in algorithm.said
