@@ -9,6 +9,10 @@ from rlhf_runtime.samples.failures import WINDOW, Failures
 def drawn(failures: Failures, *causes: str) -> None:
     """One call with one sample per cause, in this order; an empty cause is a sample that did not fail."""
     failures.expect(len(causes))
+    add(failures, *causes)
+
+
+def add(failures: Failures, *causes: str) -> None:
     for number, cause in enumerate(causes):
         sample = Trajectory(Row({}, "unit", number), [], (0, number))
         if cause:
@@ -85,3 +89,37 @@ def test_the_share_in_an_evaluation_excludes_earlier_evaluations():
     failures.forget()
     with pytest.raises(RolloutError, match="5 of the latest 8 evaluation samples failed"):
         drawn(failures, *["down"] * 8)
+
+
+def by_groups(failures: Failures, size: int, batch: int, *causes: str) -> None:
+    """One sample per cause, announced in groups of ``size``, of which ``batch`` samples are a batch. A group is
+    announced when the one before it has ended."""
+    for start in range(0, len(causes), size):
+        failures.expect(size, at_least=batch)
+        add(failures, *causes[start : start + size])
+
+
+def test_groups_that_are_announced_one_by_one_are_judged_as_a_batch():
+    """Half of a batch of four samples may fail, in whichever groups."""
+    by_groups(Failures(0.5, lambda note: None), 2, 4, "down", "down", "", "")
+    failures = Failures(0.5, lambda note: None)
+    with pytest.raises(RolloutError, match="3 of the latest 4 samples failed"):
+        by_groups(failures, 2, 4, "down", "down", "down", "")
+    assert failures.drawn == 3
+
+
+def test_the_share_of_a_batch_beyond_the_window_includes_its_earlier_groups():
+    failures = Failures(0.5, lambda note: None)
+    with pytest.raises(RolloutError, match="101 of the latest 200 samples failed"):
+        by_groups(failures, 10, 200, *[""] * 100, *["down"] * 110)
+    assert failures.drawn == 201
+
+
+def test_failures_of_groups_that_are_under_way_at_once_do_not_add_up():
+    """Three batches of four samples are announced before the first sample ends. One sample of each fails, which is
+    never more than 2 of the latest 4."""
+    failures = Failures(0.5, lambda note: None)
+    for _ in range(6):
+        failures.expect(2, at_least=4)
+    add(failures, *["down", "", "", ""] * 3)
+    assert (failures.failed, failures.drawn) == (3, 12)

@@ -140,8 +140,7 @@ class StreamSection(ComponentConfig):
     is left out. ``drop_group``: its group is left out and replaced."""
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Largest share of failed samples with which a run continues, if ``on_failed_sample`` is not ``abort``; it always
-    applies to evaluations. The share is over the samples drawn at once for a batch, extended by earlier samples to at
-    least 64."""
+    applies to evaluations. The share is over the latest samples: as many as a batch has, and at least 64."""
     rollout_deadline: Positive = 600.0
     """Seconds for the whole rollout of one sample, without the time of generation."""
     replay: PathText | None = None

@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from rlhf.errors import StandstillError, TrainingError
-from rlhf.types import Group, Row, Trajectory
+from rlhf.types import Group, Row
 
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, oldest_version
@@ -106,11 +106,7 @@ class ContinuousStream(Stream):
         self._rejected = state["rejected"]
         self._counts = dict(state["counts"])
         for saved, group in zip(state["pending"], groups, strict=True):
-            logs = [TurnLog() for _ in range(self.settings.samples)]
-            if not saved["scored"]:
-                logs = [_log(kept, t) for kept, t in zip(saved["logs"], group.trajectories, strict=True)]
-            scored = group if saved["scored"] else None
-            self.pending.add(Pending(group.number, group.row, saved["version"], logs, scored, saved["finished"]))
+            self.pending.add(Pending.restored(saved, group))
 
     def close(self) -> None:
         with suppress(StandstillError):  # its cause was raised before
@@ -149,8 +145,9 @@ class ContinuousStream(Stream):
 
     async def _generate(self, pending: Pending, requests: SingleRequests) -> None:
         try:
-            if self.settings.failures is not None:
-                self.settings.failures.expect(self.settings.samples, at_least=self.pending.batch_size)
+            samples = self.settings.samples
+            if self.settings.failures is not None and not self.settings.gives(pending.number):
+                self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
         except asyncio.CancelledError:
             raise
@@ -218,6 +215,7 @@ class ContinuousStream(Stream):
 
     async def _snapshot(self) -> tuple[dict[str, Any], list[Group]]:
         """On the event loop, so that no sample ends meanwhile."""
+        saved = [pending.saved() for pending in self.pending]
         state = {
             "rows": self.rows.state_dict(),
             "next_number": self.next_number,
@@ -225,31 +223,12 @@ class ContinuousStream(Stream):
             "finished": self._finished,
             "rejected": self._rejected,
             "counts": dict(self._counts),
-            "pending": [_saved(pending) for pending in self.pending],
+            "pending": [state for state, _ in saved],
         }
-        return state, [pending.group or _unfinished(pending) for pending in self.pending]
+        return state, [group for _, group in saved]
 
     async def _end(self) -> None:
         tasks = [pending.task for pending in self.pending if pending.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _saved(pending: Pending) -> dict[str, Any]:
-    saved: dict[str, Any] = {"version": pending.version, "scored": pending.group is not None}
-    saved["finished"] = pending.finished
-    if pending.group is None:
-        saved["logs"] = [[[number, context] for number, context, _ in log.entries()] for log in pending.logs]
-    return saved
-
-
-def _unfinished(pending: Pending) -> Group:
-    """The turns that were sampled for a group that is not scored, as they are saved."""
-    turns = [[turn for _, _, turn in log.entries()] for log in pending.logs]
-    samples = [Trajectory(pending.row, kept, (pending.number, s)) for s, kept in enumerate(turns)]
-    return Group(pending.row, pending.number, samples)
-
-
-def _log(kept: Sequence[Sequence[int]], trajectory: Trajectory) -> TurnLog:
-    return TurnLog((number, context, turn) for (number, context), turn in zip(kept, trajectory.turns, strict=True))

@@ -18,7 +18,7 @@ class Failures:
 
     Args:
         allowed: largest share of failed samples (``stream.max_failed``). The share is over the samples of the last
-            call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW`.
+            call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW` or its ``at_least``.
         note: reports the first failure.
         what: name of a sample in messages.
         then: what happens to a failed sample, in messages.
@@ -47,9 +47,10 @@ class Failures:
         run stops does not depend on which sample ends first.
 
         Args:
-            at_least: the share is of so many samples at least.
+            at_least: the share is over so many samples at least, whether or not they were drawn yet. A continuous
+                stream announces group by group and gives the samples of a batch here.
         """
-        earlier = max(0, WINDOW - samples)
+        earlier = max(0, max(WINDOW, at_least) - samples)
         self._recent = self._recent[-earlier:] if earlier else []
         self._expected = max(len(self._recent) + samples, at_least)
 
@@ -58,6 +59,7 @@ class Failures:
         self.drawn += 1
         failed = trajectory.status == "failed"
         self._recent.append(describe(trajectory) if failed else "")
+        self._recent = self._recent[-self._expected :]  # samples of earlier calls may end after this one
         if not failed:
             return
         self.failed += 1

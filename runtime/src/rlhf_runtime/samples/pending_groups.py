@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf.types import Group, Row
+from rlhf.types import Group, Row, Trajectory
 
 from rlhf_runtime.samples.turn_log import TurnLog
 
@@ -30,6 +30,29 @@ class Pending:
     finished: int = 0
     """Position in the order of completion."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def saved(self) -> tuple[dict[str, Any], Group]:
+        """What a checkpoint holds of the group: its state, and the samples. Of a group that is not scored these are the
+        turns that were sampled so far."""
+        state: dict[str, Any] = {"version": self.version, "scored": self.group is not None, "finished": self.finished}
+        if self.group is not None:
+            return state, self.group
+        logs = [log.entries() for log in self.logs]
+        state["logs"] = [[[number, context] for number, context, _ in entries] for entries in logs]
+        turns = [[turn for _, _, turn in entries] for entries in logs]
+        samples = [Trajectory(self.row, kept, (self.number, s)) for s, kept in enumerate(turns)]
+        return state, Group(self.row, self.number, samples)
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], group: Group) -> Pending:
+        """From what :meth:`saved` returned."""
+        if state["scored"]:
+            return cls(group.number, group.row, state["version"], [], group, state["finished"])
+        logs = []
+        for kept, sample in zip(state["logs"], group.trajectories, strict=True):
+            turns = zip(kept, sample.turns, strict=True)
+            logs.append(TurnLog((number, context, turn) for (number, context), turn in turns))
+        return cls(group.number, group.row, state["version"], logs, None, state["finished"])
 
 
 class PendingGroups:
